@@ -9,25 +9,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvindex.publish.publisher import (
-    EventPublisher,
-    KVEventsConfig,
-    NullEventPublisher,
-    one_rank,
-)
+from kvindex.publish.publisher import EventPublisher, KVEventsConfig, NullEventPublisher, one_rank
 from kvindex.publish.zmq_publisher import ZmqEventPublisher
 from kvindex.wire.errors import ConfigurationError, DuplicatePublisherError
 
 __all__ = ["EventPublisherFactory"]
 
-_ENGINE_KNOBS = (
-    "endpoint",
-    "replay_endpoint",
-    "buffer_steps",
-    "hwm",
-    "max_queue_size",
-    "topic",
-)
 _OWN_KNOBS = ("bind", "on_full", "dialect")
 
 
@@ -47,10 +34,10 @@ class EventPublisherFactory:
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
         """Register a publisher under a name that configurations can use.
 
-        The constructor is called with the rank, as data_parallel_rank or attn_dp_rank, whichever
-        parameter it has (as it was given to `create` if it has both or neither), and with
-        endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size and topic, as the engines do;
-        with bind, on_full and dialect only where the configuration sets them.
+        The constructor is called as the engines do: with the rank, as data_parallel_rank or
+        attn_dp_rank, whichever parameter it has (as it was given to `create` if it has both or
+        neither), endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size and topic; also with
+        bind, on_full and dialect where the configuration sets them.
 
         Raises:
             DuplicatePublisherError: the name is taken.
@@ -117,6 +104,8 @@ def _rank_name(constructor: Callable[..., EventPublisher], came_as: str) -> str:
 def _knobs(config: KVEventsConfig) -> dict[str, Any]:
     """The constructor's arguments: the engines' always, ours where they differ from the default."""
     usual = KVEventsConfig()
-    own = {name: getattr(config, name) for name in _OWN_KNOBS}
-    changed = {name: value for name, value in own.items() if value != getattr(usual, name)}
-    return {name: getattr(config, name) for name in _ENGINE_KNOBS} | changed
+    return {
+        name: value
+        for name in config.__struct_fields__[2:]  # without what decides whether there is one
+        if (value := getattr(config, name)) != getattr(usual, name) or name not in _OWN_KNOBS
+    }

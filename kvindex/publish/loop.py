@@ -18,6 +18,7 @@ from typing import Final
 
 import zmq
 
+from kvindex.publish.publisher import KVEventsConfig
 from kvindex.publish.replay import ReplayBuffer, ReplayService
 from kvindex.publish.sockets import PublisherSockets
 from kvindex.wire import Dialect, EventBatch, encode_batch, live_frames, parse_replay_request
@@ -42,54 +43,42 @@ class PublisherLoop:
     Attributes:
         queue: where batches wait; any thread.
         counters: written by the loop's thread only, once it runs.
-        buffer: written by the loop's thread only.
+        buffer, replays: what can be replayed, and the replays that wait or run; changed by the
+            loop's thread only.
         failure: why the thread ended early, or None.
     """
 
-    def __init__(
-        self,
-        *,
-        dialect: Dialect,
-        topic: bytes,
-        buffer_steps: int,
-        max_queue_size: int,
-        drop_when_full: bool,
-    ) -> None:
+    def __init__(self, config: KVEventsConfig, dialect: Dialect, sockets: PublisherSockets) -> None:
         self._dialect = dialect
-        self._topic = topic
+        self._topic = config.topic.encode()
+        self._sockets = sockets
         self._waker = Waker()
         self.queue = BatchQueue(
-            max_queue_size, drop_when_full=drop_when_full, wake=self._waker.wake
+            config.max_queue_size,
+            drop_when_full=config.on_full == "drop",
+            wake=self._waker.wake,
         )
         self.counters: Counter[str] = Counter()
-        self.buffer = ReplayBuffer(buffer_steps)
-        self.failure: str | None = None
-        self._deadline = float("inf")
-        self._log_rate = LogRate()
-        self._sockets: PublisherSockets
-        self._replays: ReplayService
-        self._poller = zmq.Poller()
-        self._thread = threading.Thread(target=self._run, name="kvindex-publisher", daemon=True)
-
-    @property
-    def replays(self) -> int:
-        """Replays that wait or run."""
-        return len(self._replays)
-
-    def start(self, sockets: PublisherSockets) -> None:
-        """Hand the sockets to the thread, and start it."""
-        self._sockets = sockets
-        self._replays = ReplayService(
+        self.buffer = ReplayBuffer(config.buffer_steps)
+        self.replays = ReplayService(
             self.buffer,
             sockets.send_reply,
             topic=self._topic,
-            with_topic=self._dialect.replay_topic,
+            with_topic=dialect.replay_topic,
             counters=self.counters,
         )
+        self.failure: str | None = None
+        self._deadline = float("inf")
+        self._log_rate = LogRate()
+        self._poller = zmq.Poller()
         self._poller.register(self._waker, zmq.POLLIN)
         self._poller.register(sockets.pub, zmq.POLLERR)  # so that a terminated context wakes it
         if sockets.router is not None:
             self._poller.register(sockets.router, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="kvindex-publisher", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which owns the sockets from now on."""
         self._thread.start()
 
     def discard(self) -> None:
@@ -114,7 +103,7 @@ class PublisherLoop:
                 self._send_live()
                 if has_requests:
                     self._receive_requests()
-                self._replays.serve_slice(time.monotonic())
+                self.replays.serve_slice(time.monotonic())
         except zmq.ContextTerminated:
             self._fail("its ZeroMQ context was terminated")
         except Exception as error:
@@ -126,13 +115,13 @@ class PublisherLoop:
     def _is_finished(self) -> bool:
         if not self.queue.closed:
             return False
-        is_idle = not len(self.queue) and not len(self._replays)
+        is_idle = not len(self.queue) and not len(self.replays)
         return is_idle or time.monotonic() >= self._deadline
 
     def _wait(self) -> bool:
         """Sleep until there may be work; return whether a replay request waits."""
         now = time.monotonic()
-        wait = 0.0 if len(self.queue) else self._replays.wait_time(now)
+        wait = 0.0 if len(self.queue) else self.replays.wait_time(now)
         if self.queue.closed:
             left = max(0.0, self._deadline - now)
             wait = left if wait is None else min(wait, left)
@@ -178,7 +167,7 @@ class PublisherLoop:
             except DecodeError as error:
                 self._count_failure("replays_malformed", f"a replay request is ignored: {error}")
             else:
-                self._replays.ask(identity, start_seq, time.monotonic())
+                self.replays.ask(identity, start_seq, time.monotonic())
 
     def _count_failure(self, counter: str, message: str) -> None:
         self.counters[counter] += 1
@@ -280,8 +269,4 @@ class BatchQueue:
     def stop_waking(self) -> None:
         """Never call `wake` again; call this before the woken object is gone."""
         with self._lock:
-            self._wake = _nothing
-
-
-def _nothing() -> None:
-    pass
+            self._wake = lambda: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Final, Literal, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -92,21 +92,9 @@ def one_rank(data_parallel_rank: int | None, attn_dp_rank: int | None) -> int:
     return ranks[0] if ranks else 0
 
 
-_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "enable_kv_cache_events": (bool,),
-    "publisher": (str,),
-    "endpoint": (str,),
-    "replay_endpoint": (str, type(None)),
-    "buffer_steps": (int,),
-    "hwm": (int,),
-    "max_queue_size": (int,),
-    "topic": (str,),
-    "bind": (bool, type(None)),
-    "on_full": (str,),
-    "dialect": (str, type(None)),
-}
-_LEAST: Final = {"buffer_steps": 0, "hwm": 0, "max_queue_size": 1}
-_MAX_HWM: Final = 2**31 - 1
+_Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class KVEventsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -142,12 +130,12 @@ class KVEventsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
     enable_kv_cache_events: bool | None = None
-    publisher: str | None = None
-    endpoint: str = "tcp://*:5557"
+    publisher: _Text | None = None
+    endpoint: _Text = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: _Count = 10_000
+    hwm: _Count = 100_000
+    max_queue_size: _Size = 100_000
     topic: str = ""
     bind: bool | None = None
     on_full: Literal["block", "drop"] = "block"
@@ -155,12 +143,15 @@ class KVEventsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.publisher is None:
-            named = "zmq" if self.enable_kv_cache_events else "null"
-            self.publisher = named
+            self.publisher = "zmq" if self.enable_kv_cache_events else "null"
         if self.enable_kv_cache_events is None:
-            enabled = self.publisher != "null"
-            self.enable_kv_cache_events = enabled
-        self._check()
+            self.enable_kv_cache_events = self.publisher != "null"
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                raise ConfigurationError(f"{field.name} is {value!r}: {error}") from None
 
     @classmethod
     def from_cli(cls, cli_value: str) -> KVEventsConfig:
@@ -177,28 +168,7 @@ class KVEventsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(cli_value, type=cls)
         except msgspec.DecodeError as error:
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigurationError(
-                f"the KV events configuration cannot be read: {error}; known keys: {known}"
-            ) from error
+            why = f"cannot be read: {error}; known keys: {', '.join(cls.__struct_fields__)}"
         except (TypeError, UnicodeError) as error:
-            raise ConfigurationError(
-                f"the KV events configuration is JSON text, not {type(cli_value).__name__}: {error}"
-            ) from error
-
-    def _check(self) -> None:
-        for name, types in _TYPES.items():
-            value = getattr(self, name)
-            is_odd_bool = isinstance(value, bool) and bool not in types
-            if is_odd_bool or not isinstance(value, types):
-                expected = " or ".join("None" if t is type(None) else t.__name__ for t in types)
-                raise ConfigurationError(f"{name} is {value!r}; it must be of type {expected}")
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not least <= value <= _MAX_HWM:
-                raise ConfigurationError(f"{name} is {value}; it must be {least} to {_MAX_HWM}")
-        if self.on_full not in ("block", "drop"):
-            raise ConfigurationError(f'on_full is {self.on_full!r}; it must be "block" or "drop"')
-        if not self.endpoint or not self.publisher:
-            empty = "endpoint" if not self.endpoint else "publisher"
-            raise ConfigurationError(f"{empty} is empty")
+            why = f"is JSON text, not {type(cli_value).__name__}: {error}"
+        raise ConfigurationError(f"the KV events configuration {why}")

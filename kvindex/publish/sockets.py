@@ -13,6 +13,7 @@ from typing import Final
 
 import zmq
 
+from kvindex.publish.publisher import KVEventsConfig
 from kvindex.publish.replay import SendResult
 from kvindex.wire import Dialect
 from kvindex.wire.curve import Curve
@@ -109,30 +110,30 @@ class PublisherSockets:
 
 def open_sockets(
     context: zmq.Context[zmq.Socket[bytes]],
-    *,
-    endpoint: str,
-    replay_endpoint: str | None,
-    bind: bool,
-    hwm: int,
+    config: KVEventsConfig,
+    rank: int,
+    dialect: Dialect,
     curve: Curve | None,
-    data_parallel_rank: int,
 ) -> PublisherSockets:
-    """Open the PUB socket and, if it has an endpoint, the ROUTER.
+    """Open a rank's PUB socket and, if it has an endpoint, the ROUTER.
 
     Raises:
         ConfigurationError: an endpoint cannot be bound or connected to, or the keys do not fit;
             nothing stays open then.
     """
+    endpoint = offset_endpoint(config.endpoint, rank)
+    bind = binds_endpoint(config.endpoint, dialect) if config.bind is None else config.bind
     opened: list[zmq.Socket[bytes]] = []
     try:
         pub = _open(context, zmq.PUB, endpoint, curve, opened)
-        pub.set_hwm(hwm)
-        _attach(pub, endpoint, bind, "live", data_parallel_rank)
-        if replay_endpoint is None:
+        pub.set_hwm(config.hwm)
+        _attach(pub, endpoint, bind, "live", rank)
+        if not config.replay_endpoint:
             return PublisherSockets(pub, None)
+        replay_endpoint = offset_endpoint(config.replay_endpoint, rank)
         router = _open(context, zmq.ROUTER, replay_endpoint, curve, opened)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # no room and no peer become errors, not loss
-        _attach(router, replay_endpoint, True, "replay", data_parallel_rank)
+        _attach(router, replay_endpoint, True, "replay", rank)
         return PublisherSockets(pub, router)
     except BaseException:
         for socket in opened:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import ExitStack
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,6 @@ from kvindex.publish.loop import PublisherLoop
 from kvindex.publish.publisher import EventPublisher, KVEventsConfig
 from kvindex.publish.sockets import (
     PublisherSockets,
-    binds_endpoint,
     local_endpoint,
     offset_endpoint,
     open_sockets,
@@ -104,10 +104,14 @@ class ZmqEventPublisher(EventPublisher):
             on_full=on_full,  # type: ignore[arg-type]  # checked there
         )
         self._config = config
-        sockets = self._open(config, context, _server_keys(curve))
-        self._bound_endpoint = sockets.bound_endpoint
-        self._bound_replay_endpoint = sockets.bound_replay_endpoint
-        self._loop = _started(config, self._dialect, sockets)
+        self._sockets = open_sockets(
+            zmq.Context.instance() if context is None else context,
+            config,
+            self._data_parallel_rank,
+            self._dialect,
+            _server_keys(curve),
+        )
+        self._loop = _started(config, self._dialect, self._sockets)
         # Runs once: at shutdown, when the publisher is collected, or at exit. Holds only the loop.
         self._finish = weakref.finalize(
             self, _close, self._loop, os.getpid(), self.SHUTDOWN_TIMEOUT
@@ -121,23 +125,23 @@ class ZmqEventPublisher(EventPublisher):
     @property
     def endpoint(self) -> str:
         """Where a subscriber on this machine finds the live batches."""
-        return local_endpoint(self._bound_endpoint)
+        return local_endpoint(self._sockets.bound_endpoint)
 
     @property
     def replay_endpoint(self) -> str | None:
         """Where a subscriber on this machine asks for replay; None if there is none."""
-        bound = self._bound_replay_endpoint
+        bound = self._sockets.bound_replay_endpoint
         return None if bound is None else local_endpoint(bound)
 
     @property
     def bound_endpoint(self) -> str:
         """The live endpoint as ZeroMQ names it, e.g. with the wildcard address."""
-        return self._bound_endpoint
+        return self._sockets.bound_endpoint
 
     @property
     def bound_replay_endpoint(self) -> str | None:
         """The replay endpoint as ZeroMQ names it; None if there is none."""
-        return self._bound_replay_endpoint
+        return self._sockets.bound_replay_endpoint
 
     @property
     def next_seq(self) -> int:
@@ -178,10 +182,8 @@ class ZmqEventPublisher(EventPublisher):
     def shutdown(self, timeout: float | None = None) -> None:
         """Send waiting batches, for at most `timeout` seconds, and close the sockets. Idempotent.
 
-        None means `SHUTDOWN_TIMEOUT`.
-
-        Returns when the operating system has the batches, or when time is up; batches that are left
-        then are counted as `unsent_at_shutdown` and logged.
+        None means `SHUTDOWN_TIMEOUT`. Batches that the operating system does not have by then are
+        counted as `unsent_at_shutdown` and logged.
 
         Raises:
             ConfigurationError: timeout is negative.
@@ -209,7 +211,7 @@ class ZmqEventPublisher(EventPublisher):
             "dropped_queue_full": loop.queue.dropped,
             "queued": len(loop.queue),
             "buffered": len(loop.buffer),
-            "replays_active": loop.replays,
+            "replays_active": len(loop.replays),
             "next_seq": loop.queue.next_seq,
             "failed": int(loop.failure is not None),
         }
@@ -222,21 +224,6 @@ class ZmqEventPublisher(EventPublisher):
             ConfigurationError: as `kvindex.publish.offset_endpoint`.
         """
         return offset_endpoint(endpoint, data_parallel_rank) if endpoint else endpoint
-
-    def _open(
-        self, config: KVEventsConfig, context: zmq.Context[Any] | None, curve: Curve | None
-    ) -> PublisherSockets:
-        rank = self._data_parallel_rank
-        bind = config.bind
-        return open_sockets(
-            zmq.Context.instance() if context is None else context,
-            endpoint=offset_endpoint(config.endpoint, rank),
-            replay_endpoint=self.offset_endpoint_port(config.replay_endpoint, rank),
-            bind=binds_endpoint(config.endpoint, self._dialect) if bind is None else bind,
-            hwm=config.hwm,
-            curve=curve,
-            data_parallel_rank=rank,
-        )
 
 
 _COUNTERS: Final = (
@@ -257,11 +244,7 @@ _COUNTERS: Final = (
 
 
 def _chosen(chosen: Dialect | str | None) -> Dialect:
-    if chosen is None:
-        return LATEST
-    if isinstance(chosen, Dialect):
-        return chosen
-    return dialect(chosen)
+    return dialect(chosen) if isinstance(chosen, str) else chosen or LATEST
 
 
 def _server_keys(curve: Curve | None) -> Curve | None:
@@ -274,22 +257,12 @@ def _server_keys(curve: Curve | None) -> Curve | None:
 
 def _started(config: KVEventsConfig, dialect: Dialect, sockets: PublisherSockets) -> PublisherLoop:
     """Return a running loop that owns the sockets; they are closed if it cannot start."""
-    try:
-        loop = PublisherLoop(
-            dialect=dialect,
-            topic=config.topic.encode(),
-            buffer_steps=config.buffer_steps,
-            max_queue_size=config.max_queue_size,
-            drop_when_full=config.on_full == "drop",
-        )
-        try:
-            loop.start(sockets)
-        except BaseException:
-            loop.discard()
-            raise
-    except BaseException:
-        sockets.close(0.0)
-        raise
+    with ExitStack() as undo:
+        undo.callback(sockets.close, 0.0)
+        loop = PublisherLoop(config, dialect, sockets)
+        undo.callback(loop.discard)
+        loop.start()
+        undo.pop_all()
     return loop
 
 
