@@ -86,8 +86,6 @@ class SendResult(Enum):
 class _Asker:
     """One asker: the starts it wants, the position in the first replay, how long it stands."""
 
-    __slots__ = ("moved_at", "position", "retry_after", "retry_at", "starts")
-
     def __init__(self, now: float) -> None:
         self.starts: deque[int] = deque()
         self.position: int | None = None
@@ -140,10 +138,9 @@ class ReplayService:
             self._counters["replays_refused"] += 1
             return
         self._replays += 1
-        asker = self._askers.get(identity)
-        if asker is None:
-            asker = self._askers[identity] = _Asker(now)
-        asker.starts.append(start_seq)
+        if identity not in self._askers:
+            self._askers[identity] = _Asker(now)
+        self._askers[identity].starts.append(start_seq)
 
     def wait_time(self, now: float) -> float | None:
         """Return the seconds until a slice can be tried; None if no replay is on."""

@@ -60,11 +60,7 @@ class PublisherSockets:
         self.bound_replay_endpoint = _last_endpoint(router) if router is not None else None
 
     def send_live(self, frames: Sequence[bytes]) -> None:
-        """Send one live message; never waits, since a PUB socket drops at its high-water mark.
-
-        Raises:
-            zmq.ZMQError: the socket failed.
-        """
+        """Send one live message, or raise zmq.ZMQError; a PUB socket drops and never waits."""
         copy = len(frames[-1]) < _ZERO_COPY_BYTES
         self.pub.send_multipart(frames, flags=zmq.NOBLOCK, copy=copy)
 
@@ -232,20 +228,16 @@ def offset_endpoint(endpoint: str, data_parallel_rank: int) -> str:
     Examples:
         >>> offset_endpoint("tcp://*:5557", 2)
         'tcp://*:5559'
-        >>> offset_endpoint("inproc://kv", 1)
-        'inproc://kv_dp1'
     """
     scheme, address = _split(endpoint)
     if scheme == "tcp":
         return _offset_port(endpoint, address, data_parallel_rank)
-    if data_parallel_rank == 0:
-        return endpoint
-    if scheme == "inproc":
-        return f"{endpoint}_dp{data_parallel_rank}"
-    raise ConfigurationError(
-        f"endpoint {endpoint!r} cannot serve data_parallel_rank {data_parallel_rank}: ipc has no "
-        "port to offset; use tcp:// or inproc://, or a path of its own for each rank with rank 0"
-    )
+    if data_parallel_rank and scheme == "ipc":
+        raise ConfigurationError(
+            f"endpoint {endpoint!r} cannot serve data_parallel_rank {data_parallel_rank}: ipc has "
+            "no port to offset; use tcp:// or inproc://, or a path for each rank with rank 0"
+        )
+    return f"{endpoint}_dp{data_parallel_rank}" if data_parallel_rank else endpoint
 
 
 def binds_endpoint(endpoint: str, dialect: Dialect) -> bool:
@@ -256,10 +248,7 @@ def binds_endpoint(endpoint: str, dialect: Dialect) -> bool:
 
     Examples:
         >>> from kvindex.wire import dialect
-        >>> endpoint = "tcp://0.0.0.0:5557"
-        >>> binds_endpoint(endpoint, dialect("vllm-0.33.0"))
-        False
-        >>> binds_endpoint(endpoint, dialect("sglang-0.5.22"))
+        >>> binds_endpoint("tcp://0.0.0.0:5557", dialect("sglang-0.5.22"))
         True
     """
     scheme, address = _split(endpoint)
@@ -275,8 +264,6 @@ def local_endpoint(bound: str) -> str:
     Examples:
         >>> local_endpoint("tcp://0.0.0.0:5557")
         'tcp://127.0.0.1:5557'
-        >>> local_endpoint("tcp://[::]:5557")
-        'tcp://[::1]:5557'
     """
     for wildcard, loopback in (("0.0.0.0", "127.0.0.1"), ("*", "127.0.0.1"), ("[::]", "[::1]")):
         prefix = f"tcp://{wildcard}:"
@@ -316,7 +303,5 @@ def _offset_port(endpoint: str, address: str, rank: int) -> str:
 
 
 def _binds_any_address(dialect: Dialect) -> bool:
-    version = re.search(r"(\d+)\.(\d+)\.(\d+)", dialect.name)
-    if dialect.engine != "sglang" or version is None:
-        return dialect.engine == "sglang"
-    return tuple(map(int, version.groups())) >= _SGLANG_BINDS_ANY_ADDRESS
+    version = tuple(map(int, re.findall(r"\d+", dialect.name)))
+    return dialect.engine == "sglang" and (not version or version >= _SGLANG_BINDS_ANY_ADDRESS)

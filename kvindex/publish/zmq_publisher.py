@@ -49,8 +49,8 @@ class ZmqEventPublisher(EventPublisher):
         attn_dp_rank: SGLang's name for `data_parallel_rank`.
         dialect: the engine version to write as, or its name.
         bind: True binds the live endpoint, False connects to it, None goes by the engine's rule.
-        on_full: what `publish` does when the queue is full: "block" waits for room; "drop" drops
-            the batch, uses up its number, so that subscribers see a gap, and counts it.
+        on_full: "block" has `publish` wait for room in a full queue; "drop" drops the batch, uses
+            up its number, so that subscribers see a gap, and counts it.
         context: where the sockets live; by default `zmq.Context.instance()`. Never terminated.
         curve: this publisher's key pair: only clients that know its public key reach it.
 
@@ -149,11 +149,7 @@ class ZmqEventPublisher(EventPublisher):
         return self._loop.queue.next_seq
 
     def get_publisher_config(self) -> KVEventsConfig:
-        """Return a copy of the configuration, with this rank's endpoints as they were configured.
-
-        The properties `endpoint` and `replay_endpoint` return the bound ports, e.g. for port
-        0.
-        """
+        """Return a copy of the configuration, with this rank's endpoints, not their bound ports."""
         config, rank = self._config, self._data_parallel_rank
         return msgspec.structs.replace(
             config,

@@ -166,10 +166,9 @@ class Subscriber(Following):
     def add(
         self, worker: Worker, *, resume: Mapping[Rank, bytes] | SavedRanks = _NO_CURSORS
     ) -> None:
-        """Subscribe to a further worker's ranks, or to further ranks of a worker.
+        """Subscribe to a worker's ranks, also to further ranks of one that was added before.
 
-        A worker that is subscribed to already gets the dp_ranks that this one names. Each rank
-        keeps the settings that it was added with.
+        Each rank keeps the settings that it was added with.
 
         From within the sink it is carried out after the current turn; its failure is logged.
 
@@ -180,8 +179,7 @@ class Subscriber(Following):
         Raises:
             ConfigurationError: it is no `Worker`, one of its dp_ranks is subscribed to already,
                 `resume` holds no cursors, or ZeroMQ refuses an endpoint; nothing is added then.
-            ClosedError: the subscriber is closed.
-            BusyError: a slow sink held the thread for too long.
+            ClosedError, BusyError: as `call`.
         """
         if not isinstance(worker, Worker):
             raise not_a_worker(worker)
@@ -199,8 +197,7 @@ class Subscriber(Following):
 
         Raises:
             UnknownRankError: there is none of that name.
-            ClosedError: the subscriber is closed.
-            BusyError: a slow sink held the thread for too long.
+            ClosedError, BusyError: as `call`.
         """
         self._call(lambda: self._thread.roster.remove(name))
 
@@ -291,12 +288,12 @@ def _drop(thread: SubscriberThread, pid: int) -> None:
 def _check_settings(
     replay_policy: object, socket_options: object, calls: Mapping[str, object]
 ) -> None:
-    if replay_policy is not None and not isinstance(replay_policy, ReplayPolicy):
+    if not isinstance(replay_policy, ReplayPolicy | None):
         raise ConfigurationError(
             f"replay_policy must be ReplayPolicy(timeout=…, attempts=…), not {replay_policy!r}; "
             "the replay endpoint belongs to the Worker"
         )
-    if socket_options is not None and not isinstance(socket_options, SocketOptions):
+    if not isinstance(socket_options, SocketOptions | None):
         raise ConfigurationError(f"socket_options must be SocketOptions(…), not {socket_options!r}")
     for name, call in calls.items():
         if not callable(call) and not (name == "on_batch" and call is None):

@@ -164,14 +164,20 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def _require_seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigurationError(f"{name} must be a positive number of seconds, not {value!r}")
-
-
-def _require_count(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigurationError(f"{name} must be at least 1, not {value!r}")
+def _check(
+    values: msgspec.Struct, prefix: str, *, seconds: tuple[str, ...], counts: tuple[str, ...]
+) -> None:
+    """Require finite seconds above 0, and counts of at least 1, in fields of these names."""
+    for name in seconds:
+        value = getattr(values, name)
+        if not 0 < value < math.inf:
+            raise ConfigurationError(
+                f"{prefix}{name} must be a positive number of seconds, not {value!r}"
+            )
+    for name in counts:
+        if getattr(values, name) < 1:
+            value = getattr(values, name)
+            raise ConfigurationError(f"{prefix}{name} must be at least 1, not {value!r}")
 
 
 class ReplayPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,10 +204,12 @@ class ReplayPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_backoff: float = 5.0
 
     def __post_init__(self) -> None:
-        _require_seconds("ReplayPolicy.timeout", self.timeout)
-        _require_count("ReplayPolicy.attempts", self.attempts)
-        _require_seconds("ReplayPolicy.backoff", self.backoff)
-        _require_seconds("ReplayPolicy.max_backoff", self.max_backoff)
+        _check(
+            self,
+            "ReplayPolicy.",
+            seconds=("timeout", "backoff", "max_backoff"),
+            counts=("attempts",),
+        )
         if self.max_backoff < self.backoff:
             raise ConfigurationError(
                 f"ReplayPolicy.max_backoff {self.max_backoff!r} is below backoff {self.backoff!r}"
@@ -238,8 +246,5 @@ class SequencerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.on_loss not in ("reset", "keep"):
             raise ConfigurationError(f"on_loss must be 'reset' or 'keep', not {self.on_loss!r}")
-        _require_seconds("probe_interval", self.probe_interval)
-        _require_seconds("stale_after", self.stale_after)
-        _require_count("max_held", self.max_held)
-        _require_count("max_held_bytes", self.max_held_bytes)
-        _require_count("recent", self.recent)
+        counts = ("max_held", "max_held_bytes", "recent")
+        _check(self, "", seconds=("probe_interval", "stale_after"), counts=counts)
