@@ -129,10 +129,9 @@ class EventStream(Following):
         max_items: how many batches may wait for the consumer. With so many waiting, nothing is
             received until half of them are taken; replay brings back what the publishers drop
             meanwhile, as far as their buffers reach. Calls are served all the time.
-        resume: what `Subscriber.cursor` returned for ranks, perhaps in another process: they
-            continue from there, if the publisher proves to be the same. For `cursor` the queue is
-            the consumer: waiting items count as handed over, and the rank's received batches are
-            queued first, beyond `max_items` if need be.
+        resume: as for `Subscriber`. For `cursor` the queue is the consumer: waiting items count as
+            handed over, and the rank's received batches are queued first, beyond `max_items` if
+            need be.
         options: as for `kvindex.connect`. `on_loss` sets `RankLost.reset`: whether the consumer is
             to drop what it knows of the rank.
 

@@ -53,10 +53,7 @@ class LoopBell:
 class Changes:
     """The latest unread status of each rank that has changed; at first, the status of every rank.
 
-    Args:
-        board: reports the statuses, until `stop`.
-
-    Thread safety: one task takes; `end` from any thread.
+    The board reports them until `stop`. Thread safety: one task takes; `end` from any thread.
     """
 
     def __init__(self, board: StatusBoard) -> None:
@@ -147,8 +144,8 @@ class Following(ABC):
         Args:
             timeout: longest wait, in seconds.
             ranks: wait for these only.
-            complete: insist on every batch since the publisher's first having been applied. It
-                takes a replay endpoint that answers, and a buffer that still has all.
+            complete: insist on every batch since the publisher's first having been applied, which
+                takes a replay endpoint whose buffer still has all.
 
         Raises:
             NotLiveError: time ran out (a TimeoutError); it names the ranks, and for each what is
@@ -226,9 +223,8 @@ class Following(ABC):
     def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]:
         """Register a function that is called with each status change that `watch` would yield.
 
-        It is called on the thread that receives the events, and delays that thread while it runs:
-        it should pass the status on and return. Its exceptions are logged. `statuses` returns the
-        present statuses.
+        It is called on the thread that receives the events, and delays that thread while it runs.
+        Its exceptions are logged.
 
         Returns:
             A function that unregisters it; a call that is under way may still come.

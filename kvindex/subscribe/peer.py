@@ -37,11 +37,7 @@ _bytes_received = struct.Struct("=Q")
 
 
 class HostCheck:
-    """Whether an endpoint's host can be resolved.
-
-    Args:
-        endpoint: the endpoint that a socket tries to connect to.
-        resolve: as `socket.getaddrinfo`.
+    """Whether the host of an endpoint can be resolved, by a function like `socket.getaddrinfo`.
 
     Attributes:
         trouble: why its host is unknown; "" if it is known, None before it is resolved.

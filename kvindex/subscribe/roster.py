@@ -70,11 +70,7 @@ class Roster:
         self._outlet.put_statuses(statuses)
 
     def cursor(self, rank: RankName) -> bytes | None:
-        """Return a rank's cursor, encoded, or None where there is nothing to go on from.
-
-        Raises:
-            UnknownRankError: no such rank.
-        """
+        """Return a rank's cursor, encoded, or None where there is nothing to go on from."""
         feed = self.feeds[find_rank(rank, self.feeds)]
         saved = feed.cursor(self._clock())
         return None if saved is None else saved.encode()

@@ -67,12 +67,10 @@ class Subscriber(Following):
         sink: called on the subscriber's thread with each `StreamItem`. While it runs nothing else
             is received: replay makes up for a slow sink, but only as far back as the
             publishers' buffers reach. An exception in it is counted and logged.
-        on_batch: called as `on_batch(rank, batch)` in place of `sink(RankBatch(…))`, for a consumer
-            that needs no more than these two; every other item still goes to the sink.
+        on_batch: called as `on_batch(rank, batch)` in place of `sink(RankBatch(…))`.
         resume: what `cursor` returned for ranks, perhaps in another process: they go on from there,
-            if the publisher proves to be the same. Each is reported by `RankAdded` and, if it
-            does not go on, `RankRestarted`; those that `workers` does not have are counted as
-            `cursors_unused`. Or `SavedRanks`, which restores the sink as ranks are added.
+            if the publisher proves to be the same; else `RankRestarted` follows `RankAdded`.
+            Those of other workers are counted as `cursors_unused`. Or `SavedRanks`.
         decode: makes a batch of a payload; its result is passed on unchanged.
         fingerprints: makes hashes of payloads, by which a repeated payload is recognised.
         on_statuses: called on the subscriber's thread with the newly shown statuses, at the end
@@ -81,8 +79,7 @@ class Subscriber(Following):
         has_room: called on the subscriber's thread, between two batches. While it returns False
             nothing is received and no time-out counts, but calls are served; after `wake`, or a
             second later, it is called again.
-        on_loss, replay_policy, socket_options, probe_interval, stale_after, context, clock: the
-            `StreamOptions`, as for `kvindex.connect`. `on_loss` only sets `RankLost.reset`.
+        on_loss, …, clock: the `StreamOptions`. `on_loss` only sets `RankLost.reset`.
 
     Attributes:
         board: the ranks' statuses, as the subscriber's thread shows them.
@@ -207,11 +204,11 @@ class Subscriber(Following):
         """Call a function on the subscriber's thread, between two items, and return its result.
 
         So the sink's state and `cursor` stand at the same point of every stream, and nothing moves
-        while the function runs; it must be short, and not wait for the subscriber. Its exceptions
-        are raised here. From within such a function a further one is called at once.
+        while the function runs. From within such a function a further one is called at once.
 
         Args:
-            function: called without arguments.
+            function: called without arguments; it must be short, and not wait for the subscriber.
+                Its exceptions are raised here.
             timeout: longest wait for the thread, in seconds.
 
         Raises:
@@ -229,8 +226,7 @@ class Subscriber(Following):
     def cursor(self, rank: RankName) -> bytes | None:
         """Return how far the sink has received a rank's items, for `resume` in another process.
 
-        Within `call` it stands exactly where the sink does. It names the rank's publisher by its
-        port, so it finds that publisher again where batches give the rank another name.
+        Within `call` it stands exactly where the sink does.
 
         Returns:
             Some kilobytes, or None where there is nothing to go on from: nothing was applied yet,

@@ -186,10 +186,7 @@ class Discovery:
     def on_change(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Register a function, called whenever `missing` may have changed, and at the end.
 
-        It is called on the discovery's thread, and must not wait.
-
-        Returns:
-            A function that unregisters it.
+        It is called on the discovery's thread, and must not wait. The result unregisters it.
         """
         key = object()
         with self._changed:

@@ -78,11 +78,7 @@ class KubeApi:
         self._is_closed = False
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """Return one object.
-
-        Raises:
-            DiscoveryError: it cannot be read.
-        """
+        """Return one object; DiscoveryError if it cannot be read."""
         with self._opened(path) as stream:
             body = stream.read(_MAX_ANSWER + 1)
         self._check(stream.status, path, body)

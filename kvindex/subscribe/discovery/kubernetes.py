@@ -71,11 +71,7 @@ _PRESETS: Mapping[str, tuple[str, PodRules]] = {
 
 
 def rules_of(preset: str) -> tuple[str, PodRules]:
-    """Return the label selector and the rules of a system that deploys engines.
-
-    Raises:
-        ConfigurationError: no such preset.
-    """
+    """Return the label selector and the rules of a preset: a system that deploys engines."""
     if preset not in _PRESETS:
         raise ConfigurationError(f"no preset {preset!r}: there are {', '.join(_PRESETS)}")
     return _PRESETS[preset]
@@ -104,11 +100,7 @@ class Pod(msgspec.Struct, frozen=True):
 
 
 def pod_of(listed: Any) -> Pod:
-    """Return a pod of the API server's JSON.
-
-    Raises:
-        ValueError: it is no pod.
-    """
+    """Return a pod of the API server's JSON; ValueError if it is none."""
     metadata, spec, status = (_part(listed, key) for key in ("metadata", "spec", "status"))
     labels = _part(metadata, "labels")
     name = metadata.get("name")
@@ -129,15 +121,10 @@ def pod_of(listed: Any) -> Pod:
 
 
 def pool_of(listed: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the label selector and the ports of an InferencePool.
+    """Return the label selector ("app=vllm") and the ports of an InferencePool.
 
     Raises:
         ValueError: it is no pool.
-
-    Examples:
-        >>> pool_of({"spec": {"selector": {"matchLabels": {"app": "vllm"}},
-        ...                   "targetPorts": [{"number": 8000}]}})
-        ('app=vllm', (8000,))
     """
     spec = _part(listed, "spec")
     labels = _part(_part(spec, "selector"), "matchLabels")

@@ -52,10 +52,6 @@ def split_url(url: str) -> SplitResult:
 
     Raises:
         ConfigurationError: it is no http or https URL with a host, or it contains more than that.
-
-    Examples:
-        >>> split_url("http://engine:8000/").port
-        8000
     """
     if not isinstance(url, str) or not url.lower().startswith(("http://", "https://")):
         raise ConfigurationError(f"{url!r:.200} is no URL of a server: write http://HOST:PORT")
