@@ -9,13 +9,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import TypeVar
 
 from kvindex.subscribe.delivery import RankStatus
-from kvindex.subscribe.sequencer import State
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.wire.errors import NotLiveError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName
 
-__all__ = ["Following", "LoopBell"]
+__all__ = ["Following", "LoopBell", "wait_until"]
 
 _Self = TypeVar("_Self", bound="Following")
 
@@ -50,10 +49,36 @@ class LoopBell:
         self._rung = False
 
 
+async def wait_until(
+    condition: Callable[[], bool],
+    timeout: float,
+    listen: Callable[[Callable[[], None]], Callable[[], None]],
+) -> None:
+    """Wait in an asyncio task until a condition holds, or for `timeout` seconds.
+
+    `listen` registers a function to be called, on any thread, whenever the condition may hold, and
+    returns a function that ends the calls.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    until = loop.time() + timeout
+    bell = LoopBell()
+    stop = listen(bell.ring)
+    try:
+        while not condition():
+            try:
+                await asyncio.wait_for(bell.wait(), until - loop.time())
+            except asyncio.TimeoutError:
+                return
+    finally:
+        stop()
+
+
 class Changes:
     """The latest unread status of each rank that has changed; at first, the status of every rank.
 
-    The board reports them until `stop`. Thread safety: one task takes; `end` from any thread.
+    The board reports them until `stop`. One task takes.
     """
 
     def __init__(self, board: StatusBoard) -> None:
@@ -72,11 +97,6 @@ class Changes:
             self._latest.update((status.rank, status) for status in changed)
             # Asking the board later is wrong: it ends a moment before it notifies.
             self._ended = self._ended or self._board.ended is not None
-        self._bell.ring()
-
-    def end(self) -> None:
-        """End all waiting."""
-        self._ended = True
         self._bell.ring()
 
     async def take(self) -> RankStatus | None:
@@ -178,24 +198,15 @@ class Following(ABC):
         complete: bool = False,
     ) -> None:
         """Return as `wait_live`, for asyncio: no thread waits, and cancelling leaves nothing."""
-        import asyncio
-
         board = self._board
         wanted = board.named(ranks)
-        changes = Changes(board)
-        timer = asyncio.get_running_loop().call_later(timeout, changes.end)
-        try:
-            late = board.late(wanted, complete)
-            while late and (status := await changes.take()) is not None:
-                is_ready = status.state is State.LIVE and (status.complete or not complete)
-                if is_ready or status.state is State.CLOSED:
-                    late.pop(status.rank, None)
-                    late = late or board.late(wanted, complete)
-        finally:
-            timer.cancel()
-            changes.stop()
+
+        def is_over() -> bool:
+            return board.ended is not None or not board.late(wanted, complete)
+
+        await wait_until(is_over, timeout, lambda ring: board.listen(lambda _: ring())[1])
         board.check_open()
-        if late and (late := board.late(wanted, complete)):
+        if late := board.late(wanted, complete):
             raise NotLiveError(timeout, late)
 
     async def watch(self) -> AsyncGenerator[RankStatus, None]:

@@ -17,6 +17,7 @@ __all__ = [
     "Resolve",
     "addresses_of",
     "is_sglang",
+    "look_up_host",
     "named_models",
     "positive",
     "reach",
@@ -292,10 +293,15 @@ def with_host(host: str, port: int) -> str:
 def addresses_of(host: str) -> frozenset[str]:
     """Return the addresses of a host's name; none if it is unknown."""
     try:
-        known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return frozenset(look_up_host(host))
     except (OSError, UnicodeError):
         return frozenset()
-    return frozenset(str(address[0]) for *_, address in known)
+
+
+def look_up_host(host: str) -> list[str]:
+    """Return the addresses of a host's name; OSError or UnicodeError if it is unknown."""
+    known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in known]
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import ssl
@@ -18,7 +17,7 @@ import msgspec
 from kvindex.subscribe.discovery.engine import ask_engine
 from kvindex.subscribe.discovery.targets import Engine, Source, Target, check_names
 from kvindex.subscribe.discovery.tracker import Step, Tracker
-from kvindex.subscribe.following import LoopBell
+from kvindex.subscribe.following import wait_until
 from kvindex.wire.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
 from kvindex.wire.forks import Fork, prepare_forks
 
@@ -168,18 +167,11 @@ class Discovery:
         self, timeout: float, enough: Callable[[], bool] = lambda: False
     ) -> dict[str, str]:
         """Wait as `wait_found`, for asyncio: no thread waits."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + timeout
-        bell = LoopBell()
-        stop = self.on_change(bell.ring)
-        try:
-            while not self._ended.is_set() and self.missing() and not enough():
-                try:
-                    await asyncio.wait_for(bell.wait(), until - loop.time())
-                except asyncio.TimeoutError:
-                    break
-        finally:
-            stop()
+
+        def is_over() -> bool:
+            return self._ended.is_set() or not self.missing() or enough()
+
+        await wait_until(is_over, timeout, self.on_change)
         self._check_open()
         return self.missing()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvindex.subscribe import Worker
-from kvindex.subscribe.discovery.answers import with_host
+from kvindex.subscribe.discovery.answers import look_up_host, with_host
 from kvindex.subscribe.discovery.targets import Notify, Target
 from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
@@ -76,7 +75,7 @@ class DnsSource:
         self._ports = UsualPorts(events_port if is_asked else parts.port, replay_port, dp_size)
         self._facts = model, routing_group, cache or CacheSettings()
         self._interval = interval
-        self._look_up = look_up or _addresses
+        self._look_up = look_up or look_up_host
         self._closed = threading.Event()
         tuple(self._targets(["127.0.0.1"]))  # rejects invalid ports
 
@@ -145,8 +144,3 @@ def usual_worker(
         return {rank: with_host(host, base + rank) for rank in range(first_rank, end)}
 
     return Worker(name, at(events), replay=None if replay is None else at(replay), cache=cache)
-
-
-def _addresses(host: str) -> list[str]:
-    known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in known]
