@@ -20,7 +20,7 @@ __all__ = ["ReplayBuffer", "ReplayService", "SendResult"]
 
 SLICE_REPLIES: Final = 64
 SLICE_BYTES: Final = 1 << 20
-MAX_REPLAYS: Final = 64
+MAX_REPLAYS: Final = 64  # that may wait or run at once; more are refused, without an answer
 STALL_TIMEOUT: Final = 10.0
 _FIRST_RETRY: Final = 0.001
 _LAST_RETRY: Final = 0.05
@@ -103,7 +103,6 @@ class ReplayService:
         topic: the topic frame of a reply.
         with_topic: whether replies have one.
         counters: where replays are counted.
-        max_replays: replays that may wait or run at once; more are refused, without an answer.
         stall_timeout: seconds without room at an asker after which its replays are given up.
     """
 
@@ -115,7 +114,6 @@ class ReplayService:
         topic: bytes,
         with_topic: bool,
         counters: Counter[str],
-        max_replays: int = MAX_REPLAYS,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
         self._buffer = buffer
@@ -123,7 +121,6 @@ class ReplayService:
         self._topic = topic
         self._with_topic = with_topic
         self._counters = counters
-        self._max_replays = max_replays
         self._stall_timeout = stall_timeout
         self._askers: OrderedDict[bytes, _Asker] = OrderedDict()
         self._replays = 0
@@ -134,7 +131,7 @@ class ReplayService:
     def ask(self, identity: bytes, start_seq: int, now: float) -> None:
         """Begin a replay, behind those that this asker already waits for."""
         self._counters["replays_asked"] += 1
-        if self._replays >= self._max_replays:
+        if self._replays >= MAX_REPLAYS:
             self._counters["replays_refused"] += 1
             return
         self._replays += 1

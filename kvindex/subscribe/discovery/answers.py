@@ -243,7 +243,7 @@ class Reached(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def reach(endpoint: str, asked: str, *, offset: int, resolve: Resolve) -> Reached:
+def reach(endpoint: str, engine: str, *, offset: int, resolve: Resolve) -> Reached:
     """Return where to connect to for an endpoint that an engine names.
 
     A wildcard, the engine's own address and its loopback are replaced by the host that was asked.
@@ -251,7 +251,7 @@ def reach(endpoint: str, asked: str, *, offset: int, resolve: Resolve) -> Reache
 
     Args:
         endpoint: in the engine's words.
-        asked: the host of the engine's URL.
+        engine: the host of the engine's URL.
         offset: added to the port: the engine names rank 0's only.
         resolve: looks names up.
 
@@ -259,7 +259,7 @@ def reach(endpoint: str, asked: str, *, offset: int, resolve: Resolve) -> Reache
         >>> reach("tcp://*:5557", "10.0.0.5", offset=1, resolve=addresses_of).endpoint
         'tcp://10.0.0.5:5558'
     """
-    if endpoint.startswith("ipc://") and _is_loopback(asked) and not offset:
+    if endpoint.startswith("ipc://") and _is_loopback(engine) and not offset:
         return Reached(endpoint)
     parts = _TCP.fullmatch(endpoint)
     if parts is None:
@@ -267,19 +267,19 @@ def reach(endpoint: str, asked: str, *, offset: int, resolve: Resolve) -> Reache
     host, port = parts[1].strip("[]"), int(parts[2]) + offset
     if not 1 <= port <= 65_535 or parts[2] == "0":
         return Reached(None, f"{endpoint!r} names no port that can be connected to")
-    if host in _WILDCARDS or host == asked:
-        return Reached(with_host(asked, port))
-    if _is_loopback(host) and not _is_loopback(asked):
+    if host in _WILDCARDS or host == engine:
+        return Reached(with_host(engine, port))
+    if _is_loopback(host) and not _is_loopback(engine):
         return Reached(
-            with_host(asked, port),
-            f"{endpoint} is the engine's own loopback: {asked} is tried instead, but write "
+            with_host(engine, port),
+            f"{endpoint} is the engine's own loopback: {engine} is tried instead, but write "
             f"tcp://*:{port - offset} in its settings if nothing answers",
         )
-    if resolve(host) & resolve(asked):
-        return Reached(with_host(asked, port))
+    if resolve(host) & resolve(engine):
+        return Reached(with_host(engine, port))
     return Reached(
         with_host(host, port),
-        f"{endpoint} is another host than {asked} and used as reported, since ranks may run on "
+        f"{endpoint} is another host than {engine} and used as reported, since ranks may run on "
         "several hosts; an engine whose settings name a concrete host connects there instead of "
         f"listening: if nothing answers, write tcp://*:{port - offset} in them",
     )

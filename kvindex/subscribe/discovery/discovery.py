@@ -79,8 +79,7 @@ class Discovery:
         add: called with ranks to subscribe to, by one thread, which it may block.
         remove: called by the same thread with ranks to forget.
         options: how engines are asked, and how long they are kept.
-        is_alive: whether events of a worker (by name) still come.
-        clock: monotonic seconds.
+        is_alive: whether events of a worker (by name) still arrive.
 
     Raises:
         ConfigurationError: a value cannot work.
@@ -103,7 +102,6 @@ class Discovery:
         options: DiscoveryOptions | None = None,
         *,
         is_alive: Callable[[str], bool] = lambda worker: False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options or DiscoveryOptions()
         self.sources = _checked(sources)
@@ -111,7 +109,6 @@ class Discovery:
         self._ask = partial(
             ask_engine, timeout=options.timeout, token=options.token, context=options.context
         )
-        self._clock = clock
         self._changed = threading.Condition()
         self._tracker = Tracker(
             [(source.name, source.is_certain) for source in self.sources],
@@ -203,7 +200,7 @@ class Discovery:
         seconds since it last answered, and what is wrong. `counters`: how often each step was done.
         """
         with self._changed:
-            return self._tracker.statistics(self._clock())
+            return self._tracker.statistics(time.monotonic())
 
     @property
     def is_closed(self) -> bool:
@@ -258,12 +255,12 @@ class Discovery:
     def _turn(self) -> None:
         """Process one event, or the passing of time, and carry out the steps."""
         with self._changed:
-            wait = self._tracker.next_at() - self._clock()
+            wait = self._tracker.next_at() - time.monotonic()
         try:
             event = self._inbox.get(timeout=min(max(wait, 0.0), 3600.0))
         except Empty:
             event = None
-        now = self._clock()
+        now = time.monotonic()
         with self._changed:
             if event is not None:
                 event(now)
@@ -289,7 +286,7 @@ class Discovery:
             if not isinstance(error, KVIndexError):
                 logger.exception("%s of %s failed", step.do, step.engine.worker.name)
                 reason = repr(error)
-            outcome = partial(self._tracker.refused, step, reason, self._clock())
+            outcome = partial(self._tracker.refused, step, reason, time.monotonic())
         with self._changed:
             outcome()
 

@@ -78,7 +78,7 @@ class EngineReport(msgspec.Struct, frozen=True):
 
         Raises:
             DiscoveryError: it does not publish ("off"), does not report where ("unsaid"), or at
-                no reachable endpoint ("content"); the message says what to do.
+                no reachable endpoint ("content"); the message has the remedy.
         """
         if not self.ranks:
             raise self._why_none()
@@ -131,7 +131,6 @@ def ask_engine(
     *,
     token: str | Callable[[], str | None] | None = None,
     context: ssl.SSLContext | None = None,
-    resolve: Resolve = addresses_of,
 ) -> EngineReport:
     """Ask an engine what it is and where it publishes; return its report.
 
@@ -144,10 +143,9 @@ def ask_engine(
         timeout: seconds for all of it.
         token: as for `DiscoveryOptions`.
         context: as for `DiscoveryOptions`.
-        resolve: looks host names up; for tests.
 
     Raises:
-        DiscoveryError: there is no answer, or no usable one; `reason` says why.
+        DiscoveryError: there is no answer, or no usable one; `reason` is the cause.
         ConfigurationError: the URL is invalid.
 
     Thread safety: any thread; it keeps nothing. It blocks: in asyncio, call it in a thread.
@@ -175,7 +173,7 @@ def ask_engine(
     models, owner = asking.get("/v1/models", named_models) or ((), "")
     version = asking.version()
     asking.raise_if_silent()
-    ranks, notes = _reached(announced, asking.web.host, asking.bounded(resolve))
+    ranks, notes = _reached(announced, asking.web.host, asking.resolve)
     topics = {source.topic for source in announced}
     return EngineReport(
         asking.web.url,
@@ -193,15 +191,15 @@ def ask_engine(
 
 
 def _reached(
-    announced: list[Announcement], asked: str, resolve: Resolve
+    announced: list[Announcement], host: str, resolve: Resolve
 ) -> tuple[list[PublisherAddress], list[str]]:
     ranks, notes = [], []
     for source in announced:
         offset = source.dp_rank if source.names_base else 0
-        events = reach(source.endpoint, asked, offset=offset, resolve=resolve)
+        events = reach(source.endpoint, host, offset=offset, resolve=resolve)
         replay = None
         if source.replay is not None:
-            reached = reach(source.replay, asked, offset=offset, resolve=resolve)
+            reached = reach(source.replay, host, offset=offset, resolve=resolve)
             replay = reached.endpoint
             notes += [f"replay of rank {source.dp_rank}: {reached.note}"] if reached.note else []
         notes += [f"rank {source.dp_rank}: {events.note}"] if events.note else []
@@ -222,6 +220,7 @@ class _Asking:
         self._until = time.monotonic() + timeout
         self._timeout = timeout
         self._failure: DiscoveryError | None = None
+        self._addresses: dict[str, frozenset[str]] = {}
 
     def get(self, path: str, read: Callable[[Any], Any]) -> Any:
         """Return the parsed answer, or None with the failure noted."""
@@ -266,18 +265,13 @@ class _Asking:
         info = self.answers.get("/get_server_info")
         return positive(info.get("kv_block_size")) if isinstance(info, Mapping) else None
 
-    def bounded(self, resolve: Resolve) -> Resolve:
-        """Return a resolver of a few names only, each once, and only while there is time."""
-        known: dict[str, frozenset[str]] = {}
-
-        def look_up(host: str) -> frozenset[str]:
-            if host not in known:
-                if len(known) >= _MAX_NAMES or time.monotonic() >= self._until:
-                    return frozenset()
-                known[host] = resolve(host)
-            return known[host]
-
-        return look_up
+    def resolve(self, host: str) -> frozenset[str]:
+        """Return a host's addresses: of a few names only, each once, and while there is time."""
+        if host not in self._addresses:
+            if len(self._addresses) >= _MAX_NAMES or time.monotonic() >= self._until:
+                return frozenset()
+            self._addresses[host] = addresses_of(host)
+        return self._addresses[host]
 
     def raise_if_silent(self) -> None:
         """Raise if no question was answered."""

@@ -51,7 +51,7 @@ def read_targets(listed: Mapping[str, Any] | Iterable[Any]) -> tuple[Target, ...
             `labels` and `cache`. Other keys are ignored. Or a list of such entries.
 
     Raises:
-        ConfigurationError: an entry cannot be understood; says which and why.
+        ConfigurationError: an entry cannot be understood; which and why.
 
     Examples:
         >>> [target.name for target in read_targets(["http://vllm-0:8000"])]
@@ -140,7 +140,7 @@ class FollowedFile:
         self._interval = interval
         self._wake = threading.Event()
         self._closed = False
-        self._is_asked = True  # to read it at once; true at first
+        self._at_once = True  # to read it at once; true at first
         self._looked: object = self  # what the file looked like at the last look,
         self._same = 0  # and at how many looks before that
         self._read_state: object = self  # what it looked like when it was last read
@@ -159,10 +159,10 @@ class FollowedFile:
         notified = False  # by this call: a later call reports the engines again
         while not self._closed:
             self._wake.clear()
-            looks, asked, self._is_asked = self._look(), self._is_asked, False
+            looks, at_once, self._at_once = self._look(), self._at_once, False
             self._same = self._same + 1 if looks == self._looked else 0
             self._looked = looks
-            is_changed = looks != self._read_state and (asked or self._same >= _SETTLED)
+            is_changed = looks != self._read_state and (at_once or self._same >= _SETTLED)
             if is_changed or (self._is_good and not notified):
                 self._read_state, self._is_good = looks, False
                 targets = self._read()
@@ -175,7 +175,7 @@ class FollowedFile:
 
     def look(self) -> None:
         """Look at the file now, and read it if it has changed."""
-        self._is_asked = True
+        self._at_once = True
         self._wake.set()
 
     @property

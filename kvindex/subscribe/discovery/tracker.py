@@ -407,11 +407,11 @@ class Tracker:
             gone = frozenset()
         else:
             engine.missing = frozenset()
-        come = [new[rank] for rank in sorted(new.keys() - old.keys())]
-        if come:
+        added = [new[rank] for rank in sorted(new.keys() - old.keys())]
+        if added:
             self.counters["grown"] += 1
-            self._steps.append(Step("add", with_ranks(latest, come, is_part=True)))
-            logger.info("adds dp_ranks %s of %s", [a.dp_rank for a in come], latest.worker.name)
+            self._steps.append(Step("add", with_ranks(latest, added, is_part=True)))
+            logger.info("adds dp_ranks %s of %s", [a.dp_rank for a in added], latest.worker.name)
         if gone:
             self.counters["shrunk"] += 1
             left = with_ranks(before, [old[rank] for rank in gone], is_part=True)

@@ -107,7 +107,7 @@ class Web:
             limit: most bytes of the body.
 
         Raises:
-            DiscoveryError: no whole answer came; `reason` says why.
+            DiscoveryError: no whole answer came; `reason` is the cause.
         """
         return self._whole(self.open(path, timeout), limit)
 

@@ -129,7 +129,7 @@ class Applied:
         return Cursor(**facts, kept_losses=kept, recent=dict(self._recent))
 
     def resume(self, cursor: Cursor) -> None:
-        """Stand where the cursor says, and wait for proof that the publisher is the same."""
+        """Stand at a cursor, and wait for proof that the publisher is the same."""
         for name in _IN_CURSOR:
             setattr(self, name, getattr(cursor, name))
         self.skipped = cursor.kept_losses

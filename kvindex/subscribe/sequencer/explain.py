@@ -51,8 +51,8 @@ def _awaited(state: State, applied: Applied, hole_end: int | None) -> str:
 
 
 def _progress(repair: Repair, now: float) -> str:
-    asked = f"replay asked {repair.asked} time{'s' if repair.asked != 1 else ''}"
+    requests = f"replay asked {repair.asked} time{'s' if repair.asked != 1 else ''}"
     if repair.request is None:
-        return f"{asked}, next try in {max(0.0, repair.due - now):.1f} s"
+        return f"{requests}, next try in {max(0.0, repair.due - now):.1f} s"
     since = f"{max(0.0, now - repair.replied_at):.1f} s since the last reply"
-    return f"{asked}, {since}" if repair.replies else f"{asked}, no reply yet"
+    return f"{requests}, {since}" if repair.replies else f"{requests}, no reply yet"

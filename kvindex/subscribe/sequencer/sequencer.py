@@ -1,4 +1,4 @@
-"""Accepts each event of a stream, and returns what is to be done; the package says how."""
+"""Accepts each event of a stream, and returns what is to be done, as the package describes."""
 
 from __future__ import annotations
 
