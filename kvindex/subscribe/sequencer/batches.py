@@ -317,21 +317,6 @@ class Held:
         """Return whether a refuted batch was denied: the replay may not be its publisher's."""
         return any(self.is_refuted(entry) and entry.denied for entry in self.entries.values())
 
-    def equals(self, batch: Batch) -> bool:
-        """Return whether `batch` is held, and came live."""
-        entry = self.get(batch.seq)
-        return (
-            entry is not None
-            and not entry.confirmed
-            and entry.batch.fingerprint == batch.fingerprint
-        )
-
-    def contradicts(self, batch: Batch) -> HeldBatch | None:
-        """Return the entry of another and newer batch that is held under the same seq, or None."""
-        entry = self.get(batch.seq)
-        differs = entry is not None and entry.batch.fingerprint != batch.fingerprint
-        return entry if entry is not None and differs and entry.batch.ts > batch.ts else None
-
     def is_first_unconfirmed(self) -> bool:
         """Return whether no replay has contained the lowest batch held: it may be bogus."""
         return bool(self.entries) and not self.entries.peekitem(0)[1].confirmed

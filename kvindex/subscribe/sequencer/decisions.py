@@ -188,7 +188,11 @@ def _judge_reply(stream: StreamState, repair: Repair, batch: Batch) -> bool:
     if applied.unproven:
         _judge_missing_overlap(stream, repair)
         return True
-    if (entry := stream.held.contradicts(batch)) is not None:
+    entry = stream.held.get(batch.seq)
+    if entry is not None and entry.batch.fingerprint == batch.fingerprint:
+        if not entry.confirmed:  # it came live
+            replay.pair(True)
+    elif entry is not None and entry.batch.ts > batch.ts:
         # The replay is a dead publisher's, or another's.
         stream.counters["conflicting"] += 1
         stream.counters["replays_failed"] += 1
@@ -246,8 +250,6 @@ def _judge_missing_overlap(stream: StreamState, repair: Repair) -> None:
 
 
 def _accept_following(stream: StreamState, repair: Repair, batch: Batch) -> bool:
-    if stream.held.equals(batch):
-        stream.replay.pair(True)
     if batch.seq != stream.applied.next_seq:
         advanced = stream.hold(batch, confirmed=True)
         stream.notice_gap()
