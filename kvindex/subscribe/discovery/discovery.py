@@ -327,8 +327,10 @@ class Discovery:
         def notify(targets: Iterable[Target]) -> None:
             nonlocal failures
             failures = 0
-            listed = tuple(targets)
-            self._inbox.put(lambda now: self._tracker.listed(source.name, listed, now))
+            self._inbox.put(partial(self._tracker.listed, source.name, tuple(targets)))
+
+        def fail(error: str, now: float) -> None:
+            self._tracker.source_failed(source.name, error)
 
         while not self._ended.is_set():
             try:
@@ -342,8 +344,7 @@ class Discovery:
             if self._ended.is_set():
                 return
             failures += 1
-            text = error
-            self._inbox.put(lambda now, text=text: self._tracker.source_failed(source.name, text))  # type: ignore[misc]
+            self._inbox.put(partial(fail, error))
             pause = min(_LONGEST_PAUSE, 0.25 * 2 ** min(failures, 10))
             self._ended.wait(pause * (0.5 + random.random() / 2))
 

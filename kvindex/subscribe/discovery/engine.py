@@ -159,25 +159,21 @@ def ask_engine(
         connection...
     """
     asking = _Asking(Web(url, token=token, context=context), timeout)
-    announced: list[Announcement] = []
-    kind, publishes, block_size = "", None, None
-    sources = asking.get("/kv_event_sources", read_sources)
-    if sources is not None:
-        kind, publishes, announced = "vllm", bool(sources), sources
-    else:
-        info = asking.server_info()
-        if info is not None:
-            kind = "sglang"
-            announced, block_size = info
-            publishes = bool(announced)
+    block_size = None
+    kind, announced = "vllm", asking.get("/kv_event_sources", read_sources)
+    if announced is None and (info := asking.server_info()) is not None:
+        kind, (announced, block_size) = "sglang", info
     models, owner = asking.get("/v1/models", named_models) or ((), "")
     version = asking.version()
     asking.raise_if_silent()
+    publishes = None if announced is None else bool(announced)
+    if announced is None:
+        kind, announced = owner if owner in ("vllm", "sglang") else "", []
     ranks, notes = _reached(announced, asking.web.host, asking.resolve)
     topics = {source.topic for source in announced}
     return EngineReport(
         asking.web.url,
-        kind or (owner if owner in ("vllm", "sglang") else ""),
+        kind,
         version,
         models,
         block_size or asking.kv_block_size(),

@@ -275,7 +275,7 @@ class KubernetesSource:
         while not self._closed.is_set():
             with self._paced():
                 try:
-                    self._list_and_follow(*self._present(), notify)
+                    self._list_and_follow(notify)
                 except DiscoveryError as error:
                     if self._closed.is_set():
                         return
@@ -287,13 +287,18 @@ class KubernetesSource:
         self._closed.set()
         self._api.close()
 
-    def _list_and_follow(self, selector: str, rules: PodRules, notify: Notify) -> None:
+    def _list_and_follow(self, notify: Notify) -> None:
         """Receive all pods, and their changes, until other pods are selected."""
-        version = self._list(selector, rules, notify)
+        selector, rules = selected = self._present()
+        items, version = self._api.list(self._path, selector)
+        before, self._pods = self._pods, {}
+        for item in items:
+            self._note("ADDED", item, before)
+        self._notify(rules, notify)
         while version and not self._closed.is_set():
             with self._paced():
                 version = self._follow(selector, rules, version, notify)
-            if self._pool and self._present() != (selector, rules):
+            if self._pool and self._present() != selected:
                 return
 
     @contextmanager
@@ -315,15 +320,6 @@ class KubernetesSource:
         if ports and not self.rules.ports:
             return selector, msgspec.structs.replace(self.rules, ports=ports)
         return selector, self.rules
-
-    def _list(self, selector: str, rules: PodRules, notify: Notify) -> str:
-        """Receive all pods; return the version of the list."""
-        items, version = self._api.list(self._path, selector)
-        before, self._pods = self._pods, {}
-        for item in items:
-            self._note("ADDED", item, before)
-        self._notify(rules, notify)
-        return version
 
     def _follow(self, selector: str, rules: PodRules, version: str, notify: Notify) -> str:
         """Receive changes until the watch ends; return the last version received.
