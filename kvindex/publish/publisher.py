@@ -109,14 +109,16 @@ class KVEventsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         enable_kv_cache_events: False publishes nothing, whatever `publisher` says.
         publisher: "null", "zmq", or a name given to `EventPublisherFactory.register_publisher`.
-        endpoint: where rank 0 publishes; rank r uses port + r.
-        replay_endpoint: where rank 0 answers replay requests; None for no replay.
+        endpoint: where rank 0 publishes: tcp, ipc (rank 0 only) or inproc; rank r uses port + r.
+        replay_endpoint: where rank 0 answers replay requests, always bound; None for no replay.
         buffer_steps: batches kept for replay; 0 keeps none.
         hwm: batches queued in the socket for each subscriber before it loses some; 0 for no limit.
         max_queue_size: batches that wait for the publisher's thread, at least 1.
         topic: first frame of every message.
-        bind: True binds the live endpoint, False connects to it, None goes by the engine's rule.
-        on_full: what `publish` does when max_queue_size batches wait: "block" or "drop".
+        bind: True binds the live endpoint, False connects to it, None goes by the engine's rule:
+            it binds wildcards and connects to a concrete host.
+        on_full: what `publish` does when max_queue_size batches wait: "block" waits for room;
+            "drop" drops the batch, counts it and uses up its number: subscribers see a gap.
         dialect: name of the engine version to write as; None for the newest.
 
     Raises:

@@ -39,18 +39,8 @@ class ZmqEventPublisher(EventPublisher):
 
     Args:
         data_parallel_rank: the rank, from 0 (the default); its ports are the endpoints' + rank.
-        endpoint: where rank 0 publishes: tcp, ipc (rank 0 only) or inproc. The publisher binds
-            wildcards and connects to a concrete host, unless `bind` says otherwise.
-        replay_endpoint: where rank 0 answers replay requests, always bound; None for no replay.
-        buffer_steps: batches kept for replay.
-        hwm: batches queued in the socket for each subscriber; 0 for no limit.
-        max_queue_size: batches that wait for the publisher's thread.
-        topic: first frame of every message.
-        attn_dp_rank: SGLang's name for `data_parallel_rank`.
-        dialect: the engine version to write as, or its name.
-        bind: True binds the live endpoint, False connects to it, None goes by the engine's rule.
-        on_full: "block" has `publish` wait for room in a full queue; "drop" drops the batch, uses
-            up its number, so that subscribers see a gap, and counts it.
+        attn_dp_rank: SGLang's name for the same.
+        endpoint, …, dialect: as in `KVEventsConfig`; a dialect may also be a `Dialect`.
         context: where the sockets live; by default `zmq.Context.instance()`. Never terminated.
         curve: this publisher's key pair: only clients that know its public key reach it.
 

@@ -133,7 +133,7 @@ class EventStream(Following):
             handed over, and the rank's received batches are queued first, beyond `max_items` if
             need be.
         options: as for `kvindex.connect`. `on_loss` sets `RankLost.reset`: whether the consumer is
-            to drop what it knows of the rank.
+            to drop the rank's contents.
 
     Raises:
         ConfigurationError: a worker or a setting cannot work.

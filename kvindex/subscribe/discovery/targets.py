@@ -66,9 +66,8 @@ class Engine(msgspec.Struct, frozen=True):
     Attributes:
         worker: the engine and where its ranks publish.
         model: the model that it serves; "" if unknown.
-        routing_group: separates deployments of one model.
         url: of its HTTP server, or None.
-        labels: further facts that the source lists.
+        routing_group, labels: as for `Target`.
         source: the source that listed it.
         is_part: whether these are only some of the worker's ranks: it grows or shrinks by them.
     """

@@ -75,9 +75,8 @@ class RankLost(msgspec.Struct, frozen=True, tag=True):
     """Batches of a rank are lost for good; the next batch follows after the hole.
 
     Attributes:
-        rank: whose batches they are.
-        epoch: counts the publisher's restarts.
-        reason: why they could not be had, one word.
+        rank, epoch: as in `RankBatch`.
+        reason: why replay did not bring them, one word.
         first_seq: the first lost number.
         last_seq: the last lost number, inclusive; None if that is not known.
         reset: whether the rank's contents must be dropped (`on_loss="reset"`).
