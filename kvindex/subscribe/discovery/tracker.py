@@ -113,16 +113,22 @@ class Tracker:
         state.reports += 1
         wanted = self._wanted()
         for name, engine in list(self._engines.items()):
-            if name not in wanted:
-                self._leave(name, engine, now)
+            if name in wanted:
+                continue
+            if self._sources[engine.source].is_certain:
+                self._drop(name, engine, f"{engine.source} no longer lists it")
+            elif engine.absent_since is None:
+                engine.absent_since = now
         for name, (owner, target) in wanted.items():
             known = self._engines.get(name)
-            if known is None:
-                self._engines[name] = known = _Followed(target, owner, now)
-                if not target.url:
-                    self._accept(known, target.worker, now)
-            else:
-                self._change(known, owner, target, now)
+            engine = self._engines[name] = known or _Followed(target, owner, now)
+            is_new = known is None or known.target != target
+            if engine.target.place != target.place:
+                engine.ask_at, engine.is_asking = now, False
+                engine.answered_at, engine.failures = None, 0
+            engine.target, engine.source, engine.absent_since = target, owner, None
+            if is_new and not target.url:
+                self._accept(engine, target.worker, now)
 
     def source_failed(self, source: str, error: str) -> None:
         """Note that a source failed; its last list stays valid."""
@@ -289,21 +295,6 @@ class Tracker:
             logger.error("%s is left out: %s", what, refused[what])
         self._refused = refused
         return wanted
-
-    def _change(self, engine: _Followed, owner: str, target: Target, now: float) -> None:
-        before, engine.target, engine.source = engine.target, target, owner
-        engine.absent_since = None
-        if before.place != target.place:
-            engine.ask_at, engine.is_asking = now, False
-            engine.answered_at, engine.failures = None, 0
-        if not target.url and before != target:
-            self._accept(engine, target.worker, now)
-
-    def _leave(self, name: str, engine: _Followed, now: float) -> None:
-        if self._sources[engine.source].is_certain:
-            self._drop(name, engine, f"{engine.source} no longer lists it")
-        elif engine.absent_since is None:
-            engine.absent_since = now
 
     def _drop(self, name: str, engine: _Followed, why: str) -> None:
         del self._engines[name]
