@@ -40,7 +40,7 @@ class EventPublisherFactory:
         bind, on_full and dialect where the configuration sets them.
 
         Raises:
-            DuplicatePublisherError: the name is taken.
+            DuplicatePublisherError: the name is registered already.
             ConfigurationError: the name is empty, or the constructor cannot be called.
         """
         if not name or not isinstance(name, str) or not callable(ctor):
@@ -63,7 +63,7 @@ class EventPublisherFactory:
         """Return a running publisher; one that does nothing if none is configured.
 
         Args:
-            config: the configuration, or its JSON text as SGLang's factory takes it; None or
+            config: the configuration, or its JSON text as SGLang's factory accepts it; None or
                 empty text for none.
             data_parallel_rank: the rank, from 0 (the default).
             attn_dp_rank: SGLang's name for the same.
@@ -92,7 +92,7 @@ class EventPublisherFactory:
 
 
 def _rank_name(constructor: Callable[..., EventPublisher], came_as: str) -> str:
-    """Return the engine's own name of the rank that a constructor takes."""
+    """Return the engine's name of a constructor's rank."""
     try:
         names = inspect.signature(constructor).parameters
     except (TypeError, ValueError):  # a builtin without a readable signature

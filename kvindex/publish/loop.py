@@ -203,7 +203,7 @@ class BatchQueue:
         max_size: batches that may wait.
         drop_when_full: drop a batch for which there is no room, after it got its number, so that
             subscribers see the gap; otherwise `put` waits for room.
-        wake: called when a batch came into the empty queue, and on closing.
+        wake: called when a batch is put into the empty queue, and on closing.
     """
 
     def __init__(self, max_size: int, *, drop_when_full: bool, wake: Callable[[], None]) -> None:
@@ -259,7 +259,7 @@ class BatchQueue:
         return taken
 
     def close(self, reason: str) -> None:
-        """Refuse further batches, with this reason; waiting ones can still be taken. Idempotent."""
+        """Refuse further batches, with this reason; waiting ones can still leave it. Idempotent."""
         with self._lock:
             if self._closed_because is None:
                 self._closed_because = reason

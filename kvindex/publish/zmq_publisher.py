@@ -42,7 +42,7 @@ class ZmqEventPublisher(EventPublisher):
         attn_dp_rank: SGLang's name for the same.
         endpoint, …, dialect: as in `KVEventsConfig`; a dialect may also be a `Dialect`.
         context: where the sockets live; by default `zmq.Context.instance()`. Never terminated.
-        curve: this publisher's key pair: only clients that know its public key reach it.
+        curve: this publisher's key pair: only clients with its public key reach it.
 
     Raises:
         ConfigurationError: a value that cannot work, or an endpoint that cannot be bound; nothing

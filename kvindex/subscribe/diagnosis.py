@@ -68,7 +68,7 @@ class TopicCheck:
     """Decides whether a wanted topic is confirmed, open, or contradicted.
 
     A topic that matches nothing looks like an idle engine. So until the first message with the
-    wanted topic, the subscriber also receives all topics, and this check notes which ones come.
+    wanted topic, the subscriber also receives all topics, and this check notes which ones arrive.
 
     Attributes:
         filtered: messages that other topics carried.
@@ -195,7 +195,7 @@ def _state(feed: Feed) -> State:
 
 
 def _lag(feed: Feed) -> int:
-    """Return how many known batches are not applied: with a wrong topic, all that came."""
+    """Return how many known batches are not applied: with a wrong topic, all that arrived."""
     topic = feed.reader.topic
     filtered = topic.filtered if topic.contradicted else 0
     return min(MAX_COUNT, feed.sequencer.lag + feed.delivery.lag + filtered)

@@ -32,7 +32,7 @@ class _Waiting:
         self.closed = ""  # the reason, once it is closed
         self.bell: LoopBell | None = None  # of an iterating task
         self.on_room: Callable[[], None] = lambda: None
-        self._ended = False  # nothing more comes
+        self._ended = False  # nothing more arrives
         self._max_items = max_items
         self._batches = 0  # of the items; the few others are not counted: calls depend on them
         self._was_full = False
@@ -58,7 +58,7 @@ class _Waiting:
                 self._notify()
 
     def take(self, timeout: float | None) -> StreamItem | None:
-        """Return the next item, as `EventStream.get`; None when none is left and none will come."""
+        """Return the next item, as `EventStream.get`; None when none is left and it ended."""
         with self._lock:
             if not self._changed.wait_for(self._is_ready, timeout):
                 raise TimeoutError(f"no item within {timeout} s")
@@ -94,7 +94,7 @@ class _Waiting:
             self.bell.ring()
 
     def end(self) -> None:
-        """Record that nothing more comes; waiting items can still be taken."""
+        """Record that nothing more arrives; waiting items can still be taken."""
         with self._lock:
             self._ended = True
             self._notify()
@@ -140,7 +140,7 @@ class EventStream(Following):
 
     Attributes:
         subscriber: receives the events. Workers are added and removed there; its `cursor` returns
-            how far the stream came.
+            how far the stream was delivered.
 
     Thread safety: one consumer, a thread or a task; every other method from any thread.
     """
@@ -172,7 +172,7 @@ class EventStream(Following):
         """Return the next item, waiting for it at most `timeout` seconds (None: as long as needed).
 
         Raises:
-            TimeoutError: none came in time.
+            TimeoutError: none arrived in time.
             ClosedError: the stream was closed, or belongs to the parent of this forked process; or
                 its subscriber ended and every waiting item was taken, then with the reason.
         """

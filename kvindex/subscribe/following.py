@@ -100,7 +100,7 @@ class Changes:
         self._bell.ring()
 
     async def take(self) -> RankStatus | None:
-        """Return the next status; None when none is left and none will come."""
+        """Return the next status; None when none is left and none will arrive."""
         import asyncio
 
         await asyncio.sleep(0)  # other tasks get their turn, however many statuses there are
@@ -147,8 +147,8 @@ class Following(ABC):
     def trusts(self) -> Mapping[Rank, Trust]:
         """Return how far each rank's answers can be trusted, as a snapshot that never changes.
 
-        The same object is returned until a rank's state, completeness or lag changes, or ranks come
-        and go: O(1) then, else O(ranks).
+        The same object is returned until a rank's state, completeness or lag changes, or ranks are
+        added or removed: O(1) then, else O(ranks).
         """
         return self._board.trusts()
 
@@ -238,7 +238,7 @@ class Following(ABC):
         Its exceptions are logged.
 
         Returns:
-            A function that unregisters it; a call that is under way may still come.
+            A function that unregisters it; a call that is under way may still follow.
         """
         # No reference: the thread would keep an object that was dropped without `close`.
         shown = weakref.WeakMethod(self._shown)
@@ -258,7 +258,7 @@ class Following(ABC):
         """Stop following. Idempotent."""
 
     def _shown(self, status: RankStatus) -> RankStatus:
-        """Return a status with what else is known of its rank."""
+        """Return a status with further facts about its rank."""
         return status
 
     def __enter__(self: _Self) -> _Self:

@@ -42,7 +42,7 @@ class Claim(NamedTuple):
 
 
 def settle(claims: Sequence[Claim]) -> list[int]:
-    """Return each publisher's dp_rank: all different, in whatever order their batches came.
+    """Return each publisher's dp_rank: all different, in whatever order their batches arrived.
 
     The dp_rank that a publisher names counts, unless another names the same: then both keep their
     ports' ranks. A publisher that has named none keeps its port's rank where that is free, and

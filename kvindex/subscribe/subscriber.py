@@ -157,7 +157,7 @@ class Subscriber(Following):
 
     @property
     def ended(self) -> str | None:
-        """Why the thread has ended, so that nothing more comes; None while it runs."""
+        """Why the thread has ended, so that nothing more arrives; None while it runs."""
         return self._board.ended
 
     def add(

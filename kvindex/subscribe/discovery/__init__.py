@@ -1,4 +1,4 @@
-"""Discovers engines, asks them where they publish, and follows them as they come, go and move."""
+"""Discovers engines, asks them where they publish, and follows them as they start and stop."""
 
 from kvindex.subscribe.discovery.discovery import Discovery, DiscoveryOptions
 from kvindex.subscribe.discovery.engine import EngineReport, ask_engine

@@ -1,4 +1,4 @@
-"""Engines followed as they come, go and move: sources are watched, and engines are asked."""
+"""Engines followed as they start, stop and move: sources are watched, and engines are asked."""
 
 from __future__ import annotations
 

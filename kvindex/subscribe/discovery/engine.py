@@ -47,9 +47,9 @@ class EngineReport(msgspec.Struct, frozen=True):
         publishes: whether it publishes events; None if it does not report it, as vLLM before 0.31.
         ranks: where each rank can be reached, sorted.
         topic: of its messages, if all ranks have the same one.
-        notes: what to know of these endpoints, for people.
+        notes: remarks about these endpoints, for people.
         answers: by path, the received JSON, without keys and passwords.
-        failures: by path, why no usable answer came.
+        failures: by path, why no usable answer arrived.
     """
 
     url: str

@@ -188,15 +188,15 @@ def _port(value: Any) -> int | None:
 class KubernetesSource:
     """Lists the engines in pods, as the Kubernetes API server does.
 
-    A pod comes when it is ready for the first time. It goes as soon as it is being deleted, has
-    ended, or no longer has the labels; not when it is only unready for a while, since its cache
-    lives on. If the server cannot be reached, its last answer stays valid.
+    A pod is listed when it is ready for the first time. It is removed as soon as it is being
+    deleted, has ended, or no longer has the labels; not when it is only unready for a while, since
+    its cache lives on. If the server cannot be reached, its last answer stays valid.
 
     Each engine is asked where it publishes. If it does not report it, `events_port` + rank is
     assumed.
 
     Args:
-        selector: labels of the pods, as kubectl takes them: "app=vllm".
+        selector: labels of the pods, as kubectl accepts them: "app=vllm".
         pool: instead, the name of an InferencePool (`inference.networking.k8s.io/v1`), whose
             selector and ports count.
         preset: instead, "llm-d", "aibrix" or "vllm-production-stack": their labels and ports.

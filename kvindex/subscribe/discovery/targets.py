@@ -34,7 +34,7 @@ class Target(msgspec.Struct, frozen=True):
         model: the model that it serves; with "" the engine's own answer counts.
         routing_group: separates deployments of one model.
         labels: further facts that the source lists.
-        version: differs when another engine has come under this name and URL.
+        version: differs when another engine has this name and URL.
         cache: what its events do not state.
 
     Raises:
@@ -56,7 +56,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """A text that differs when another engine has come under this name."""
+        """A text that differs when another engine has this name."""
         return f"{self.url} {self.version}"
 
 
@@ -131,7 +131,7 @@ def ranks_of(engine: Engine | None) -> dict[int, PublisherAddress]:
 
 
 def is_other(before: Engine, latest: Engine) -> bool:
-    """Return whether more has changed than ranks that have come or gone."""
+    """Return whether more has changed than ranks that were added or removed."""
     old, new = ranks_of(before), ranks_of(latest)
     kept = old.keys() & new.keys()
     is_moved = any(old[rank] != new[rank] for rank in kept)

@@ -1,4 +1,4 @@
-"""Decides which engines to ask, add and remove as they come, go, move, grow and fall silent.
+"""Decides which engines to ask, add and remove as they start, stop, move, grow and fall silent.
 
 A state machine without threads, sockets or clocks: it receives the sources' lists and the engines'
 answers, and returns which engines to ask and which workers to add and to remove. Owned by the
@@ -79,8 +79,8 @@ class Tracker:
         sources: their names, each with whether it is certain; the first that lists a name wins.
         interval: seconds between two questions to an engine.
         forget_after: seconds for which an engine that does not answer is kept.
-        is_alive: whether events of a worker still come: then it is kept, answers or not.
-        jitter: returns 0 to 1: questions are spread, so that they do not come all at once.
+        is_alive: whether events of a worker still arrive: then it is kept, answers or not.
+        jitter: returns 0 to 1: questions are spread over time.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Tracker:
                 self._forget(name, engine)
 
     def next_at(self) -> float:
-        """Return when a step is due if no event comes, by the same clock."""
+        """Return when a step is due if no event arrives, by the same clock."""
         times = [math.inf]
         for engine in self._engines.values():
             if not engine.is_asking:
@@ -235,7 +235,7 @@ class Tracker:
         steps, self._steps = self._steps, []
         return steps
 
-    # What is known ----------------------------------------------------------------------------
+    # Where it stands ----------------------------------------------------------------------------
 
     def missing(self) -> dict[str, str]:
         """Return the sources, then the engines, that are not subscribed to yet, and why."""
@@ -387,7 +387,7 @@ class Tracker:
         logger.info("removes %s and adds it anew: it has changed to %s", name, described(latest))
 
     def _resize(self, engine: _Followed, before: Engine, latest: Engine, now: float) -> None:
-        """Add the ranks that have come, and remove those that two answers running lack."""
+        """Add the new ranks, and remove those that two answers running lack."""
         old, new = ranks_of(before), ranks_of(latest)
         gone = frozenset(old.keys() - new.keys())
         if gone and gone != engine.missing and engine.target.url:

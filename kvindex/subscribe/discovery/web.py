@@ -1,6 +1,6 @@
 """HTTP servers, asked with bounded answers and within a deadline.
 
-Answers come from the network: they are bounded in size and time, read as JSON, and never followed.
+Answers are bounded in size and time, read as JSON, and never followed.
 There are no redirects and no proxies.
 """
 
@@ -102,12 +102,12 @@ class Web:
 
         Args:
             path: from "/" on, with a query if there is one.
-            timeout: seconds in which the whole answer must have come; looking up the host's name
+            timeout: seconds in which the whole answer must have arrived; looking up the host's name
                 may take longer, as the system's resolver allows.
             limit: most bytes of the body.
 
         Raises:
-            DiscoveryError: no whole answer came; `reason` is the cause.
+            DiscoveryError: no whole answer arrived; `reason` is the cause.
         """
         return self._whole(self.open(path, timeout), limit)
 
@@ -125,7 +125,7 @@ class Web:
         return self._whole(self._opened("POST", path, timeout, body, named), limit)
 
     def open(self, path: str, timeout: float) -> Stream:
-        """Return an answer whose body can be read as it comes; the caller closes it.
+        """Return an answer whose body can be read as it arrives; the caller closes it.
 
         Raises:
             DiscoveryError: no answer began within `timeout` seconds.
@@ -180,7 +180,7 @@ class Web:
 
 
 class Stream:
-    """The answer to one request, while it comes. Owned by one thread, but for `close`."""
+    """The answer to one request, while it arrives. Owned by one thread, but for `close`."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Stream:
         """Return the next `limit` bytes of the body, or what is left of it.
 
         Raises:
-            DiscoveryError: they did not come in the remaining time of `Web.open`, or within
+            DiscoveryError: they did not arrive in the remaining time of `Web.open`, or within
                 `timeout` seconds from now.
         """
         if timeout is not None:
@@ -213,7 +213,7 @@ class Stream:
         """Return the body's next line that is not empty; b"" if the body has ended.
 
         Raises:
-            DiscoveryError: no whole line came within `timeout` seconds ("timeout"), it is longer
+            DiscoveryError: no whole line arrived within `timeout` seconds ("timeout"), it is longer
                 than `limit` bytes ("content"), or the connection broke.
         """
         self._deadline.restart(timeout)

@@ -18,7 +18,7 @@ anywhere with `complete` false. No batch is delivered twice. `RankRestarted` beg
 drops what the rank held, so batches of two publishers never stand together.
 
 **The parts**, from below. In `batches.py`, `Applied` remembers the delivered batches, and `Held`
-keeps those that came out of order, within bounds, with the evidence for each. In `repair.py`,
+keeps those that arrived out of order, within bounds, with the evidence for each. In `repair.py`,
 `Replay` has the facts about the replay endpoint, and `Repair` the replay that is under way.
 `StreamState` (`state.py`) has all facts, and makes each move to another state, with the items.
 The functions in `decisions.py` decide which moves to make. `Sequencer` has the entrances, and
@@ -36,18 +36,18 @@ watches the time.
 * CONNECTING: live batches are held, and nothing is asked for.
 * SYNCING: a replay is under way. It joins (from 0, when nothing was applied in this epoch), or
   proves after a reconnect that the publisher is the same (from the last applied batch). Replies
-  are delivered as they come, while there is no hole. Live batches that do not follow are held.
+  are delivered as they arrive, while there is no hole. Live batches that do not follow are held.
 * LIVE: nothing is known to be missing. After some silence a probe (a replay from the last applied
   batch) looks for a lost tail; the state stays LIVE.
-* REPAIRING: a batch came that does not follow. It is held, and a replay from the last applied
+* REPAIRING: a batch arrived that does not follow. It is held, and a replay from the last applied
   batch is asked for.
 
 **Is it the same publisher?** A replay starts at the last applied batch, and includes it. The
 fingerprint of that batch distinguishes the same publisher from a restarted one that has passed our
-number. A replay that ends below that batch comes from a restarted publisher. If the publisher's
-buffer no longer has that batch, there is no proof; then it counts as the same only if the
-connection has not broken (`Applied.unproven`). A live batch whose seq falls back is a
-restart if it is newer (by ts) than the last applied batch, and a delayed duplicate otherwise.
+number. A replay that ends below that batch shows a restart. If the publisher's buffer no longer has
+that batch, there is no proof; then it counts as the same only if the connection has not broken
+(`Applied.unproven`). A live batch whose seq falls back is a restart if it is newer (by ts) than the
+last applied batch, and a delayed duplicate otherwise.
 
 **Resuming.** A `Cursor` is all that a sequencer in another process needs to go on. The new
 sequencer begins with `resume`, as if its connection had just broken: the proof above decides
@@ -68,8 +68,8 @@ nevertheless, the replay is believed.
 
 **Another publisher's replay.** A rank's configuration may name the replay endpoint of another
 engine. Then replay denies the live batches: replays end below a live batch with nothing new, or
-have an older batch under its number, or under that of the last applied batch. Each such denial is
-a dispute. A replay that contains a batch that also came live ends the row of disputes; a stream is
+have an older batch under its number, or under that of the last applied batch. Each such denial is a
+dispute. A replay that contains a batch that also arrived live ends the row of disputes; a stream is
 probed until this has happened once in its epoch, so that it shows early. After three disputes in a
 row (`MAX_DISPUTES`) the replay is *foreign*: the rank's contents are dropped, by `RankRestarted`,
 and the stream goes on with its live batches alone, behind a loss, as if there were no replay.

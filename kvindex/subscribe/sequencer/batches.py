@@ -29,9 +29,9 @@ class Applied:
         count: batches applied, over all epochs.
         skipped: whether there was a loss in this epoch.
         unproven: whether the connection broke since; another publisher may be sending.
-        start_in_doubt: whether the first batch of the epoch must come by replay: a live one may
+        start_in_doubt: whether the first batch of the epoch must arrive by replay: a live one may
             be a straggler of another publisher.
-        replayed_to: the last seq that came by replay, -1 if none of the epoch did.
+        replayed_to: the last seq that arrived by replay, -1 if none of the epoch did.
     """
 
     def __init__(self, *, recent: int) -> None:
@@ -50,8 +50,8 @@ class Applied:
         self._capacity = recent
 
     @property
-    def came_live(self) -> bool:
-        """Whether the last batch applied came live."""
+    def arrived_live(self) -> bool:
+        """Whether the last batch applied arrived live."""
         return self.seq is not None and self.seq > self.replayed_to
 
     def start(self, seq: int) -> None:
@@ -143,8 +143,8 @@ class HeldBatch(msgspec.Struct):
 
     Attributes:
         batch: the batch.
-        arrived_at: when it came.
-        asked: the newest replay request when it came; only later requests can testify.
+        arrived_at: when it arrived.
+        asked: the newest replay request when it arrived; only later requests can testify.
         confirmed: whether a replay contained it.
         missed: how many replays that should have contained it ended without it.
         denied: whether one of them ended below it with nothing but what was applied already.
@@ -159,7 +159,7 @@ class HeldBatch(msgspec.Struct):
 
 
 class Held:
-    """The batches that came out of order, and the seqs of known batches that came damaged.
+    """The batches that arrived out of order, and the seqs of known batches that arrived damaged.
 
     A seq is held or damaged, never both; `bool` returns whether any is. Owner: one sequencer.
 
@@ -170,7 +170,7 @@ class Held:
 
     Attributes:
         entries: the batches held, by seq.
-        damaged: when each known batch came damaged, by seq.
+        damaged: when each known batch arrived damaged, by seq.
         size: bytes held.
         dropped: highest seq of a batch that was not held for want of room; -1 if none.
     """
@@ -212,7 +212,7 @@ class Held:
 
     @property
     def waiting_since(self) -> float | None:
-        """When the batch held for longest came, or the first damaged one; or None."""
+        """When the batch held for longest arrived, or the first damaged one; or None."""
         times = [next(iter(self._arrivals.values()))] if self._arrivals else []
         times += [self.damaged.peekitem(0)[1]] if self.damaged else []
         return min(times, default=None)
@@ -279,12 +279,12 @@ class Held:
     # Damaged batches --------------------------------------------------------------------------
 
     def note_damaged(self, seq: int, now: float) -> None:
-        """Remember that the batch of `seq` came damaged, unless it is held or too many came so."""
+        """Remember that the batch of `seq` arrived damaged, unless it is held or too many did."""
         if seq not in self.entries and len(self.damaged) < self._max_batches:
             self.damaged.setdefault(seq, now)
 
     def is_damaged(self, seq: int | None) -> bool:
-        """Return whether the batch of `seq` came damaged."""
+        """Return whether the batch of `seq` arrived damaged."""
         return seq in self.damaged
 
     def forget_damaged(self, last: int) -> None:
@@ -293,7 +293,7 @@ class Held:
             del self.damaged[seq]
 
     def forget_losses(self) -> None:
-        """Forget every batch that came damaged or found no room."""
+        """Forget every batch that arrived damaged or found no room."""
         self.damaged.clear()
         self.dropped = -1
 

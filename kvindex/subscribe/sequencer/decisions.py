@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 MAX_REFUSED = 16
-"""Without replay: batches refused in a row for their age until the clock is taken as set back."""
+"""Without replay: batches refused in a row for their age until the clock counts as set back."""
 
 # Live batches ------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def accept_reply(stream: StreamState, repair: Repair, batch: Batch) -> None:
     repair.saw(batch.seq, stream.now)
     if not stream.replay.foreign:
         _stop_flood(stream, repair, advanced=_judge_reply(stream, repair, batch))
-    elif stream.applied.recognise(batch):  # it came live: the replay is this publisher's after all
+    elif stream.applied.recognise(batch):  # the replay is this publisher's after all
         stream.replay.disown(foreign=False)
         stream.restart("replay_agrees")
     else:
@@ -190,7 +190,7 @@ def _judge_reply(stream: StreamState, repair: Repair, batch: Batch) -> bool:
         return True
     entry = stream.held.get(batch.seq)
     if entry is not None and entry.batch.fingerprint == batch.fingerprint:
-        if not entry.confirmed:  # it came live
+        if not entry.confirmed:  # it arrived live
             replay.pair(True)
     elif entry is not None and entry.batch.ts > batch.ts:
         # The replay is a dead publisher's, or another's.
@@ -232,7 +232,7 @@ def _check_overlap(stream: StreamState, batch: Batch) -> bool:
 
 def _restart_or_disown(stream: StreamState, reason: str) -> None:
     """Begin a new epoch, unless replay has denied live batches once too often."""
-    if stream.applied.came_live and not stream.applied.unproven and stream.replay.dispute():
+    if stream.applied.arrived_live and not stream.applied.unproven and stream.replay.dispute():
         stream.disown_replay()
     else:
         stream.restart(reason)
@@ -368,7 +368,7 @@ def _give_up(stream: StreamState, repair: Repair, reason: str) -> None:
         stream.lose_join(f"join_{reason}", stream.held.first)
         stream.drain()
     if reason in ("replay_timeout", "replay_failed"):
-        # No reply comes: each further hole would cost as much time for nothing.
+        # No reply arrives: each further hole would cost as much time for nothing.
         stream.replay.wanted = False
         stream.lose_all_gaps(reason)
         stream.lose_dropped()

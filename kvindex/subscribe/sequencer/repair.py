@@ -26,7 +26,7 @@ MAX_PROBE_FACTOR = 8
 """A replay endpoint that does not answer probes is probed this much more rarely."""
 
 MAX_DISPUTES = 3
-"""How often in a row replay may deny what came live until it counts as another publisher's."""
+"""How often in a row replay may deny live batches until it counts as another publisher's."""
 
 
 class Replay:
@@ -36,7 +36,7 @@ class Replay:
         exists: whether this publisher has an endpoint.
         foreign: whether the given endpoint is another publisher's, by all that it sent. It is asked
             now and then, and its replies are compared and not applied.
-        paired: whether it sent a batch that also came live, in this epoch and connection.
+        paired: whether it sent a batch that also arrived live, in this epoch and connection.
         keeps: whether the publisher keeps batches for replay; None while unknown.
         wanted: whether a replay must be asked after the current one, which began too early to show
             the missing batches.
@@ -83,13 +83,13 @@ class Replay:
         return "the publisher keeps no batches for replay" if self.keeps is False else ""
 
     def ended(self, now: float) -> None:
-        """Record a replay that came to its end."""
+        """Record a replay that reached its end."""
         self.unanswered = 0
         self.quiet_since = now
         self._probe_factor = 1
 
     def pair(self, agreed: bool) -> None:
-        """Record that replay sent a batch that also came live, or that another may answer now."""
+        """Record that replay and live batches agree, or that another publisher may answer now."""
         self.paired = agreed
         self._disputes = 0
 

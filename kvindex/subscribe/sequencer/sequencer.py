@@ -201,7 +201,7 @@ class Sequencer:
         count = min(len(timestamps), MAX_SEQ + 1 - first_seq)
         if count and min(timestamps) < applied.oldest_ts:
             count = min(count, next(i for i, ts in enumerate(timestamps) if ts < applied.oldest_ts))
-        if count:  # what `live` does, without a call for each step: nearly all batches come here
+        if count:  # what `live` does, without a call for each step: nearly all batches
             stream, replay, counters = self._stream, self._replay, self.counters
             stream.now = stream.alive_at = now
             stream.is_stale = False
@@ -216,7 +216,7 @@ class Sequencer:
     # Replay -----------------------------------------------------------------------------------
 
     def replayed(self, request: int, batch: Batch, now: float) -> list[Action]:
-        """Accept a batch that came in reply to `request`."""
+        """Accept a batch that arrived in reply to `request`."""
         if not 0 <= batch.seq <= MAX_SEQ:
             return self.replayed_damaged(request, batch.seq, now)
         if repair := self._answered(request, now):

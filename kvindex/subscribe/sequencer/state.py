@@ -207,7 +207,7 @@ class StreamState:
         self.counters["held_dropped"] += self.held.discard(lambda e: e.arrived_at <= broke_at)
         first, applied = self.held.first, self.applied
         entry = self.held.get(first)
-        if entry is None and applied.seq is not None and applied.came_live:
+        if entry is None and applied.seq is not None and applied.arrived_live:
             first = applied.seq + 1
         self._begin_epoch("foreign_replay", None if entry is None else entry.batch)
         self.lose_join("foreign_replay", first)
@@ -392,12 +392,12 @@ class StreamState:
             self.lose(reason)
 
     def lose_damaged(self) -> None:
-        """Declare the next batches lost as far as they came damaged."""
+        """Declare the next batches lost as far as they arrived damaged."""
         while self.held.is_damaged(self.applied.next_seq):
             self.lose("undecodable")
 
     def lose_dropped(self) -> None:
-        """Declare lost the batches that were dropped for want of room and will not come again."""
+        """Declare lost the batches that were dropped for want of room and are not sent again."""
         first, last = self.applied.next_seq, self.held.dropped
         if first is not None and first <= last and not len(self.held):
             self.applied.skip_to(last + 1)

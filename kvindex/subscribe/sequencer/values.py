@@ -61,7 +61,7 @@ class RankBatch(msgspec.Struct, Generic[_Content], frozen=True, tag=True):
         epoch: counts the publisher's restarts.
         seq: the publisher's number of it.
         batch: its events: an `EventBatch`, or what the subscriber's own `decode` returns.
-        replayed: whether it came by replay rather than live.
+        replayed: whether it arrived by replay rather than live.
     """
 
     rank: Rank
