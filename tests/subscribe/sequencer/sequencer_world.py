@@ -323,6 +323,12 @@ class World:
             self.publish()
             self.run(200.0)
 
+    def settle_and_publish(self, count: int) -> None:
+        """Come to rest and publish more."""
+        self.settle()
+        for _ in range(count):
+            self.publish()
+
     # -- obeying, and the invariant
 
     def obey(self, actions: Sequence[Action]) -> None:

@@ -23,15 +23,14 @@ from kvindex.subscribe.sequencer import (
     SequencerConfig,
 )
 from tests.examples import examples
-from tests.subscribe.sequencer.sequencer_world import RANK, Faults, Step, World
+from tests.subscribe.sequencer.sequencer_script import batch as sent
+from tests.subscribe.sequencer.sequencer_world import RANK, World
 from tests.subscribe.sequencer.test_schedules import (
-    AMPLE,
+    Play,
     check_at_rest,
-    configs,
     live_faults,
-    run,
-    seeds,
-    sometimes,
+    plays,
+    repairable,
     steps,
     without_replay,
 )
@@ -163,7 +162,7 @@ class Puppet:
             return sequencer.damaged(None if amount is None else self.last.seq + amount, now)
         if kind == "replayed":
             replies = range(max(0, self.last.seq - amount), self.last.seq + 1)
-            taken = (sequencer.replayed(self.request, self._batch(s, 0), now) for s in replies)
+            taken = (sequencer.replayed(self.request, sent(s), now) for s in replies)
             return [action for actions in taken for action in actions]
         if kind == "ended":
             return sequencer.replay_ended(self.request, now)
@@ -176,13 +175,8 @@ class Puppet:
 
     def _next(self, seq: int, ts: float, life: int) -> Batch:
         before = self.last
-        self.last = self._batch(max(0, before.seq + seq), life, before.ts + ts)
+        self.last = sent(max(0, before.seq + seq), life, ts=before.ts + ts)
         return self.last
-
-    @staticmethod
-    def _batch(seq: int, life: int, ts: float | None = None) -> Batch:
-        when = 1_000.0 + seq if ts is None else ts
-        return Batch(seq, when, (life, seq), hash((life, seq)), 10)
 
 
 @examples(150)
@@ -241,31 +235,22 @@ bursty = examples(40, nightly=2_000)
 
 
 @bursty
-@given(
-    seed=seeds,
-    faults=st.builds(Faults, **live_faults, replay_hole=sometimes, replay_sure=st.just(2)),
-    schedule=steps("restart", "unseen_restart", "cut"),
-    config=configs,
-)
-def test_bursts_over_a_faulty_network_are_repaired_alike(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
-) -> None:
-    world = BurstyWorld(seed=seed, faults=faults, config=config, buffer_steps=AMPLE)
-    if run(world, schedule):
+@given(plays(repairable, steps("restart", "unseen_restart", "cut")))
+def test_bursts_over_a_faulty_network_are_repaired_alike(play: Play) -> None:
+    if world := play.run(BurstyWorld):
         check_at_rest(world)
         assert world.delivered == world.engine.batches
 
 
 @bursty
 @given(
-    seed=seeds,
-    faults=st.builds(Faults, **live_faults),
-    schedule=steps("restart", "cut", "unencodable"),
-    config=configs.map(without_replay),
+    plays(
+        live_faults,
+        steps("restart", "cut", "unencodable"),
+        configs=without_replay,
+        buffer_steps=[0],
+    )
 )
-def test_bursts_without_replay_are_judged_alike(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
-) -> None:
-    world = BurstyWorld(seed=seed, faults=faults, config=config, buffer_steps=0)
-    if run(world, schedule):
+def test_bursts_without_replay_are_judged_alike(play: Play) -> None:
+    if world := play.run(BurstyWorld):
         assert world.sequencer.lag == 0
