@@ -49,7 +49,7 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
         pause.wait(0.001)
 
 
-class _Peer:
+class Peer:
     """A socket that goes with its test."""
 
     socket: zmq.Socket[bytes]
@@ -58,7 +58,7 @@ class _Peer:
         self.socket.close(linger=0)
 
 
-class Live(_Peer):
+class Live(Peer):
     """A SUB socket connected to a publisher."""
 
     def __init__(self, context: Context, endpoint: str | None, *, topic: bytes = b"") -> None:
@@ -85,7 +85,7 @@ class Live(_Peer):
         return last + 1
 
 
-class Asker(_Peer):
+class Asker(Peer):
     """A DEALER socket connected to a publisher's replay endpoint."""
 
     def __init__(self, context: Context, endpoint: str | None) -> None:
