@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -90,4 +90,9 @@ class BlockingSink:
     @property
     def seqs(self) -> list[int]:
         """The seqs of the batches so far."""
-        return [item.seq for item in self.items if isinstance(item, RankBatch)]
+        return batch_seqs(self.items)
+
+
+def batch_seqs(items: Iterable[StreamItem]) -> list[int]:
+    """List the seqs of the batches among these items."""
+    return [item.seq for item in items if isinstance(item, RankBatch)]
