@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -21,6 +22,7 @@ from kvindex.wire import (
 from tests.live import PATIENCE
 
 Context = zmq.Context[zmq.Socket[bytes]]
+ANY_PORT = "tcp://127.0.0.1:0"
 
 
 def batch(number: int = 0, *, blocks: int = 1, block_size: int = 16) -> EventBatch:
@@ -116,3 +118,41 @@ def seqs(replies: list[ReplayReply]) -> list[int]:
     """The numbers of a replay, without its end."""
     assert replies[-1].end
     return [reply.seq for reply in replies[:-1]]
+
+
+class Peers:
+    """Publishers of one ZeroMQ context, and those that connect to them."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._publishers: list[ZmqEventPublisher] = []
+
+    def publisher(self, **arguments: Any) -> ZmqEventPublisher:
+        usual: dict[str, Any] = {"endpoint": ANY_PORT, "context": self.context}
+        self._publishers.append(ZmqEventPublisher(**(usual | arguments)))
+        return self._publishers[-1]
+
+    def replaying(self, published: int = 0, **arguments: Any) -> ZmqEventPublisher:
+        """Make a publisher with a replay endpoint, which has sent so many batches."""
+        publisher = self.publisher(**({"replay_endpoint": ANY_PORT} | arguments))
+        publish_many(publisher, published)
+        wait_until(lambda: publisher.statistics()["sent"] == published, "all is sent")
+        return publisher
+
+    def live(self, publisher: ZmqEventPublisher, *, topic: bytes = b"") -> Live:
+        return Live(self.context, publisher.endpoint, topic=topic)
+
+    def joined(self, publisher: ZmqEventPublisher, *, topic: bytes = b"") -> tuple[Live, int]:
+        """Return a subscriber that receives, and the number that comes next."""
+        live = self.live(publisher, topic=topic)
+        return live, live.join(publisher)
+
+    def asker(self, publisher: ZmqEventPublisher) -> Asker:
+        return Asker(self.context, publisher.replay_endpoint)
+
+    def replayed(self, publisher: ZmqEventPublisher, start_seq: int = 0) -> list[int]:
+        return seqs(self.asker(publisher).replay(start_seq))
+
+    def close(self) -> None:
+        for publisher in self._publishers:
+            publisher.shutdown(timeout=0.0)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 RANK = Rank("engine", 0)
 
 
-def outlet_of(take: Callable[[Any], object], *, direct: bool) -> tuple[Outlet, Counter[str]]:
+def outlet_of(take: Callable[[Any], None], *, direct: bool) -> tuple[Outlet, Counter[str]]:
     """Make an outlet whose batches `take` gets, by `on_batch` or in an item; and its counters."""
 
     def sink(item: StreamItem) -> None:

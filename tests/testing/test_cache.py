@@ -16,24 +16,13 @@ from kvindex.testing import (
     PagedCache,
     Workload,
 )
-from kvindex.wire import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-)
+from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
+from tests.testing.events import removals, stores
 
 pytestmark = pytest.mark.unit
 
 HYBRID = CacheOptions(groups=(Group(), Group.window(9)))
-
-
-def stores(events: list[Any] | tuple[Any, ...]) -> list[BlockStored]:
-    return [event for event in events if isinstance(event, BlockStored)]
-
-
-def removals(events: list[Any] | tuple[Any, ...]) -> list[BlockRemoved]:
-    return [event for event in events if isinstance(event, BlockRemoved)]
 
 
 def test_a_prompt_is_stored_as_one_chain_and_hit_the_next_time() -> None:

@@ -7,13 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvindex.testing import (
-    FakeEngine,
-    LaneFaults,
-    ManualClock,
-    Request,
-    Workload,
-)
+from kvindex.testing import FakeEngine, LaneFaults, ManualClock, Request, Workload
 from kvindex.testing.faults import Lane
 from kvindex.wire import (
     AllBlocksCleared,

@@ -244,6 +244,7 @@ def test_engines_behind_a_name_that_cannot_be_asked_publish_where_it_says() -> N
     with Watched(source) as watched:
         (target,) = watched.targets()
     assert target.url == ""
+    assert target.worker is not None
     assert target.worker.publishers()[1].endpoint == "tcp://[fd00::1]:5558"
     assert target.worker.publishers()[1].replay == "tcp://[fd00::1]:5658"
 
@@ -276,8 +277,13 @@ def test_what_matters_of_a_pod_is_read() -> None:
 @pytest.mark.parametrize(
     ("read", "listed", "why"),
     [
-        *((pod_of, odd, "has no name") for odd in (None, [], {}, {"metadata": {"name": 7}})),
-        *((pool_of, odd, "matchLabels") for odd in (None, {})),
+        (pod_of, None, "has no name"),
+        (pod_of, [], "has no name"),
+        (pod_of, {}, "has no name"),
+        (pod_of, {"metadata": {"name": 7}}, "has no name"),
+        (pod_of, {"metadata": []}, "has no name"),
+        (pool_of, None, "matchLabels"),
+        (pool_of, {}, "matchLabels"),
         (pool_of, {"spec": {"selector": {"matchLabels": {"a": 1}}}}, "matchLabels"),
     ],
 )
