@@ -28,6 +28,7 @@ def test_a_topic_is_open_until_a_message_confirms_it() -> None:
     assert check.fits(b"kv-events")
     assert not check.open
     assert check.confirmed
+    assert check.deadline is None
 
 
 def test_only_other_topics_contradict_it_and_are_named() -> None:

@@ -150,7 +150,9 @@ class Script:
 
     @property
     def request(self) -> int:
-        return [action for action in self.actions if isinstance(action, AskReplay)][-1].request
+        """The latest request; 0 before the first."""
+        requests = (a.request for a in reversed(self.actions) if isinstance(a, AskReplay))
+        return next(requests, 0)
 
     @property
     def applied(self) -> Applied:

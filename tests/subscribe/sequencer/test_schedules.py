@@ -130,17 +130,17 @@ def check_at_rest(world: World) -> None:
     if len(world.unseen_lives) < MAX_DISPUTES:
         assert sequencer.counters["foreign_replay"] == 0
     published = [batch for batch in engine.batches if batch is not None]
-    held = world.unbroken
+    held = world.sink.unbroken
     assert held == published[len(published) - len(held) :]
-    assert held or not published or world.losses
+    assert held or not published or world.sink.losses
     if sequencer.applied.complete:
         assert held == published == engine.batches[: len(published)]
 
 
 def check_nothing_lost(world: World) -> None:
     check_at_rest(world)
-    assert world.delivered == world.engine.batches
-    assert world.losses == []
+    assert world.sink.delivered == world.engine.batches
+    assert world.sink.losses == []
     assert world.sequencer.applied.complete
 
 
@@ -196,7 +196,7 @@ def test_without_replay_each_gap_is_declared(play: Play) -> None:
 def test_a_publisher_that_keeps_nothing_for_replay_still_goes_live(play: Play) -> None:
     if world := play.run(then_publish=3):
         check_at_rest(world)
-        assert world.unbroken[-3:] == world.engine.batches[-3:]
+        assert world.sink.unbroken[-3:] == world.engine.batches[-3:]
 
 
 @schedules
@@ -222,8 +222,8 @@ def test_nothing_of_another_publisher_stays_when_its_replay_endpoint_was_given_b
         world.run(3.0)
     assert world.sequencer.state is State.LIVE
     assert world.sequencer.lag == 0
-    assert {batch.content[0] for batch in world.delivered} == {world.engine.life}
-    held = world.unbroken
+    assert {batch.content[0] for batch in world.sink.delivered} == {world.engine.life}
+    held = world.sink.unbroken
     assert held == world.engine.batches[-len(held) :]
     if world.sequencer.applied.complete:
         assert held == world.engine.batches
