@@ -12,40 +12,40 @@ from tests.subscribe.sequencer.sequencer_script import TIMEOUT, Script, batch, w
 pytestmark = pytest.mark.unit
 
 
-def test_replay_from_zero_is_asked_first_and_streams() -> None:
+@pytest.fixture
+def joining() -> Script:
     script = Script()
     assert script.connect() == [AskReplay(1, 0)]
     assert script.is_in(State.SYNCING)
-    assert script.reply(0, 1).delivered == [0, 1]
-    assert script.end() == [CloseReplay(1)]
-    assert script.is_in(State.LIVE)
-    assert script.applied.complete
-    assert (script.applied.seq, script.applied.next_seq) == (1, 2)
+    return script
 
 
-def test_live_batches_are_held_during_the_join_and_follow_it() -> None:
-    script = Script()
-    script.connect()
-    assert script.live(2, 3).delivered == []
-    assert script.sequencer.lag == 2
-    assert script.reply(0, 1, 2, end=True).delivered == [0, 1, 2, 3]
-    assert script.is_in(State.LIVE)
+def test_replay_from_zero_streams(joining: Script) -> None:
+    assert joining.reply(0, 1).delivered == [0, 1]
+    assert joining.end() == [CloseReplay(1)]
+    assert joining.is_in(State.LIVE)
+    assert joining.applied.complete
+    assert (joining.applied.seq, joining.applied.next_seq) == (1, 2)
 
 
-def test_buffer_that_no_longer_reaches_back_gives_a_partial_join_without_loss() -> None:
-    script = Script().joined(7, 8)
-    assert script.actions.delivered == [7, 8]
-    assert not script.applied.complete
-    assert script.count["join_truncated"] == 1
-    assert script.actions.lost == []
-
-
-def test_held_batches_reach_further_back_than_a_small_buffer() -> None:
-    script = Script()
-    script.connect()
-    script.live(0, 1, 2, 3)
-    assert script.reply(3, end=True).delivered == [0, 1, 2, 3]
-    assert script.applied.complete
+@pytest.mark.parametrize(
+    ("live", "replayed", "delivered", "complete"),
+    [
+        ([2, 3], [0, 1, 2], [0, 1, 2, 3], True),  # live batches follow the join
+        ([0, 1, 2, 3], [3], [0, 1, 2, 3], True),  # and reach further back than a small buffer
+        ([], [7, 8], [7, 8], False),  # a buffer that no longer reaches back is no loss
+    ],
+)
+def test_a_join_delivers_what_replay_and_live_batches_have_together(
+    joining: Script, live: list[int], replayed: list[int], delivered: list[int], complete: bool
+) -> None:
+    assert joining.live(*live).delivered == []
+    assert joining.sequencer.lag == len(live)
+    assert joining.reply(*replayed, end=True).delivered == delivered
+    assert joining.is_in(State.LIVE)
+    assert joining.applied.complete is complete
+    assert joining.count["join_truncated"] == (not complete)
+    assert joining.actions.lost == []
 
 
 def test_empty_replay_means_nothing_was_published_yet() -> None:
@@ -56,20 +56,18 @@ def test_empty_replay_means_nothing_was_published_yet() -> None:
     assert script.applied.complete
 
 
-def test_publisher_that_keeps_nothing_is_followed_without_replay() -> None:
-    script = Script()
-    script.connect()
-    script.live(5)
-    script.end()
-    script.pass_time(0.01)
+def test_publisher_that_keeps_nothing_is_followed_without_replay(joining: Script) -> None:
+    joining.live(5)
+    joining.end()
+    joining.pass_time(0.01)
     for _ in range(5):
-        if script.is_in(State.LIVE):
+        if joining.is_in(State.LIVE):
             break
-        script.pass_time(1.0)
-        script.end()
-    assert script.actions.delivered == [5]
-    assert not script.applied.complete
-    assert script.count["replay_empty"] == 1
+        joining.pass_time(1.0)
+        joining.end()
+    assert joining.actions.delivered == [5]
+    assert not joining.applied.complete
+    assert joining.count["replay_empty"] == 1
 
 
 def test_a_copy_of_a_batch_that_waited_for_an_empty_replay_is_delivered_once() -> None:
@@ -89,40 +87,34 @@ def test_a_copy_of_a_batch_that_waited_for_an_empty_replay_is_delivered_once() -
     assert script.applied.next_seq == 3
 
 
-def test_publisher_whose_empty_buffer_fills_is_joined_again() -> None:
-    script = Script()
-    script.connect()
-    script.live(5)
+def test_publisher_whose_empty_buffer_fills_is_joined_again(joining: Script) -> None:
+    joining.live(5)
     # The first replay was asked before the batch came, and does not count.
     for _ in range(1 + 3):
-        script.end()
-        script.pass_time(1.0)
-    assert script.is_in(State.LIVE)
-    script.pass_time(5.0)
-    assert script.reply(batch(5)).restarts == ["replay_awoke"]
-    assert script.reply(*range(6), end=True).delivered == [0, 1, 2, 3, 4, 5]
-    assert script.applied.complete
+        joining.end()
+        joining.pass_time(1.0)
+    assert joining.is_in(State.LIVE)
+    joining.pass_time(5.0)
+    assert joining.reply(batch(5)).restarts == ["replay_awoke"]
+    assert joining.reply(*range(6), end=True).delivered == [0, 1, 2, 3, 4, 5]
+    assert joining.applied.complete
 
 
-def test_dead_replay_at_join_delays_live_batches_but_never_stops_them() -> None:
-    script = Script()
-    script.connect()
-    script.live(4, 5)
-    assert script.pass_time(3 * TIMEOUT + 1.0).delivered == [4, 5]
-    assert script.actions.lost == [("join_replay_timeout", 0, 3)]
-    assert script.is_in(State.LIVE)
-    assert not script.applied.complete
-    assert script.live(6).delivered == [6]
+def test_dead_replay_at_join_delays_live_batches_but_never_stops_them(joining: Script) -> None:
+    joining.live(4, 5)
+    assert joining.pass_time(3 * TIMEOUT + 1.0).delivered == [4, 5]
+    assert joining.actions.lost == [("join_replay_timeout", 0, 3)]
+    assert joining.is_in(State.LIVE)
+    assert not joining.applied.complete
+    assert joining.live(6).delivered == [6]
 
 
-def test_dead_replay_at_join_with_nothing_held_declares_no_loss() -> None:
-    script = Script()
-    script.connect()
-    script.pass_time(3 * TIMEOUT + 1.0)
-    assert script.actions.lost == []
-    assert script.is_in(State.LIVE)
-    assert script.live(9).delivered == [9]
-    assert not script.applied.complete
+def test_dead_replay_at_join_with_nothing_held_declares_no_loss(joining: Script) -> None:
+    joining.pass_time(3 * TIMEOUT + 1.0)
+    assert joining.actions.lost == []
+    assert joining.is_in(State.LIVE)
+    assert joining.live(9).delivered == [9]
+    assert not joining.applied.complete
 
 
 def test_without_replay_the_first_live_batch_begins() -> None:
@@ -178,15 +170,13 @@ def test_end_of_a_probe_is_a_proof_of_life() -> None:
     assert script.is_in(State.LIVE)
 
 
-def test_closed_sequencer_drops_its_request_and_stays_silent() -> None:
-    script = Script()
-    script.connect()
-    assert script.sequencer.close(1.0) == [CloseReplay(1)]
-    assert script.sequencer.close(1.0) == []
-    assert script.live(0) == script.connect() == script.disconnect() == []
-    assert script.sequencer.tick(99.0) == []
-    assert script.sequencer.deadline is None
-    assert script.is_in(State.CLOSED)
+def test_closed_sequencer_drops_its_request_and_stays_silent(joining: Script) -> None:
+    assert joining.sequencer.close(1.0) == [CloseReplay(1)]
+    assert joining.sequencer.close(1.0) == []
+    assert joining.live(0) == joining.connect() == joining.disconnect() == []
+    assert joining.sequencer.tick(99.0) == []
+    assert joining.sequencer.deadline is None
+    assert joining.is_in(State.CLOSED)
 
 
 def test_an_answer_to_an_abandoned_request_is_ignored_and_no_proof_of_life() -> None:
