@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -19,7 +17,7 @@ from kvindex.wire import (
     parse_replay,
     replay_request,
 )
-from tests.live import PATIENCE
+from tests.live import PATIENCE, until
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -43,12 +41,8 @@ def publish_many(publisher: ZmqEventPublisher, count: int, *, blocks: int = 1) -
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    """Look every millisecond until the deadline."""
-    until = time.monotonic() + PATIENCE
-    pause = threading.Event()  # never set; a poller without sockets would not wait at all
-    while not is_true():
-        assert time.monotonic() < until, f"still not true after {PATIENCE} s: {what}"
-        pause.wait(0.001)
+    """Look until the deadline; `what` is for the reader of the test."""
+    until(is_true)
 
 
 class Peer:
@@ -136,7 +130,7 @@ class Peers:
         """Make a publisher with a replay endpoint, which has sent so many batches."""
         publisher = self.publisher(**({"replay_endpoint": ANY_PORT} | arguments))
         publish_many(publisher, published)
-        wait_until(lambda: publisher.statistics()["sent"] == published, "all is sent")
+        until(lambda: publisher.statistics()["sent"] == published)
         return publisher
 
     def live(self, publisher: ZmqEventPublisher, *, topic: bytes = b"") -> Live:

@@ -11,16 +11,8 @@ from kvindex.publish import EventPublisherFactory, KVEventsConfig, ZmqEventPubli
 from kvindex.wire import DIALECTS, AllBlocksCleared, EventBatch, decode_batch, dialect
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ClosedError, ConfigurationError
-from tests.live import PATIENCE
-from tests.publish.publish_peers import (
-    Asker,
-    Live,
-    Peers,
-    batch,
-    publish_many,
-    seqs,
-    wait_until,
-)
+from tests.live import PATIENCE, until
+from tests.publish.publish_peers import Asker, Live, Peers, batch, publish_many, seqs
 from tests.publish.raw_peers import RawPeer
 
 pytestmark = pytest.mark.e2e
@@ -72,7 +64,7 @@ def test_a_batch_that_cannot_be_encoded_leaves_a_hole(peers: Peers) -> None:
     publisher = peers.replaying(dialect="vllm-0.9.0")
     for events in ([], ["nonsense"], []):
         publisher.publish(EventBatch(ts=0.0, events=events))  # type: ignore[arg-type]
-    wait_until(lambda: publisher.statistics()["sent"] == 2, "both good batches are sent")
+    until(lambda: publisher.statistics()["sent"] == 2)
     assert peers.replayed(publisher) == [0, 2]
     statistics = publisher.statistics()
     assert (statistics["encode_errors"], statistics["next_seq"]) == (1, 3)
@@ -108,7 +100,7 @@ def test_a_full_queue_that_drops_shows_a_gap_of_the_counted_size(peers: Peers) -
     for _ in range(3):
         for number in range(500):
             publisher.publish(batch(number, blocks=256))
-    wait_until(lambda: publisher.statistics()["queued"] == 0, "the queue is empty")
+    until(lambda: publisher.statistics()["queued"] == 0)
     statistics = publisher.statistics()
     assert statistics["dropped_queue_full"] > 0
     assert statistics["published"] + statistics["dropped_queue_full"] == 1500
@@ -176,7 +168,7 @@ def test_a_failed_constructor_leaves_nothing_open(peers: Peers) -> None:
                 return False
             return True
 
-    wait_until(is_free, "the live endpoint of the failed one can be bound again")
+    until(is_free)
 
 
 def test_the_factory_makes_a_publisher_that_speaks(peers: Peers) -> None:

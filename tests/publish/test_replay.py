@@ -7,15 +7,8 @@ import pytest
 import zmq
 
 from kvindex.wire import END_SEQ, parse_replay
-from tests.live import PATIENCE
-from tests.publish.publish_peers import (
-    Asker,
-    Peers,
-    batch,
-    publish_many,
-    seqs,
-    wait_until,
-)
+from tests.live import PATIENCE, until
+from tests.publish.publish_peers import Asker, Peers, batch, publish_many, seqs
 
 pytestmark = pytest.mark.e2e
 
@@ -113,7 +106,7 @@ def test_a_reader_that_pauses_loses_nothing_and_stops_nobody(peers: Peers) -> No
     big = batch(blocks=64)
     for _ in range(4500):
         publisher.publish(big)
-    wait_until(lambda: publisher.statistics()["queued"] == 0, "all is sent")
+    until(lambda: publisher.statistics()["queued"] == 0)
     paused = Asker(peers.context, None)
     paused.socket.set_hwm(10)
     paused.socket.connect(str(publisher.replay_endpoint))
@@ -122,7 +115,7 @@ def test_a_reader_that_pauses_loses_nothing_and_stops_nobody(peers: Peers) -> No
     def replayed() -> int:
         return publisher.statistics()["replayed_batches"]
 
-    wait_until(lambda: replayed() > 500, "the replay began")
+    until(lambda: replayed() > 500)
     assert len(peers.asker(publisher).replay(0)) > 4500
     last = publisher.next_seq
     publisher.publish(batch(1))
@@ -151,7 +144,7 @@ def test_an_asker_that_goes_away_is_forgotten(peers: Peers) -> None:
     asker.ask(0)
     asker.receive_frames()
     asker.socket.close(linger=0)
-    wait_until(lambda: publisher.statistics()["replays_active"] == 0, "the replay is given up")
+    until(lambda: publisher.statistics()["replays_active"] == 0)
     assert publisher.statistics()["replays_unreachable"] == 1
 
 

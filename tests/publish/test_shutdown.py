@@ -14,16 +14,8 @@ from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import decode_batch
 from kvindex.wire.errors import ClosedError, ConfigurationError
 from tests.children import ended_after
-from tests.live import PATIENCE
-from tests.publish.publish_peers import (
-    ANY_PORT,
-    Context,
-    Live,
-    Peers,
-    batch,
-    publish_many,
-    wait_until,
-)
+from tests.live import PATIENCE, until
+from tests.publish.publish_peers import ANY_PORT, Context, Live, Peers, batch, publish_many
 
 pytestmark = pytest.mark.e2e
 
@@ -78,7 +70,7 @@ def test_a_subscriber_that_does_not_read_delays_shutdown_no_longer_than_the_time
     big = batch(blocks=1024)
     for _ in range(500):
         publisher.publish(big)
-    wait_until(lambda: publisher.statistics()["queued"] == 0, "all is with the socket")
+    until(lambda: publisher.statistics()["queued"] == 0)
     began = time.monotonic()
     publisher.shutdown(timeout=0.3)
     assert 0.25 < time.monotonic() - began < PATIENCE
@@ -111,7 +103,7 @@ def test_shutdown_frees_the_ports(peers: Peers) -> None:
             return False
         return True
 
-    wait_until(is_free, "both ports can be bound again")  # libzmq unbinds in its own time
+    until(is_free)  # libzmq unbinds in its own time
 
 
 def test_a_replay_under_way_is_finished(peers: Peers) -> None:
@@ -139,7 +131,7 @@ def test_a_publisher_that_waits_for_room_is_released_by_shutdown(peers: Peers) -
 
     thread = threading.Thread(target=publish_for_ever)
     thread.start()
-    wait_until(lambda: publisher.statistics()["sent"] > 10, "the other thread publishes")
+    until(lambda: publisher.statistics()["sent"] > 10)
     publisher.shutdown()
     thread.join(PATIENCE)
     assert ended == ["the publisher is closed"]

@@ -16,14 +16,7 @@ from multiprocessing.context import SpawnProcess
 import pytest
 import zmq
 
-from kvindex import (
-    BlockStored,
-    EventBatch,
-    Rank,
-    SocketOptions,
-    Worker,
-    ZmqEventPublisher,
-)
+from kvindex import BlockStored, EventBatch, Rank, SocketOptions, Worker, ZmqEventPublisher
 from kvindex.subscribe import RankBatch, StreamItem, Subscriber
 from kvindex.subscribe import connection as connection_module
 from kvindex.subscribe.connection import Connection as LinkedSocket

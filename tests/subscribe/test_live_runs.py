@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 
 from kvindex import DecodeError, Rank, RankStatus, ReplayPolicy, Worker
-from kvindex.subscribe import (
-    RankAdded,
-    RankBatch,
-    RankLost,
-    RanksRenamed,
-    StreamItem,
-    Subscriber,
-)
+from kvindex.subscribe import RankAdded, RankBatch, RankLost, RanksRenamed, StreamItem, Subscriber
 from kvindex.subscribe.sequencer import Sequencer
 from kvindex.testing import FakeEngine
 from kvindex.wire import encode_batch, live_frames
-from tests.live import PATIENCE, caught_up, client_of, worker_of
-from tests.publish.publish_peers import Context, wait_until
+from tests.live import PATIENCE, caught_up, client_of, until, worker_of
+from tests.publish.publish_peers import Context
 from tests.subscribe.peers import RANK, RawPublisher, batch_seqs, stored
 
 pytestmark = pytest.mark.e2e
@@ -174,7 +167,7 @@ def test_a_stream_that_replay_brought_to_life_still_waits_for_its_topic() -> Non
     with FakeEngine("engine", topic="kv", dialect="vllm-0.10.2") as engine:
         engine.serve([1] * 64)
         # By its own thread: if the client were there before, the message would come live.
-        wait_until(lambda: engine.statistics()["sent"] == 1, "the batch is sent to nobody")
+        until(lambda: engine.statistics()["sent"] == 1)
         with client_of(worker_of(engine, topic="kv")) as client:
             caught_up(client, engine)
             assert not client.subscriber._thread.roster.feeds[RANK].reader.topic.confirmed

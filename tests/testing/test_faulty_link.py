@@ -154,20 +154,26 @@ def test_drop_next_drops_exactly_so_many(reader: Reader, last: int, link: Faulty
     assert len(reader.replay()) == last + 7, "dropped live messages can be replayed"
 
 
-def test_duplicated_messages_arrive_twice(reader: Reader, last: int, link: FaultyLink) -> None:
+def test_live_messages_are_duplicated_reordered_delayed_and_corrupted(
+    reader: Reader, last: int, link: FaultyLink
+) -> None:
     link.set_faults(Faults(live=LaneFaults(duplicate=1.0)))
     reader.publish(2)
     assert reader.seqs(4) == [last + 1, last + 1, last + 2, last + 2]
 
-
-def test_reordered_and_delayed_messages_all_arrive(
-    reader: Reader, last: int, link: FaultyLink
-) -> None:
     link.set_faults(Faults(live=LaneFaults(reorder=0.4, delay=0.4, max_delay=0.02)))
     reader.publish(100)
     seqs = reader.seqs(100)
-    assert sorted(seqs) == list(range(last + 1, last + 101))
+    assert sorted(seqs) == list(range(last + 3, last + 103))
     assert seqs != sorted(seqs)
+
+    link.set_faults(Faults(live=LaneFaults(corrupt=1.0)))
+    reader.publish(40)
+    for _ in range(40):
+        frames = reader.next()
+        assert frames is not None
+        with pytest.raises(DecodeError):
+            decode_batch(parse_live(frames).payload)
 
 
 def test_a_delay_follows_the_given_clock_and_quiesce_sends_on_what_is_held(
@@ -188,16 +194,6 @@ def test_a_delay_follows_the_given_clock_and_quiesce_sends_on_what_is_held(
         assert sorted(reader.seqs(10)) == list(range(last + 2, last + 12))
         reader.publish()
         assert reader.seq() == last + 12
-
-
-def test_corrupted_messages_can_be_recognized(reader: Reader, last: int, link: FaultyLink) -> None:
-    link.set_faults(Faults(live=LaneFaults(corrupt=1.0)))
-    reader.publish(40)
-    for _ in range(40):
-        frames = reader.next()
-        assert frames is not None
-        with pytest.raises(DecodeError):
-            decode_batch(parse_live(frames).payload)
 
 
 def test_replay_has_faults_of_its_own(reader: Reader, link: FaultyLink) -> None:
