@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -34,10 +35,10 @@ def batch(number: int = 0, *, blocks: int = 1, block_size: int = 16) -> EventBat
     return EventBatch(ts=float(number), events=[stored])
 
 
-def publish_many(publisher: ZmqEventPublisher, count: int, *, blocks: int = 1) -> None:
+def publish_many(publisher: ZmqEventPublisher, count: int) -> None:
     """Publish batches numbered from 0 by their ts."""
     for number in range(count):
-        publisher.publish(batch(number, blocks=blocks))
+        publisher.publish(batch(number))
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:

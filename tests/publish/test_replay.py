@@ -6,7 +6,7 @@ import time
 import pytest
 import zmq
 
-from kvindex.wire import END_SEQ, parse_replay
+from kvindex.wire import END_SEQ, decode_batch, parse_replay
 from tests.live import PATIENCE, until
 from tests.publish.publish_peers import Asker, Peers, batch, publish_many, seqs
 
@@ -32,11 +32,15 @@ def test_both_shapes_of_a_replay(peers: Peers, name: str, end: list[bytes]) -> N
     assert end[-2] == publisher.END_SEQ
 
 
-def test_the_replayed_payload_is_the_one_sent_live(peers: Peers) -> None:
+def test_the_replayed_payload_is_the_one_sent_live_however_big(peers: Peers) -> None:
     publisher = peers.replaying()
     live, first = peers.joined(publisher)
+    big = batch(1, blocks=4096)
+    publisher.publish(big)
     publish_many(publisher, 20)
-    sent = [live.receive().payload for _ in range(20)]
+    sent = [live.receive().payload for _ in range(21)]
+    assert len(sent[0]) > 64 * 1024
+    assert decode_batch(sent[0]).events == big.events
     replies = peers.asker(publisher).replay(first)
     assert [reply.payload for reply in replies[:-1]] == sent
 
@@ -156,19 +160,9 @@ def test_an_idle_publisher_answers_at_once(peers: Peers) -> None:
 
     def took() -> float:
         began = time.monotonic()
-        assert parse_replay(asker_frames(asker)).end
+        asker.ask(END_SEQ)
+        assert parse_replay(asker.receive_frames()).end
         return time.monotonic() - began
 
     # Each is asked just after a look: not one would be so quick.
     assert any(took() < 0.05 for _ in range(500))
-
-
-def test_a_publisher_without_replay_endpoint_has_none(peers: Peers) -> None:
-    publisher = peers.replaying(3, replay_endpoint=None)
-    assert publisher.replay_endpoint is None
-    assert publisher.bound_replay_endpoint is None
-
-
-def asker_frames(asker: Asker) -> list[bytes]:
-    asker.ask(END_SEQ)
-    return asker.receive_frames()

@@ -162,18 +162,22 @@ def test_ranks_behind_one_port_take_turns_unless_one_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [HttpOptions(prefix_caching=False), HttpOptions(reads_cache=False)]
+    ("options", "hits", "holds", "publishes"),
+    [
+        (HttpOptions(), [0, 8], True, True),
+        (HttpOptions(prefix_caching=False), [0, 0], False, False),
+        (HttpOptions(reads_cache=False), [0, 0], True, True),
+        (HttpOptions(silent=True), [0, 8], True, False),
+    ],
 )
-def test_an_engine_that_does_not_use_its_cache_reports_no_hits(options: HttpOptions) -> None:
-    with serving(options) as (server, engine):
-        assert [cached(server, NINE) for _ in range(2)] == [0, 0]
-        assert bool(engine.truth()) is options.prefix_caching
-
-
-def test_prompt_logprobs_leave_the_cache_unread() -> None:
-    with serving() as (server, _):
-        assert [cached(server, NINE) for _ in range(2)] == [0, 8]
-        assert cached(server, {**NINE, "prompt_logprobs": 1}) == 0
+def test_an_engine_holds_reports_and_publishes_as_its_options_say(
+    options: HttpOptions, hits: list[int], holds: bool, publishes: bool
+) -> None:
+    with serving(options, publish=True) as (server, engine):
+        assert [cached(server, NINE) for _ in range(2)] == hits
+        assert cached(server, {**NINE, "prompt_logprobs": 1}) == 0, "these leave the cache unread"
+        assert bool(engine.truth()) is holds
+        assert (engine.published > 0) is publishes
 
 
 def test_salts_and_adapters_are_namespaces_of_their_own() -> None:
@@ -193,12 +197,6 @@ def test_a_hit_may_be_a_block_short_and_stay_unreported() -> None:
         with HttpEngine(engine, options=HttpOptions(cached_tokens=False)) as server:
             usage = ask(server.url + "/v1/completions", prompt)["usage"]
             assert usage["prompt_tokens_details"] is None
-
-
-def test_a_silent_engine_serves_and_publishes_nothing() -> None:
-    with serving(HttpOptions(silent=True), publish=True) as (server, engine):
-        assert [cached(server, NINE) for _ in range(2)] == [0, 8]
-        assert engine.published == 0
 
 
 @pytest.mark.parametrize(
