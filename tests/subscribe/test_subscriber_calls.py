@@ -39,18 +39,13 @@ def ignore(item: StreamItem) -> None:
     """A sink that wants nothing."""
 
 
-def test_a_function_is_called_on_the_thread_and_its_result_comes_back() -> None:
+def test_a_function_is_called_on_the_thread_until_the_subscriber_is_closed() -> None:
     with Subscriber(sink=ignore) as subscriber:
         assert subscriber.call(threading.current_thread).name == "kvindex-subscriber"
         assert subscriber.call(lambda: subscriber.call(lambda: 7)) == 7
         with pytest.raises(ZeroDivisionError):
             subscriber.call(lambda: 1 // 0)
         assert subscriber.call(lambda: "still there") == "still there"
-
-
-def test_a_closed_subscriber_calls_nothing() -> None:
-    subscriber = Subscriber(sink=ignore)
-    subscriber.close()
     for ask in (lambda: subscriber.call(lambda: 1), lambda: subscriber.cursor(RANK)):
         with pytest.raises(ClosedError):
             ask()

@@ -100,20 +100,15 @@ def test_publisher_whose_empty_buffer_fills_is_joined_again(joining: Script) -> 
     assert joining.applied.complete
 
 
-def test_dead_replay_at_join_delays_live_batches_but_never_stops_them(joining: Script) -> None:
-    joining.live(4, 5)
-    assert joining.pass_time(3 * TIMEOUT + 1.0).delivered == [4, 5]
-    assert joining.actions.lost == [("join_replay_timeout", 0, 3)]
+@pytest.mark.parametrize("held", [[4, 5], []])
+def test_dead_replay_at_join_delays_live_batches_but_never_stops_them(
+    joining: Script, held: list[int]
+) -> None:
+    joining.live(*held)
+    assert joining.pass_time(3 * TIMEOUT + 1.0).delivered == held
+    assert joining.actions.lost == ([("join_replay_timeout", 0, 3)] if held else [])
     assert joining.is_in(State.LIVE)
-    assert not joining.applied.complete
     assert joining.live(6).delivered == [6]
-
-
-def test_dead_replay_at_join_with_nothing_held_declares_no_loss(joining: Script) -> None:
-    joining.pass_time(3 * TIMEOUT + 1.0)
-    assert joining.actions.lost == []
-    assert joining.is_in(State.LIVE)
-    assert joining.live(9).delivered == [9]
     assert not joining.applied.complete
 
 
@@ -126,18 +121,13 @@ def test_without_replay_the_first_live_batch_begins() -> None:
         assert script.applied.complete is complete
 
 
-def test_lost_tail_is_found_by_a_probe_without_leaving_live() -> None:
+def test_lost_tail_is_found_by_a_probe_during_which_live_batches_are_delivered() -> None:
     script = Script().joined(0, 1)
     assert script.pass_time(5.0).asked == [1]
     assert script.is_in(State.LIVE)
-    assert script.reply(1, 2, 3, end=True).delivered == [2, 3]
-    assert script.count["tail_repaired"] == 2
-
-
-def test_live_batches_are_delivered_during_a_probe() -> None:
-    script = Script().joined(0, 1)
-    script.pass_time(5.0)
     assert script.live(2).delivered == [2]
+    assert script.reply(1, 2, 3, 4, end=True).delivered == [3, 4]
+    assert script.count["tail_repaired"] == 2
 
 
 def test_probe_that_times_out_declares_nothing_and_is_repeated_more_rarely() -> None:

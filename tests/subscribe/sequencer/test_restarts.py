@@ -1,20 +1,28 @@
-"""Reconnects, duplicates and restarts: is it still the same publisher?"""
+"""Reconnects, resumptions, duplicates and restarts: is it still the same publisher?"""
 
 from __future__ import annotations
 
 import pytest
 
-from kvindex.subscribe.sequencer import State
-from tests.subscribe.sequencer.sequencer_script import TIMEOUT, Script, batch, without_replay
+from kvindex.subscribe.sequencer import AskReplay, CloseReplay, RankRestarted, State
+from tests.subscribe.sequencer.sequencer_script import RANK, TIMEOUT, Script, batch, without_replay
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.fixture
-def reconnected() -> Script:
-    """A script that has applied 0 and 1, and must prove that its publisher is the same."""
+@pytest.fixture(params=["after a reconnect", "from a cursor"])
+def reconnected(request: pytest.FixtureRequest) -> Script:
+    """A script that has applied 0 and 1, and awaits proof that the publisher is the same."""
     script = Script().joined(0, 1)
-    assert script.reconnect().asked == [1]
+    script.disconnect()
+    if request.param == "from a cursor":
+        cursor = script.sequencer.cursor()
+        script = Script()
+        assert script.resume(cursor) == []
+    assert script.is_in(State.CONNECTING)
+    assert script.connect().asked == [1]
+    assert script.is_in(State.SYNCING)
+    assert "seq 1 is still the same" in script.sequencer.reason
     return script
 
 
@@ -29,9 +37,12 @@ def test_restart_while_cut_off_that_has_passed_our_number_is_found_by_the_overla
     reconnected: Script,
 ) -> None:
     reconnected.live(batch(2, 1))
-    out = reconnected.reply(batch(1, 1))
-    assert out.restarts == ["overlap_differs"]
-    assert out.asked == [0]
+    request = reconnected.request
+    assert reconnected.reply(batch(1, 1)) == [
+        CloseReplay(request),
+        RankRestarted(RANK, 1, "overlap_differs"),
+        AskReplay(request + 1, 0),
+    ]
     new = [batch(seq, 1) for seq in range(3)]
     assert reconnected.reply(*new, end=True).delivered == [(1, 0), (1, 1), (1, 2)]
     assert reconnected.applied.epoch == 1
