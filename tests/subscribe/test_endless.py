@@ -66,9 +66,9 @@ def test_what_came_before_a_whole_message_does_not_count(pair: Pair) -> None:
 
 def test_what_is_no_tcp_connection_is_left_alone() -> None:
     watcher = Inflow(1_000)
-    one, other = socket.socketpair()
-    with one, other:
-        assert watcher.cut([one.fileno(), 10**6], lambda: True) == 0
+    near, far = socket.socketpair()
+    with near, far:
+        assert watcher.cut([near.fileno(), 10**6], lambda: True) == 0
 
 
 def test_what_was_brought_and_not_read_is_known_to_the_byte(pair: Pair) -> None:

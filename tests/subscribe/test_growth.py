@@ -32,13 +32,13 @@ ZERO, ONE = Rank("engine", 0), Rank("engine", 1)
 
 
 @pytest.fixture
-def zero(engine: FakeEngine) -> FakeEngine:
+def first(engine: FakeEngine) -> FakeEngine:
     engine.run(Workload(10, seed=0))
     return engine
 
 
 @pytest.fixture
-def one() -> Iterator[FakeEngine]:
+def second() -> Iterator[FakeEngine]:
     with FakeEngine("engine", dp_rank=1) as engine:
         engine.run(Workload(10, seed=1))
         yield engine
@@ -55,33 +55,33 @@ def named_publisher(client: Client, port: int, dp_rank: int) -> Iterator[ZmqEven
 
 
 def test_a_worker_gets_a_further_rank_and_loses_one_while_the_other_runs_on(
-    zero: FakeEngine, one: FakeEngine
+    first: FakeEngine, second: FakeEngine
 ) -> None:
-    with client_of(worker_of(zero)) as client:
-        caught_up(client, zero)
-        client.add(worker_of(one))
-        caught_up(client, zero, one)
-        assert_true(client, zero, one)
+    with client_of(worker_of(first)) as client:
+        caught_up(client, first)
+        client.add(worker_of(second))
+        caught_up(client, first, second)
+        assert_true(client, first, second)
         client.remove(ZERO)
         assert client.ranks == client.index.ranks == (ONE,)
-        one.run(Workload(5, seed=7))
-        caught_up(client, one)
-        assert_true(client, one)
-        client.add(worker_of(zero))
-        caught_up(client, zero, one)
-        assert_true(client, zero, one)
+        second.run(Workload(5, seed=7))
+        caught_up(client, second)
+        assert_true(client, second)
+        client.add(worker_of(first))
+        caught_up(client, first, second)
+        assert_true(client, first, second)
         client.remove("engine")
         assert not client.ranks
         assert not client.index.ranks
 
 
 def test_ranks_that_are_renamed_while_they_are_saved_are_saved_under_their_new_names(
-    zero: FakeEngine, one: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: FakeEngine, second: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with client_of(worker_of(zero), worker_of(one, worker="b")) as c:
+    with client_of(worker_of(first), worker_of(second, worker="b")) as c:
         other, moved = Rank("b", 1), Rank("b", 7)
-        wait_status(c, ZERO, seq=zero.published - 1)
-        wait_status(c, other, seq=one.published - 1)
+        wait_status(c, ZERO, seq=first.published - 1)
+        wait_status(c, other, seq=second.published - 1)
         call, roster, calls = c.subscriber.call, c.subscriber._thread.roster, []
 
         def rename() -> None:
@@ -110,15 +110,15 @@ def test_a_dp_rank_that_is_there_already_is_refused_and_nothing_is_added() -> No
 
 
 def test_a_rank_is_removed_by_its_text_and_by_its_ports_own_name(
-    zero: FakeEngine, one: FakeEngine
+    first: FakeEngine, second: FakeEngine
 ) -> None:
     with client_of() as client:
-        client.add(Worker("engine", {4: zero.endpoint}))
-        client.add(worker_of(one))
+        client.add(Worker("engine", {4: first.endpoint}))
+        client.add(worker_of(second))
         seeds = itertools.count(5)
 
         def ranks_after_a_batch() -> tuple[Rank, ...]:
-            zero.run(Workload(1, seed=next(seeds)))  # names dp_rank 0, where the port says 4
+            first.run(Workload(1, seed=next(seeds)))  # names dp_rank 0, where the port says 4
             return client.ranks
 
         until(ranks_after_a_batch, lambda ranks: ZERO in ranks)
@@ -144,23 +144,23 @@ def test_when_one_of_two_that_claim_a_name_leaves_the_other_gets_it() -> None:
             lambda statuses: any("dp_rank_conflicts" in s.counters for s in statuses.values()),
             PATIENCE,
         )
-        first = client.status(ZERO).endpoint
+        kept = client.status(ZERO).endpoint
         client.remove(ONE)
         assert client.ranks == (ONE,)
-        assert client.status(ONE).endpoint == first
+        assert client.status(ONE).endpoint == kept
 
 
 def test_replicas_follow_a_worker_that_grows_and_shrinks(
-    zero: FakeEngine, one: FakeEngine, tmp_path: Path
+    first: FakeEngine, second: FakeEngine, tmp_path: Path
 ) -> None:
     with (
-        FanOut(worker_of(zero), f"{tmp_path}/fan", replay_policy=REPLAYS) as fan_out,
+        FanOut(worker_of(first), f"{tmp_path}/fan", replay_policy=REPLAYS) as fan_out,
         join(f"{tmp_path}/fan", PATIENCE) as replica,
     ):
-        caught_up(fan_out.client, zero)
-        fan_out.client.add(worker_of(one))
-        caught_up(fan_out.client, zero, one)
-        last = one.published - 1
+        caught_up(fan_out.client, first)
+        fan_out.client.add(worker_of(second))
+        caught_up(fan_out.client, first, second)
+        last = second.published - 1
         assert replica.wait_for(lambda s: ONE in s and s[ONE].seq == last, PATIENCE)
         fan_out.client.remove(ZERO)
         assert replica.wait_for(lambda statuses: set(statuses) == {ONE}, PATIENCE)
@@ -170,7 +170,7 @@ def test_replicas_follow_a_worker_that_grows_and_shrinks(
 def test_a_rank_that_publishes_where_another_replays_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    zero = Worker("engine", {0: "tcp://127.0.0.1:3"}, replay={0: "tcp://127.0.0.1:4"})
-    with client_of(zero) as client, caplog.at_level(logging.WARNING):
+    first = Worker("engine", {0: "tcp://127.0.0.1:3"}, replay={0: "tcp://127.0.0.1:4"})
+    with client_of(first) as client, caplog.at_level(logging.WARNING):
         client.add(Worker("engine", {1: "tcp://127.0.0.1:4"}))
         assert "one rank publishes at tcp://127.0.0.1:4, where another replays" in caplog.text

@@ -161,7 +161,7 @@ def test_workers_can_be_added_and_removed_from_within_the_sink(
 
 
 def test_a_renamed_rank_keeps_what_it_holds() -> None:
-    one = Rank("engine", 1)
+    second = Rank("engine", 1)
     with publisher_of() as silent, publisher_of(0) as named:
         silent.publish(stored(1, dp_rank=1))
         worker = Worker(
@@ -171,11 +171,11 @@ def test_a_renamed_rank_keeps_what_it_holds() -> None:
         )
         with client_of(worker) as client:
             # The publisher at rank 0's port names itself 1, before the other has said a word.
-            wait_status(client, one, seq=0)
+            wait_status(client, second, seq=0)
             named.publish(stored(2))
             wait_status(client, RANK, seq=0)
-            assert [len(client.index.tree(rank)) for rank in (RANK, one)] == [1, 1]
-            assert client.match(prompt(1))[one].tokens == 16
+            assert [len(client.index.tree(rank)) for rank in (RANK, second)] == [1, 1]
+            assert client.match(prompt(1))[second].tokens == 16
             assert client.match(prompt(2))[RANK].tokens == 16
             client.index.check()
 

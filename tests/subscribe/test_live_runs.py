@@ -42,8 +42,9 @@ def subscribed(
 
 
 def reached(subscriber: Subscriber, seq: int, rank: Rank = RANK) -> RankStatus:
-    found = subscriber.wait_for(lambda all_: rank in all_ and all_[rank].seq == seq, PATIENCE)
-    assert found, subscriber.statuses()
+    assert subscriber.wait_for(lambda s: rank in s and s[rank].seq == seq, PATIENCE), (
+        subscriber.statuses()
+    )
     return subscriber.status(rank)
 
 

@@ -135,23 +135,23 @@ def test_an_engine_that_moves_and_grows_is_followed(engine: FakeEngine) -> None:
     ):
         for other in (moved, second):
             other.serve(PROMPT[:32])
-        zero, one = (Rank(name_of(server), dp_rank) for dp_rank in (0, 1))
+        first, later = (Rank(name_of(server), dp_rank) for dp_rank in (0, 1))
         client.wait_live(PATIENCE)
         server.replies["/kv_event_sources"] = (200, sources_of(engine, second))
         assert client.wait_for(lambda ranks: len(ranks) == 2, PATIENCE)
         client.wait_live(PATIENCE)
-        for rank, fake in ((zero, engine), (one, second)):
+        for rank, fake in ((first, engine), (later, second)):
             assert client.match(PROMPT)[rank].tokens == fake.lookup(PROMPT).tokens
-        assert client.status(zero).epoch == 0  # it was left alone
+        assert client.status(first).epoch == 0  # it was left alone
         server.replies["/kv_event_sources"] = (200, sources_of(moved))
         until(
             lambda: (
                 client.statistics()["discovery"]["counters"]["moved"] == 1
-                and client.ranks == (zero,)
+                and client.ranks == (first,)
             )
         )
         client.wait_live(PATIENCE)
-        assert client.match(PROMPT)[zero].tokens == moved.lookup(PROMPT).tokens
+        assert client.match(PROMPT)[first].tokens == moved.lookup(PROMPT).tokens
 
 
 def test_an_engine_that_hangs_up_is_asked_at_once_where_it_is_now(engine: FakeEngine) -> None:
