@@ -189,7 +189,7 @@ def test_window_blocks_leave_before_those_of_full_attention() -> None:
     assert cache.hit(range(9)) < 8
 
 
-def test_clear_is_announced_with_the_next_step() -> None:
+def test_clear_is_announced_with_the_next_step_and_may_leave_the_cpu_tier() -> None:
     engine = FakeEngine(publish=False, block_size=2)
     engine.serve([1, 1])
     engine.clear()
@@ -199,13 +199,10 @@ def test_clear_is_announced_with_the_next_step() -> None:
     assert [type(event) for event in engine.events] == [AllBlocksCleared, BlockStored]
     engine.clear(flush=True)
     assert engine.events == (AllBlocksCleared(),)
-
-
-def test_clear_of_the_gpu_only_leaves_the_cpu_tier() -> None:
-    cache = PagedCache(block_size=2, cpu_blocks=4)
-    cache.serve([1, 1])
-    cache.clear(gpu_only=True)
-    assert {medium for _, medium, _ in cache.truth()} == {"CPU"}
+    tiered = PagedCache(block_size=2, cpu_blocks=4)
+    tiered.serve([1, 1])
+    tiered.clear(gpu_only=True)
+    assert {medium for _, medium, _ in tiered.truth()} == {"CPU"}
 
 
 def test_check_finds_a_lost_block() -> None:

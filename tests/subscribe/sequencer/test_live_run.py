@@ -37,13 +37,8 @@ def test_batches_of_a_run_are_remembered_as_far_back_as_others() -> None:
     script.live(5, 3, 2)
     assert script.count["duplicates"] == 2
     assert script.count["delayed"] == 1  # 2 is forgotten: no more can be said than that it is old
-
-
-def test_another_payload_under_a_number_of_a_run_is_a_restart() -> None:
-    script = Script().joined(0)
-    take_run(script, 1, 5)
     script.live(batch(4, life=1))
-    assert script.applied.epoch == 1
+    assert script.applied.epoch == 1, "another payload under its number is a restart"
 
 
 def test_a_run_ends_before_a_batch_that_is_older_than_the_epoch() -> None:

@@ -35,16 +35,12 @@ def rejoining(cursor: Cursor) -> Script:
     return script
 
 
-def test_a_cursor_tells_where_the_stream_stands() -> None:
-    cursor = cursor_after(0, 1, 2)
+def test_a_cursor_has_where_the_stream_stands_without_what_is_held() -> None:
+    cursor = cursor_of(Script(recent=2).joined(0, 1, 2, live=[5]))
     assert (cursor.epoch, cursor.seq, cursor.next_seq, cursor.complete) == (0, 2, 3, True)
     assert (cursor.ts, cursor.oldest_ts) == (batch(2).ts, batch(0).ts)
-    assert cursor.recent == {seq: batch(seq).fingerprint for seq in range(3)}
+    assert cursor.recent == {seq: batch(seq).fingerprint for seq in (1, 2)}
     assert not cursor.kept_losses
-
-
-def test_a_cursor_remembers_as_many_fingerprints_as_the_sequencer() -> None:
-    assert list(cursor_after(*range(9), recent=3).recent) == [6, 7, 8]
 
 
 def test_there_is_no_cursor_where_there_is_nothing_to_go_on_from() -> None:
@@ -68,12 +64,6 @@ def test_there_is_no_cursor_while_batches_are_taken_on_trust() -> None:
     assert script.sequencer.cursor() is None
 
 
-def test_what_was_held_is_not_part_of_the_cursor() -> None:
-    script = Script().joined(0, 1, live=[5])
-    cursor = cursor_of(script)
-    assert (cursor.seq, cursor.next_seq) == (1, 2)
-
-
 def test_the_overlap_is_asked_for_and_only_what_is_missing_is_delivered() -> None:
     script = resumed(cursor_after(0, 1, 2))
     assert script.actions == []
@@ -84,6 +74,7 @@ def test_the_overlap_is_asked_for_and_only_what_is_missing_is_delivered() -> Non
     assert script.is_in(State.SYNCING)
     assert script.end() == [CloseReplay(1)]
     assert script.is_in(State.LIVE)
+    assert script.live(5).delivered == [5]
     assert script.applied.complete
     assert script.count["resumed"] == 1
     assert script.count["replayed"] == 2
@@ -196,10 +187,3 @@ def test_what_was_declared_lost_stays_lost() -> None:
     later = resumed(cursor, on_loss="keep")
     later.connect()
     assert later.reply(1, 2, 3, end=True).delivered == [3]
-
-
-def test_live_batches_follow_once_the_publisher_has_proven_itself() -> None:
-    script = rejoining(cursor_after(0, 1))
-    assert script.reply(1, end=True).delivered == []
-    assert script.is_in(State.LIVE)
-    assert script.live(2).delivered == [2]
