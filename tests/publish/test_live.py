@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -111,19 +112,16 @@ def test_inproc_serves_one_process_and_has_a_suffix_per_rank(peers: Peers) -> No
     assert live.receive().seq == first
 
 
-def test_a_concrete_host_is_connected_to(peers: Peers) -> None:
+@pytest.mark.parametrize("options", [{}, {"bind": False}], ids=["concrete host", "as told"])
+def test_a_concrete_host_and_whatever_must_not_be_bound_are_connected_to(
+    peers: Peers, options: dict[str, Any]
+) -> None:
     live = Live(peers.context, None)
-    port = live.socket.bind_to_random_port("tcp://127.0.0.1")
-    publisher = peers.publisher(endpoint=f"tcp://127.0.0.1:{port}")
+    live.socket.bind(f"inproc://kvindex-test-{id(peers)}" if options else "tcp://127.0.0.1:*")
+    endpoint = live.socket.get_string(zmq.LAST_ENDPOINT)
+    publisher = peers.publisher(endpoint=endpoint, **options)
     live.join(publisher)
-    assert publisher.endpoint == f"tcp://127.0.0.1:{port}"
-
-
-def test_bind_overrides_the_rule(peers: Peers) -> None:
-    name = f"inproc://kvindex-test-{id(peers.context)}"
-    live = Live(peers.context, None)
-    live.socket.bind(name)
-    live.join(peers.publisher(endpoint=name, bind=False))
+    assert publisher.endpoint == endpoint
 
 
 def test_a_wildcard_with_a_port_of_the_os_is_shown(peers: Peers) -> None:

@@ -27,12 +27,9 @@ def test_names_differ_and_follow_the_batches_unless_two_name_the_same(
         assert all(word is None or name == word for word, name in zip(words, names, strict=True))
 
 
-def test_two_that_name_the_same_keep_their_ports_whoever_speaks_first() -> None:
+def test_ports_that_name_the_same_keep_their_own_names_and_permutations_are_sorted_out() -> None:
     assert settle([Claim(0, 0), Claim(1, 0)]) == [0, 1]
     assert settle([Claim(0, 1), Claim(1, 1)]) == [0, 1]
     assert settle([Claim(0, 0), Claim(1, 0), Claim(2, 1)]) == [0, 1, 2]
-
-
-def test_any_permutation_of_ports_is_sorted_out() -> None:
     for order in permutations(range(4)):
         assert settle([Claim(port, word) for port, word in enumerate(order)]) == list(order)

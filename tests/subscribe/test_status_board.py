@@ -111,17 +111,18 @@ def test_what_was_live_is_stale_while_the_thread_is_stuck_and_only_then(board: B
     board.wait_live([A], 0.0)
 
 
-@pytest.mark.parametrize("name", [A, ("a", 0), "a/0", "a"])
-def test_a_status_is_found_by_rank_text_and_the_name_of_a_worker_with_one_rank(name: Any) -> None:
-    assert Board().get(name).rank == A
-    Board().wait_live([name], timeout=0.0)
-
-
-def test_a_renamed_rank_is_found_by_the_text_of_its_ports_name_too(board: Board) -> None:
-    board.rename([A], {A: Rank("a", 3)})
-    board.show([status(Rank("a", 3))])
+def test_a_rank_is_found_by_its_text_its_ports_name_and_its_worker_if_that_has_one_rank(
+    board: Board,
+) -> None:
+    names: list[Any] = [A, ("a", 0), "a/0", "a"]
+    for name in names:
+        assert board.get(name).rank == A
+        board.wait_live([name], timeout=0.0)
+    moved = Rank("a", 3)
+    board.rename([A], {A: moved})
+    board.show([status(moved)])
     for name in (A, "a/0", "a/3", "a"):
-        assert board.get(name).rank == Rank("a", 3)
+        assert board.get(name).rank == moved
 
 
 def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothing(
