@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -18,9 +18,10 @@ from kvindex.wire import (
     parse_replay,
     replay_request,
 )
-from tests.live import PATIENCE
+from tests.live import PATIENCE, until
 
 Context = zmq.Context[zmq.Socket[bytes]]
+ANY_PORT = "tcp://127.0.0.1:0"
 
 
 def batch(number: int = 0, *, blocks: int = 1, block_size: int = 16) -> EventBatch:
@@ -34,22 +35,18 @@ def batch(number: int = 0, *, blocks: int = 1, block_size: int = 16) -> EventBat
     return EventBatch(ts=float(number), events=[stored])
 
 
-def publish_many(publisher: ZmqEventPublisher, count: int, *, blocks: int = 1) -> None:
+def publish_many(publisher: ZmqEventPublisher, count: int) -> None:
     """Publish batches numbered from 0 by their ts."""
     for number in range(count):
-        publisher.publish(batch(number, blocks=blocks))
+        publisher.publish(batch(number))
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    """Look every millisecond until the deadline."""
-    until = time.monotonic() + PATIENCE
-    pause = threading.Event()  # never set; a poller without sockets would not wait at all
-    while not is_true():
-        assert time.monotonic() < until, f"still not true after {PATIENCE} s: {what}"
-        pause.wait(0.001)
+    """Look until the deadline; `what` is for the reader of the test."""
+    until(is_true)
 
 
-class _Peer:
+class Peer:
     """A socket that goes with its test."""
 
     socket: zmq.Socket[bytes]
@@ -58,7 +55,7 @@ class _Peer:
         self.socket.close(linger=0)
 
 
-class Live(_Peer):
+class Live(Peer):
     """A SUB socket connected to a publisher."""
 
     def __init__(self, context: Context, endpoint: str | None, *, topic: bytes = b"") -> None:
@@ -85,7 +82,7 @@ class Live(_Peer):
         return last + 1
 
 
-class Asker(_Peer):
+class Asker(Peer):
     """A DEALER socket connected to a publisher's replay endpoint."""
 
     def __init__(self, context: Context, endpoint: str | None) -> None:
@@ -116,3 +113,41 @@ def seqs(replies: list[ReplayReply]) -> list[int]:
     """The numbers of a replay, without its end."""
     assert replies[-1].end
     return [reply.seq for reply in replies[:-1]]
+
+
+class Peers:
+    """Publishers of one ZeroMQ context, and those that connect to them."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._publishers: list[ZmqEventPublisher] = []
+
+    def publisher(self, **arguments: Any) -> ZmqEventPublisher:
+        usual: dict[str, Any] = {"endpoint": ANY_PORT, "context": self.context}
+        self._publishers.append(ZmqEventPublisher(**(usual | arguments)))
+        return self._publishers[-1]
+
+    def replaying(self, published: int = 0, **arguments: Any) -> ZmqEventPublisher:
+        """Make a publisher with a replay endpoint, which has sent so many batches."""
+        publisher = self.publisher(**({"replay_endpoint": ANY_PORT} | arguments))
+        publish_many(publisher, published)
+        until(lambda: publisher.statistics()["sent"] == published)
+        return publisher
+
+    def live(self, publisher: ZmqEventPublisher, *, topic: bytes = b"") -> Live:
+        return Live(self.context, publisher.endpoint, topic=topic)
+
+    def joined(self, publisher: ZmqEventPublisher, *, topic: bytes = b"") -> tuple[Live, int]:
+        """Return a subscriber that receives, and the number that comes next."""
+        live = self.live(publisher, topic=topic)
+        return live, live.join(publisher)
+
+    def asker(self, publisher: ZmqEventPublisher) -> Asker:
+        return Asker(self.context, publisher.replay_endpoint)
+
+    def replayed(self, publisher: ZmqEventPublisher, start_seq: int = 0) -> list[int]:
+        return seqs(self.asker(publisher).replay(start_seq))
+
+    def close(self) -> None:
+        for publisher in self._publishers:
+            publisher.shutdown(timeout=0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 from contextlib import suppress
-from types import TracebackType
 
 from tests.live import PATIENCE
 
@@ -55,10 +54,5 @@ class RawPeer:
     def __enter__(self) -> RawPeer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.socket.close()

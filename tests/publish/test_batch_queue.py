@@ -13,12 +13,15 @@ from tests.live import PATIENCE
 pytestmark = pytest.mark.unit
 
 
-class Wakes:
-    def __init__(self) -> None:
-        self.count = 0
+class Queue(BatchQueue):
+    """A queue that counts how often it wakes."""
 
-    def __call__(self) -> None:
-        self.count += 1
+    def __init__(self, size: int, *, drop_when_full: bool = False) -> None:
+        self.woken = 0
+        super().__init__(size, drop_when_full=drop_when_full, wake=self._wake)
+
+    def _wake(self) -> None:
+        self.woken += 1
 
 
 def batch(number: int = 0) -> EventBatch:
@@ -32,7 +35,7 @@ def in_thread(function: Callable[[], object]) -> threading.Thread:
 
 
 def test_batches_leave_in_the_order_of_their_numbers() -> None:
-    queue = BatchQueue(10, drop_when_full=False, wake=Wakes())
+    queue = Queue(10)
     for number in range(5):
         assert queue.put(batch(number))
     assert [(seq, taken.ts) for seq, taken in queue.take(3)] == [(0, 0.0), (1, 1.0), (2, 2.0)]
@@ -40,19 +43,23 @@ def test_batches_leave_in_the_order_of_their_numbers() -> None:
     assert queue.take(9) == []
 
 
-def test_only_the_first_batch_of_an_empty_queue_wakes() -> None:
-    wakes = Wakes()
-    queue = BatchQueue(10, drop_when_full=False, wake=wakes)
+def test_only_the_first_batch_of_an_empty_queue_wakes_and_none_after_stop_waking() -> None:
+    queue = Queue(10)
     queue.put(batch())
     queue.put(batch())
-    assert wakes.count == 1
+    assert queue.woken == 1
     queue.take(2)
     queue.put(batch())
-    assert wakes.count == 2
+    assert queue.woken == 2
+    queue.take(1)
+    queue.stop_waking()
+    queue.put(batch())
+    queue.close("closed")
+    assert queue.woken == 2
 
 
 def test_a_full_queue_that_drops_spends_the_number() -> None:
-    queue = BatchQueue(2, drop_when_full=True, wake=Wakes())
+    queue = Queue(2, drop_when_full=True)
     assert [queue.put(batch()) for _ in range(4)] == [True, True, False, False]
     queue.take(1)
     assert queue.put(batch())
@@ -76,7 +83,7 @@ def test_a_full_queue_that_blocks_waits_for_room_and_loses_nothing() -> None:
 
 
 def test_concurrent_callers_get_numbers_without_gap_or_duplicate() -> None:
-    queue = BatchQueue(10_000, drop_when_full=False, wake=Wakes())
+    queue = Queue(10_000)
     threads = [in_thread(lambda: [queue.put(batch()) for _ in range(500)]) for _ in range(4)]
     for thread in threads:
         thread.join(PATIENCE)
@@ -84,7 +91,7 @@ def test_concurrent_callers_get_numbers_without_gap_or_duplicate() -> None:
 
 
 def test_closing_releases_a_caller_that_waits_for_room() -> None:
-    queue = BatchQueue(1, drop_when_full=False, wake=Wakes())
+    queue = Queue(1)
     queue.put(batch())
     errors: list[str] = []
     is_about_to_wait = threading.Event()
@@ -105,21 +112,11 @@ def test_closing_releases_a_caller_that_waits_for_room() -> None:
 
 
 def test_a_closed_queue_refuses_and_can_still_be_emptied() -> None:
-    wakes = Wakes()
-    queue = BatchQueue(5, drop_when_full=True, wake=wakes)
+    queue = Queue(5, drop_when_full=True)
     queue.put(batch())
     queue.close("first reason")
     queue.close("second reason")
-    assert wakes.count == 3
+    assert queue.woken == 3
     with pytest.raises(ClosedError, match="first reason"):
         queue.put(batch())
     assert [seq for seq, _ in queue.take(5)] == [0]
-
-
-def test_nothing_is_woken_after_stop_waking() -> None:
-    wakes = Wakes()
-    queue = BatchQueue(5, drop_when_full=True, wake=wakes)
-    queue.stop_waking()
-    queue.put(batch())
-    queue.close("closed")
-    assert wakes.count == 0

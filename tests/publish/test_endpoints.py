@@ -28,6 +28,8 @@ pytestmark = pytest.mark.unit
 )
 def test_each_rank_has_its_own_endpoint(endpoint: str, rank: int, expected: str) -> None:
     assert offset_endpoint(endpoint, rank) == expected
+    assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == expected
+    assert ZmqEventPublisher.offset_endpoint_port(None, rank) is None
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,6 @@ def test_each_rank_has_its_own_endpoint(endpoint: str, rank: int, expected: str)
 def test_an_endpoint_that_cannot_work_is_refused(endpoint: str, rank: int, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         offset_endpoint(endpoint, rank)
-
-
-def test_the_engines_name_of_the_offset_takes_none() -> None:
-    assert ZmqEventPublisher.offset_endpoint_port(None, 3) is None
-    assert ZmqEventPublisher.offset_endpoint_port("tcp://*:5557", 3) == "tcp://*:5560"
 
 
 @pytest.mark.parametrize(

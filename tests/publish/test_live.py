@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -13,64 +12,41 @@ from kvindex.publish import EventPublisherFactory, KVEventsConfig, ZmqEventPubli
 from kvindex.wire import DIALECTS, AllBlocksCleared, EventBatch, decode_batch, dialect
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ClosedError, ConfigurationError
-from tests.live import PATIENCE
-from tests.publish.publish_peers import (
-    Asker,
-    Context,
-    Live,
-    batch,
-    seqs,
-    wait_until,
-)
+from tests.live import PATIENCE, until
+from tests.publish.publish_peers import Asker, Live, Peers, batch, publish_many, seqs
 from tests.publish.raw_peers import RawPeer
 
 pytestmark = pytest.mark.e2e
 
-Make = Callable[..., ZmqEventPublisher]
 
-
-@pytest.fixture
-def make(context: Context) -> Iterator[Make]:
-    made: list[ZmqEventPublisher] = []
-
-    def make(**arguments: Any) -> ZmqEventPublisher:
-        usual: dict[str, Any] = {"endpoint": "tcp://127.0.0.1:0", "context": context}
-        made.append(ZmqEventPublisher(**(usual | arguments)))
-        return made[-1]
-
-    yield make
-    for publisher in made:
-        publisher.shutdown(timeout=0.0)
-
-
-def test_a_live_message_is_topic_seq_payload(context: Context, make: Make) -> None:
-    publisher = make(topic="kv@pod@model", data_parallel_rank=3)
-    live = Live(context, publisher.endpoint, topic=b"kv@pod")
-    first = live.join(publisher)
+def test_a_live_message_is_topic_seq_payload_however_long_the_topic(peers: Peers) -> None:
+    topic = "kv@" + "p" * 3500
+    publisher = peers.publisher(topic=topic, data_parallel_rank=3)
+    assert publisher.replay_endpoint is None
+    assert publisher.bound_replay_endpoint is None
+    live, first = peers.joined(publisher, topic=topic[:-1].encode())
     publisher.publish(batch(7))
     assert live.socket.poll(int(PATIENCE * 1000))
-    topic, seq, payload = live.socket.recv_multipart()
-    assert (topic, seq) == (b"kv@pod@model", first.to_bytes(8, "big"))
+    *frames, payload = live.socket.recv_multipart()
+    assert frames == [topic.encode(), first.to_bytes(8, "big")]
     assert decode_batch(payload).ts == 7.0
     assert decode_batch(payload).data_parallel_rank == 3
 
 
-def test_batches_arrive_in_order_with_numbers_without_a_hole(context: Context, make: Make) -> None:
-    publisher = make()
-    live = Live(context, publisher.endpoint)
-    first = live.join(publisher)
-    for number in range(2000):
-        publisher.publish(batch(number))
+def test_batches_arrive_in_order_with_numbers_without_a_hole(peers: Peers) -> None:
+    publisher = peers.publisher()
+    live, first = peers.joined(publisher)
+    publish_many(publisher, 2000)
     received = [live.receive() for _ in range(2000)]
     assert [frame.seq for frame in received] == list(range(first, first + 2000))
     assert [decode_batch(frame.payload).ts for frame in received] == list(map(float, range(2000)))
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_every_dialect_can_be_spoken(context: Context, make: Make, name: str) -> None:
-    publisher = make(dialect=name, replay_endpoint="tcp://127.0.0.1:0", data_parallel_rank=1)
+def test_every_dialect_can_be_spoken(peers: Peers, name: str) -> None:
+    publisher = peers.replaying(dialect=name, data_parallel_rank=1)
     publisher.publish(EventBatch(ts=1.0, events=[AllBlocksCleared()]))
-    asker = Asker(context, publisher.replay_endpoint)
+    asker = peers.asker(publisher)
     asker.ask(0)
     spoken = dialect(name)
     assert len(asker.receive_frames()) == len(asker.receive_frames()) == 3 + spoken.replay_topic
@@ -80,128 +56,109 @@ def test_every_dialect_can_be_spoken(context: Context, make: Make, name: str) ->
     assert payload[1] == [cleared]
 
 
-def test_a_rank_that_the_batch_names_is_kept(context: Context, make: Make) -> None:
-    publisher = make(attn_dp_rank=2, replay_endpoint="tcp://127.0.0.1:0")
+def test_a_rank_that_the_batch_names_is_kept(peers: Peers) -> None:
+    publisher = peers.replaying(attn_dp_rank=2)
     publisher.publish(EventBatch(ts=0.0, events=[], data_parallel_rank=5))
     publisher.publish(EventBatch(ts=0.0, events=[]))
-    replies = Asker(context, publisher.replay_endpoint).replay(0)
+    replies = peers.asker(publisher).replay(0)
     assert [decode_batch(reply.payload).dp_rank for reply in replies[:-1]] == [5, 2]
 
 
-def test_a_batch_that_cannot_be_encoded_leaves_a_hole(context: Context, make: Make) -> None:
-    publisher = make(dialect="vllm-0.9.0", replay_endpoint="tcp://127.0.0.1:0")
+def test_a_batch_that_cannot_be_encoded_leaves_a_hole(peers: Peers) -> None:
+    publisher = peers.replaying(dialect="vllm-0.9.0")
     for events in ([], ["nonsense"], []):
         publisher.publish(EventBatch(ts=0.0, events=events))  # type: ignore[arg-type]
-    wait_until(lambda: publisher.statistics()["sent"] == 2, "both good batches are sent")
-    assert seqs(Asker(context, publisher.replay_endpoint).replay(0)) == [0, 2]
+    until(lambda: publisher.statistics()["sent"] == 2)
+    assert peers.replayed(publisher) == [0, 2]
     statistics = publisher.statistics()
     assert (statistics["encode_errors"], statistics["next_seq"]) == (1, 3)
     assert statistics["published"] == 3
 
 
-def test_other_than_a_batch_is_refused_at_the_call(make: Make) -> None:
+def test_a_closed_publisher_refuses_batches_and_an_open_one_what_is_none(peers: Peers) -> None:
+    publisher = peers.publisher()
     with pytest.raises(ConfigurationError, match="not list"):
-        make().publish([AllBlocksCleared()])  # type: ignore[arg-type]
-
-
-def test_a_closed_publisher_refuses_batches(make: Make) -> None:
-    publisher = make()
+        publisher.publish([AllBlocksCleared()])  # type: ignore[arg-type]
     publisher.shutdown()
     with pytest.raises(RuntimeError, match="closed") as caught:
         publisher.publish(batch())
     assert isinstance(caught.value, ClosedError)
 
 
-def test_big_batches_pass_unharmed(context: Context, make: Make) -> None:
-    publisher = make(replay_endpoint="tcp://127.0.0.1:0")
-    live = Live(context, publisher.endpoint)
-    first = live.join(publisher)
-    big = batch(1, blocks=4096)
-    publisher.publish(big)
-    received = live.receive()
-    assert len(received.payload) > 64 * 1024
-    assert decode_batch(received.payload).events == big.events
-    assert Asker(context, publisher.replay_endpoint).replay(first)[0].payload == received.payload
-
-
-def test_a_full_queue_that_drops_shows_a_gap_of_the_counted_size(
-    context: Context, make: Make
-) -> None:
-    publisher = make(max_queue_size=2, on_full="drop", replay_endpoint="tcp://127.0.0.1:0")
+def test_a_full_queue_that_drops_shows_a_gap_of_the_counted_size(peers: Peers) -> None:
+    publisher = peers.replaying(max_queue_size=2, on_full="drop")
     for _ in range(3):
         for number in range(500):
             publisher.publish(batch(number, blocks=256))
-    wait_until(lambda: publisher.statistics()["queued"] == 0, "the queue is empty")
+    until(lambda: publisher.statistics()["queued"] == 0)
     statistics = publisher.statistics()
     assert statistics["dropped_queue_full"] > 0
     assert statistics["published"] + statistics["dropped_queue_full"] == 1500
     assert publisher.next_seq == 1500
-    held = seqs(Asker(context, publisher.replay_endpoint).replay(0))
+    held = peers.replayed(publisher)
     assert len(held) == 1500 - statistics["dropped_queue_full"]
     assert held == sorted(set(held))
 
 
-def test_inproc_serves_one_process_and_has_a_suffix_per_rank(context: Context, make: Make) -> None:
-    name = f"inproc://kvindex-test-{id(context)}"
-    publisher = make(endpoint=name, replay_endpoint=f"{name}-replay", data_parallel_rank=1)
+def test_inproc_serves_one_process_and_has_a_suffix_per_rank(peers: Peers) -> None:
+    name = f"inproc://kvindex-test-{id(peers.context)}"
+    publisher = peers.publisher(
+        endpoint=name, replay_endpoint=f"{name}-replay", data_parallel_rank=1
+    )
     assert publisher.endpoint == f"{name}_dp1"
-    live = Live(context, publisher.endpoint)
-    first = live.join(publisher)
+    live, first = peers.joined(publisher)
     publisher.publish(batch(1))
     publisher.shutdown()
     assert live.receive().seq == first
 
 
-def test_a_concrete_host_is_connected_to(context: Context, make: Make) -> None:
-    live = Live(context, None)
-    port = live.socket.bind_to_random_port("tcp://127.0.0.1")
-    publisher = make(endpoint=f"tcp://127.0.0.1:{port}")
+@pytest.mark.parametrize("options", [{}, {"bind": False}], ids=["concrete host", "as told"])
+def test_a_concrete_host_and_whatever_must_not_be_bound_are_connected_to(
+    peers: Peers, options: dict[str, Any]
+) -> None:
+    live = Live(peers.context, None)
+    live.socket.bind(f"inproc://kvindex-test-{id(peers)}" if options else "tcp://127.0.0.1:*")
+    endpoint = live.socket.get_string(zmq.LAST_ENDPOINT)
+    publisher = peers.publisher(endpoint=endpoint, **options)
     live.join(publisher)
-    assert publisher.endpoint == f"tcp://127.0.0.1:{port}"
+    assert publisher.endpoint == endpoint
 
 
-def test_bind_overrides_the_rule(context: Context, make: Make) -> None:
-    name = f"inproc://kvindex-test-{id(context)}"
-    live = Live(context, None)
-    live.socket.bind(name)
-    live.join(make(endpoint=name, bind=False))
-
-
-def test_a_wildcard_with_a_port_of_the_os_is_shown(context: Context, make: Make) -> None:
+def test_a_wildcard_with_a_port_of_the_os_is_shown(peers: Peers) -> None:
     for rank in (0, 1):
-        publisher = make(endpoint="tcp://*:0", data_parallel_rank=rank)
+        publisher = peers.publisher(endpoint="tcp://*:0", data_parallel_rank=rank)
         assert publisher.bound_endpoint.startswith("tcp://0.0.0.0:")
         assert publisher.endpoint.startswith("tcp://127.0.0.1:")
-        Live(context, publisher.endpoint).join(publisher)
+        peers.live(publisher).join(publisher)
 
 
-def test_a_port_in_use_is_reported_with_the_known_collision(context: Context, make: Make) -> None:
-    first = make(replay_endpoint="tcp://127.0.0.1:0")
+def test_a_port_in_use_is_reported_with_the_known_collision(peers: Peers) -> None:
+    first = peers.replaying()
     port = int(str(first.replay_endpoint).rpartition(":")[2])
     with pytest.raises(ConfigurationError, match=f"rank 1.*port {port} already.*5557 and 5558"):
-        make(endpoint=f"tcp://127.0.0.1:{port - 1}", data_parallel_rank=1, bind=True)
+        peers.publisher(endpoint=f"tcp://127.0.0.1:{port - 1}", data_parallel_rank=1, bind=True)
 
 
-def test_a_failed_constructor_leaves_nothing_open(context: Context, make: Make) -> None:
-    taken = make(replay_endpoint="tcp://127.0.0.1:0").replay_endpoint
-    name = f"inproc://kvindex-test-{id(context)}"
+def test_a_failed_constructor_leaves_nothing_open(peers: Peers) -> None:
+    taken = peers.replaying().replay_endpoint
+    name = f"inproc://kvindex-test-{id(peers.context)}"
     threads = threading.active_count()
     with pytest.raises(ConfigurationError, match="the replay endpoint of rank 0"):
-        make(endpoint=name, replay_endpoint=taken)
+        peers.publisher(endpoint=name, replay_endpoint=taken)
     assert threading.active_count() == threads
 
     def is_free() -> bool:
-        with context.socket(zmq.PUB) as other:
+        with peers.context.socket(zmq.PUB) as other:
             try:
                 other.bind(name)
             except zmq.ZMQError:
                 return False
             return True
 
-    wait_until(is_free, "the live endpoint of the failed one can be bound again")
+    until(is_free)
 
 
-def test_the_factory_makes_a_publisher_that_speaks(context: Context) -> None:
+def test_the_factory_makes_a_publisher_that_speaks(peers: Peers) -> None:
     config = KVEventsConfig(
         publisher="zmq", endpoint="tcp://127.0.0.1:0", dialect="sglang-0.5.18", topic="kv"
     )
@@ -209,13 +166,13 @@ def test_the_factory_makes_a_publisher_that_speaks(context: Context) -> None:
         assert isinstance(publisher, ZmqEventPublisher)
         assert publisher.dialect.name == "sglang-0.5.18"
         assert publisher.attn_dp_rank == 1
-        Live(context, publisher.endpoint, topic=b"kv").join(publisher)
+        peers.live(publisher, topic=b"kv").join(publisher)
 
 
-def test_curve_clients_with_the_servers_key_are_served(context: Context, make: Make) -> None:
+def test_curve_clients_with_the_servers_key_are_served(peers: Peers) -> None:
     keys = Curve.generate()
-    publisher = make(replay_endpoint="tcp://127.0.0.1:0", curve=keys)
-    live, asker = Live(context, None), Asker(context, None)
+    publisher = peers.replaying(curve=keys)
+    live, asker = Live(peers.context, None), Asker(peers.context, None)
     for socket in (live.socket, asker.socket):
         Curve.generate(keys.public_key).configure(socket)
     live.socket.connect(publisher.endpoint)
@@ -223,11 +180,11 @@ def test_curve_clients_with_the_servers_key_are_served(context: Context, make: M
     first = live.join(publisher)
     assert seqs(asker.replay(0)) == list(range(first))
     # A client without keys is kept out.
-    assert not live_without_keys(context, publisher)
+    assert not live_without_keys(peers, publisher)
 
 
-def live_without_keys(context: Context, publisher: ZmqEventPublisher) -> bool:
-    plain = Live(context, None)
+def live_without_keys(peers: Peers, publisher: ZmqEventPublisher) -> bool:
+    plain = Live(peers.context, None)
     monitor = plain.socket.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     )
@@ -239,20 +196,17 @@ def live_without_keys(context: Context, publisher: ZmqEventPublisher) -> bool:
     return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-def test_a_publisher_refuses_the_keys_of_a_client(make: Make) -> None:
+def test_a_publisher_refuses_the_keys_of_a_client(peers: Peers) -> None:
     server = Curve.generate()
     for curve in (Curve.generate(server.public_key), server.public_key):
         with pytest.raises(ConfigurationError, match="own key pair"):
-            make(curve=curve)
+            peers.publisher(curve=curve)
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["live", "replay"])
-def test_a_peer_that_sends_too_much_is_hung_up_on(
-    context: Context, make: Make, replayed: bool
-) -> None:
-    publisher = make(replay_endpoint="tcp://127.0.0.1:0")
-    live = Live(context, publisher.endpoint)
-    seq = live.join(publisher)
+def test_a_peer_that_sends_too_much_is_hung_up_on(peers: Peers, replayed: bool) -> None:
+    publisher = peers.replaying()
+    live, seq = peers.joined(publisher)
     endpoint = publisher.replay_endpoint if replayed else publisher.endpoint
     assert endpoint is not None
     with RawPeer(endpoint) as peer:
@@ -261,10 +215,3 @@ def test_a_peer_that_sends_too_much_is_hung_up_on(
         peer.wait_closed()
     publisher.publish(batch())
     assert live.receive().seq == seq
-
-
-def test_a_subscription_to_a_long_topic_is_served(context: Context, make: Make) -> None:
-    topic = "kv@" + "p" * 3500
-    publisher = make(topic=topic)
-    live = Live(context, publisher.endpoint, topic=topic.encode())
-    live.join(publisher)

@@ -62,6 +62,23 @@ class Bench:
             stall_timeout=10.0,
         )
 
+    def ask(self, identity: bytes, start_seq: int = 0, *, room: int | None = None) -> None:
+        """Ask for a replay; with `room`, the asker can receive so many replies."""
+        if room is not None:
+            self.askers.room[identity] = room
+        self.service.ask(identity, start_seq, self.now)
+
+    def serve_slice(self) -> None:
+        self.service.serve_slice(self.now)
+
+    def publish(self, seqs: range) -> None:
+        for seq in seqs:
+            self.buffer.append(seq, b"...")
+
+    @property
+    def received(self) -> dict[bytes, list[int | str]]:
+        return self.askers.received
+
     def run(self, limit: int = 10_000) -> None:
         """Serve until no replay is on, at the times that the service asks for."""
         for _ in range(limit):
@@ -78,25 +95,26 @@ def upto(first: int, end: int) -> list[int | str]:
 
 
 @pytest.mark.parametrize(
-    ("start", "expected"),
-    [(0, upto(5, 12)), (5, upto(5, 12)), (9, upto(9, 12)), (12, ["end"]), (2**64 - 1, ["end"])],
+    ("published", "steps", "start", "expected"),
+    [
+        (12, 7, 0, upto(5, 12)),
+        (12, 7, 5, upto(5, 12)),
+        (12, 7, 9, upto(9, 12)),
+        (12, 7, 12, ["end"]),
+        (12, 7, 2**64 - 1, ["end"]),
+        (0, 7, 0, ["end"]),
+        (5, 0, 0, ["end"]),
+    ],
 )
 def test_a_replay_is_what_is_held_from_the_start_then_the_end(
-    start: int, expected: list[int | str]
+    published: int, steps: int, start: int, expected: list[int | str]
 ) -> None:
-    bench = Bench(range(12), steps=7)
-    bench.service.ask(b"a", start, bench.now)
+    bench = Bench(range(published), steps=steps)
+    bench.ask(b"a", start)
     bench.run()
-    assert bench.askers.received[b"a"] == expected
+    assert bench.received[b"a"] == expected
     assert bench.counters["replays_served"] == 1
     assert bench.counters["replayed_batches"] == len(expected) - 1
-
-
-def test_an_empty_buffer_and_no_buffer_reply_with_the_end() -> None:
-    for bench in (Bench(range(0)), Bench(range(5), steps=0)):
-        bench.service.ask(b"a", 0, bench.now)
-        bench.run()
-        assert bench.askers.received[b"a"] == ["end"]
 
 
 @pytest.mark.parametrize(("with_topic", "topics"), [(True, {b"kv", b""}), (False, {None})])
@@ -104,85 +122,75 @@ def test_replies_have_a_topic_if_the_dialect_says_so(
     with_topic: bool, topics: set[bytes | None]
 ) -> None:
     bench = Bench(range(3), with_topic=with_topic)
-    bench.service.ask(b"a", 0, bench.now)
+    bench.ask(b"a")
     bench.run()
     assert bench.askers.topics == topics
 
 
-def test_one_slice_sends_a_bounded_number_of_replies() -> None:
-    bench = Bench(range(1000))
-    bench.service.ask(b"a", 0, bench.now)
-    bench.service.serve_slice(bench.now)
-    assert len(bench.askers.order) == SLICE_REPLIES
-
-
-def test_one_slice_sends_a_bounded_number_of_bytes() -> None:
-    bench = Bench(range(10), size=600_000)
-    bench.service.ask(b"a", 0, bench.now)
-    bench.service.serve_slice(bench.now)
-    assert len(bench.askers.order) == 2
+@pytest.mark.parametrize(("size", "sent"), [(8, SLICE_REPLIES), (600_000, 2)])
+def test_one_slice_sends_a_bounded_number_of_replies_and_of_bytes(size: int, sent: int) -> None:
+    bench = Bench(range(1000 if size == 8 else 10), size=size)
+    bench.ask(b"a")
+    bench.serve_slice()
+    assert len(bench.askers.order) == sent
 
 
 def test_askers_take_turns() -> None:
     bench = Bench(range(SLICE_REPLIES * 3))
     for identity in (b"a", b"b", b"c"):
-        bench.service.ask(identity, 0, bench.now)
+        bench.ask(identity)
     for _ in range(6):
-        bench.service.serve_slice(bench.now)
+        bench.serve_slice()
     turns = [bench.askers.order[i * SLICE_REPLIES] for i in range(6)]
     assert turns == [b"a", b"b", b"c", b"a", b"b", b"c"]
     bench.run()
-    assert set(map(len, bench.askers.received.values())) == {SLICE_REPLIES * 3 + 1}
+    assert set(map(len, bench.received.values())) == {SLICE_REPLIES * 3 + 1}
 
 
 def test_batches_published_meanwhile_are_replayed_too() -> None:
     bench = Bench(range(100))
-    bench.service.ask(b"a", 0, bench.now)
-    bench.service.serve_slice(bench.now)
-    for seq in range(100, 150):
-        bench.buffer.append(seq, b"...")
+    bench.ask(b"a")
+    bench.serve_slice()
+    bench.publish(range(100, 150))
     bench.run()
-    assert bench.askers.received[b"a"] == upto(0, 150)
+    assert bench.received[b"a"] == upto(0, 150)
 
 
 def test_replays_of_one_asker_come_one_after_the_other() -> None:
     bench = Bench(range(200))
     for start in (0, 190, 2**64 - 1):
-        bench.service.ask(b"a", start, bench.now)
+        bench.ask(b"a", start)
     bench.run()
-    assert bench.askers.received[b"a"] == [*upto(0, 200), *upto(190, 200), "end"]
+    assert bench.received[b"a"] == [*upto(0, 200), *upto(190, 200), "end"]
 
 
 def test_an_asker_without_room_loses_nothing_and_holds_up_nobody() -> None:
     bench = Bench(range(1000))
-    bench.askers.room[b"slow"] = 10
-    bench.service.ask(b"slow", 0, bench.now)
-    bench.service.ask(b"fast", 0, bench.now)
-    while b"fast" not in bench.askers.received or "end" not in bench.askers.received[b"fast"]:
-        bench.service.serve_slice(bench.now)
-    assert bench.askers.received[b"slow"] == list(range(10))
+    bench.ask(b"slow", room=10)
+    bench.ask(b"fast")
+    while b"fast" not in bench.received or "end" not in bench.received[b"fast"]:
+        bench.serve_slice()
+    assert bench.received[b"slow"] == list(range(10))
     bench.askers.room[b"slow"] = 10_000
     bench.run()
-    assert bench.askers.received[b"slow"] == upto(0, 1000)
+    assert bench.received[b"slow"] == upto(0, 1000)
 
 
 def test_the_end_too_waits_for_room() -> None:
     bench = Bench(range(3))
-    bench.askers.room[b"a"] = 3
-    bench.service.ask(b"a", 0, bench.now)
-    bench.service.serve_slice(bench.now)
-    assert bench.askers.received[b"a"] == [0, 1, 2]
+    bench.ask(b"a", room=3)
+    bench.serve_slice()
+    assert bench.received[b"a"] == [0, 1, 2]
     bench.askers.room[b"a"] = 1
     bench.run()
-    assert bench.askers.received[b"a"] == upto(0, 3)
+    assert bench.received[b"a"] == upto(0, 3)
     assert bench.counters["replayed_batches"] == 3
 
 
 def test_an_asker_that_stands_still_for_too_long_is_given_up() -> None:
     bench = Bench(range(100))
-    bench.askers.room[b"a"] = 5
-    bench.service.ask(b"a", 0, bench.now)
-    bench.service.ask(b"a", 50, bench.now)
+    bench.ask(b"a", room=5)
+    bench.ask(b"a", 50)
     bench.run(limit=1000)  # the retries slow down: 10 s are no 1000 tries
     assert bench.now >= 10.0
     assert bench.counters["replays_stalled"] == 2
@@ -191,8 +199,8 @@ def test_an_asker_that_stands_still_for_too_long_is_given_up() -> None:
 
 def test_an_asker_that_went_away_is_forgotten() -> None:
     bench = Bench(range(1000))
-    bench.service.ask(b"a", 0, bench.now)
-    bench.service.serve_slice(bench.now)
+    bench.ask(b"a")
+    bench.serve_slice()
     bench.askers.gone.add(b"a")
     bench.run()
     assert bench.counters["replays_unreachable"] == 1
@@ -202,31 +210,29 @@ def test_an_asker_that_went_away_is_forgotten() -> None:
 def test_too_many_replays_are_refused_until_one_ends() -> None:
     bench = Bench(range(10))
     for number in range(MAX_REPLAYS + 3):
-        bench.service.ask(b"%d" % number, 0, bench.now)
+        bench.ask(b"%d" % number)
     assert (len(bench.service), bench.counters["replays_refused"]) == (MAX_REPLAYS, 3)
     bench.run()
-    assert len(bench.askers.received) == MAX_REPLAYS
-    bench.service.ask(b"late", 0, bench.now)
+    assert len(bench.received) == MAX_REPLAYS
+    bench.ask(b"late")
     bench.run()
-    assert bench.askers.received[b"late"] == upto(0, 10)
+    assert bench.received[b"late"] == upto(0, 10)
 
 
 def test_batches_that_leave_the_buffer_under_a_slow_replay_are_counted() -> None:
     bench = Bench(range(100), steps=100)
-    bench.askers.room[b"a"] = 10
-    bench.service.ask(b"a", 0, bench.now)
-    bench.service.serve_slice(bench.now)
-    for seq in range(100, 150):
-        bench.buffer.append(seq, b"...")
+    bench.ask(b"a", room=10)
+    bench.serve_slice()
+    bench.publish(range(100, 150))
     bench.askers.room[b"a"] = 1000
     bench.run()
-    assert bench.askers.received[b"a"] == [*range(10), *upto(50, 150)]
+    assert bench.received[b"a"] == [*range(10), *upto(50, 150)]
     assert bench.counters["replay_batches_overtaken"] == 40
 
 
 def test_a_buffer_with_holes_is_replayed_as_it_is() -> None:
     bench = Bench(range(0, 20, 3))
-    bench.service.ask(b"a", 4, bench.now)
+    bench.ask(b"a", 4)
     bench.run()
-    assert bench.askers.received[b"a"] == [6, 9, 12, 15, 18, "end"]
+    assert bench.received[b"a"] == [6, 9, 12, 15, 18, "end"]
     assert bench.counters["replay_batches_overtaken"] == 0

@@ -14,8 +14,8 @@ from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import decode_batch
 from kvindex.wire.errors import ClosedError, ConfigurationError
 from tests.children import ended_after
-from tests.live import PATIENCE
-from tests.publish.publish_peers import Asker, Context, Live, batch, wait_until
+from tests.live import PATIENCE, until
+from tests.publish.publish_peers import ANY_PORT, Context, Live, Peers, batch, publish_many
 
 pytestmark = pytest.mark.e2e
 
@@ -37,20 +37,18 @@ for number in range(1, 1501):
 """
 
 
-def test_shutdown_sends_what_waits(context: Context) -> None:
-    publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:0", context=context)
-    live = Live(context, publisher.endpoint)
-    first = live.join(publisher)
-    for number in range(3000):
-        publisher.publish(batch(number))
+def test_shutdown_sends_what_waits(peers: Peers) -> None:
+    publisher = peers.publisher()
+    live, first = peers.joined(publisher)
+    publish_many(publisher, 3000)
     publisher.shutdown(timeout=PATIENCE)
     assert [live.receive().seq for _ in range(3000)] == list(range(first, first + 3000))
     assert publisher.statistics()["unsent_at_shutdown"] == 0
     assert publisher.statistics()["sent"] == first + 3000
 
 
-def test_shutdown_without_time_counts_what_it_leaves(context: Context) -> None:
-    publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:0", context=context)
+def test_shutdown_without_time_counts_what_it_leaves(peers: Peers) -> None:
+    publisher = peers.publisher()
     many, large = 20_000, batch(blocks=64)
     for _ in range(many):  # far quicker queued than sent
         publisher.publish(large)
@@ -61,10 +59,10 @@ def test_shutdown_without_time_counts_what_it_leaves(context: Context) -> None:
 
 
 def test_a_subscriber_that_does_not_read_delays_shutdown_no_longer_than_the_timeout(
-    context: Context,
+    peers: Peers,
 ) -> None:
-    publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:0", context=context)
-    stuck = Live(context, None)
+    publisher = peers.publisher()
+    stuck = Live(peers.context, None)
     stuck.socket.setsockopt(zmq.RCVBUF, 4096)
     stuck.socket.set_hwm(1)
     stuck.socket.connect(publisher.endpoint)
@@ -72,14 +70,14 @@ def test_a_subscriber_that_does_not_read_delays_shutdown_no_longer_than_the_time
     big = batch(blocks=1024)
     for _ in range(500):
         publisher.publish(big)
-    wait_until(lambda: publisher.statistics()["queued"] == 0, "all is with the socket")
+    until(lambda: publisher.statistics()["queued"] == 0)
     began = time.monotonic()
     publisher.shutdown(timeout=0.3)
     assert 0.25 < time.monotonic() - began < PATIENCE
 
 
-def test_shutdown_is_idempotent_and_may_be_called_by_many(context: Context) -> None:
-    publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:0", context=context)
+def test_shutdown_is_idempotent_and_may_be_called_by_many(peers: Peers) -> None:
+    publisher = peers.publisher()
     threads = [threading.Thread(target=publisher.shutdown) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -93,36 +91,25 @@ def test_shutdown_is_idempotent_and_may_be_called_by_many(context: Context) -> N
         publisher.shutdown(timeout=-1.0)
 
 
-def test_shutdown_frees_the_ports(context: Context) -> None:
-    first = ZmqEventPublisher(
-        endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", context=context
-    )
-    with first, ZmqEventPublisher(endpoint="tcp://127.0.0.1:0", context=context):
+def test_shutdown_frees_the_ports(peers: Peers) -> None:
+    first = peers.replaying()
+    with first, peers.publisher():
         endpoint, replay_endpoint = first.endpoint, first.replay_endpoint
-    made: list[ZmqEventPublisher] = []
 
     def is_free() -> bool:
         try:
-            made.append(
-                ZmqEventPublisher(
-                    endpoint=endpoint, replay_endpoint=replay_endpoint, bind=True, context=context
-                )
-            )
+            peers.publisher(endpoint=endpoint, replay_endpoint=replay_endpoint, bind=True)
         except ConfigurationError:
             return False
         return True
 
-    wait_until(is_free, "both ports can be bound again")  # libzmq unbinds in its own time
-    made[0].shutdown()
+    until(is_free)  # libzmq unbinds in its own time
 
 
-def test_a_replay_under_way_is_finished(context: Context) -> None:
-    publisher = ZmqEventPublisher(
-        endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", context=context
-    )
-    for number in range(2000):
-        publisher.publish(batch(number))
-    asker = Asker(context, publisher.replay_endpoint)
+def test_a_replay_under_way_is_finished(peers: Peers) -> None:
+    publisher = peers.replaying()
+    publish_many(publisher, 2000)
+    asker = peers.asker(publisher)
     asker.ask(0)
     asker.receive_frames()
     thread = threading.Thread(target=publisher.shutdown, args=(PATIENCE,))
@@ -131,8 +118,8 @@ def test_a_replay_under_way_is_finished(context: Context) -> None:
     thread.join(PATIENCE)
 
 
-def test_a_publisher_that_waits_for_room_is_released_by_shutdown(context: Context) -> None:
-    publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:0", max_queue_size=1, context=context)
+def test_a_publisher_that_waits_for_room_is_released_by_shutdown(peers: Peers) -> None:
+    publisher = peers.publisher(max_queue_size=1)
     ended: list[str] = []
 
     def publish_for_ever() -> None:
@@ -144,13 +131,13 @@ def test_a_publisher_that_waits_for_room_is_released_by_shutdown(context: Contex
 
     thread = threading.Thread(target=publish_for_ever)
     thread.start()
-    wait_until(lambda: publisher.statistics()["sent"] > 10, "the other thread publishes")
+    until(lambda: publisher.statistics()["sent"] > 10)
     publisher.shutdown()
     thread.join(PATIENCE)
     assert ended == ["the publisher is closed"]
 
 
-def test_batches_of_the_last_moment_leave_at_exit(context: Context) -> None:
+def test_batches_of_the_last_moment_leave_at_exit(peers: Peers) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PUBLISH_AND_END],
         stdin=subprocess.PIPE,
@@ -160,7 +147,7 @@ def test_batches_of_the_last_moment_leave_at_exit(context: Context) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     with process, ended_after(process):
-        live = Live(context, None)
+        live = Live(peers.context, None)
         live.socket.set_hwm(10)  # so that much is still on its way when the process ends
         live.socket.connect(process.stdout.readline().strip())
         until = time.monotonic() + PATIENCE
@@ -176,10 +163,9 @@ def test_batches_of_the_last_moment_leave_at_exit(context: Context) -> None:
     assert [frame.seq for frame in frames] == list(range(frames[0].seq, frames[-1].seq + 1))
 
 
-def test_a_forgotten_publisher_is_closed_when_it_is_collected(context: Context) -> None:
-    publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:0", context=context)
-    live = Live(context, publisher.endpoint)
-    first = live.join(publisher)
+def test_a_forgotten_publisher_is_closed_when_it_is_collected(peers: Peers) -> None:
+    publisher = ZmqEventPublisher(endpoint=ANY_PORT, context=peers.context)
+    live, first = peers.joined(publisher)
     publisher.publish(batch())
     reference, thread = weakref.ref(publisher), publisher._loop._thread
     del publisher

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterator
 
 import pytest
-import zmq
 
 from kvindex import (
     Client,
     EventBatch,
     NotLiveError,
-    Rank,
     ReplayPolicy,
     State,
     Worker,
@@ -21,30 +18,28 @@ from kvindex import (
     connect,
 )
 from kvindex.subscribe.peer import HostCheck
-from kvindex.testing import FakeEngine
-from kvindex.testing.ports import reserve_port
-from kvindex.wire import encode_batch
+from kvindex.testing import FakeEngine, FaultyLink
+from kvindex.wire import encode_batch, live_frames
 from tests.live import (
     PATIENCE,
     QUICK,
     caught_up,
     client_of,
     explain,
-    link_to,
     until,
     wait_counter,
     wait_status,
     worker_of,
 )
+from tests.publish.publish_peers import Context
+from tests.subscribe.peers import RANK, RawPublisher, prompt, publish_until
 
 pytestmark = pytest.mark.e2e
 
-RANK = Rank("engine", 0)
 
-
-def complains(client: Client, *said: str) -> None:
-    """Wait until the reason says all of this; then `wait_live` says it too."""
-    assert client.wait_for(lambda s: all(part in s[RANK].reason for part in said), PATIENCE), (
+def complains(client: Client, *words: str) -> None:
+    """Wait until the reason has all of these words; then `wait_live` has them too."""
+    assert client.wait_for(lambda s: all(word in s[RANK].reason for word in words), PATIENCE), (
         client.status(RANK).reason
     )
     with pytest.raises(TimeoutError) as caught:
@@ -53,14 +48,7 @@ def complains(client: Client, *said: str) -> None:
     assert caught.value.timeout == 0.01
     assert "engine/0" in str(caught.value)
     assert client.status(RANK).state is not State.LIVE
-    assert all(part in caught.value.reasons[RANK] for part in said)
-
-
-@pytest.fixture
-def unused_port() -> Iterator[int]:
-    holder, port = reserve_port()  # bound, but nothing listens there
-    yield port
-    holder.close()
+    assert all(word in caught.value.reasons[RANK] for word in words)
 
 
 def test_connecting_to_nothing(unused_port: int) -> None:
@@ -75,24 +63,21 @@ def test_publisher_that_connects_instead_of_binding(unused_port: int) -> None:
             complains(client, "connects instead of listening", "bind=True", "tcp://*:PORT")
 
 
-def test_wrong_port_where_the_replay_socket_answers() -> None:
-    with FakeEngine("engine") as engine:
-        with client_of(Worker("engine", str(engine.replay_endpoint))) as client:
-            complains(client, "not as the expected ZeroMQ socket", "replay port")
+def test_wrong_port_where_the_replay_socket_answers(engine: FakeEngine) -> None:
+    with client_of(Worker("engine", str(engine.replay_endpoint))) as client:
+        complains(client, "not as the expected ZeroMQ socket", "replay port")
 
 
 def test_wrong_port_where_something_else_listens() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         with client_of(Worker("engine", f"tcp://127.0.0.1:{port}")) as client:
             complains(client, "has not shaken hands as ZeroMQ does")
 
 
 def test_topic_that_filters_everything_is_named_beside_the_one_that_is_sent() -> None:
     with FakeEngine("engine", topic="kv-events") as engine:
-        engine.serve(list(range(64)))
+        engine.serve(prompt(0))
         with client_of(worker_of(engine, topic="kv@pod-1")) as client:
             wait_counter(client, RANK, "filtered_by_topic")
             complains(client, "'kv@pod-1' filters out everything", "'kv-events'")
@@ -101,41 +86,35 @@ def test_topic_that_filters_everything_is_named_beside_the_one_that_is_sent() ->
             assert status.lag == status.counters["filtered_by_topic"] > 0
 
 
-def test_a_number_that_leaps_shows_as_the_largest_lag_that_every_reader_can_hold() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context, context.socket(zmq.XPUB) as publisher:
-        publisher.linger = 0
-        port = publisher.bind_to_random_port("tcp://127.0.0.1")
-        patient = ReplayPolicy(timeout=10 * PATIENCE)
-        worker = Worker("engine", f"tcp://127.0.0.1:{port}")
-        with client_of(worker, replay_policy=patient) as client:
-            assert publisher.poll(int(PATIENCE * 1000))
-            publisher.recv()
-            for seq in (0, 2**64 - 2):
-                payload = encode_batch(EventBatch(ts=1.0, events=[]))
-                publisher.send_multipart([b"", seq.to_bytes(8, "big"), payload])
-            wait_status(client, RANK, seq=0, lag=2**63 - 1)
+def test_a_number_that_leaps_shows_as_the_largest_lag_that_every_reader_can_hold(
+    context: Context,
+) -> None:
+    publisher = RawPublisher(context)
+    patient = ReplayPolicy(timeout=10 * PATIENCE)
+    with client_of(Worker("engine", publisher.endpoint), replay_policy=patient) as client:
+        publisher.wait_subscribed()
+        payload = encode_batch(EventBatch(ts=1.0, events=[]))
+        publisher.send(*(live_frames(b"", seq, payload) for seq in (0, 2**64 - 2)))
+        wait_status(client, RANK, seq=0, lag=2**63 - 1)
 
 
 def test_topic_that_filters_everything_shows_live_without_replay() -> None:
     with FakeEngine("engine", replay=False) as engine:
         with client_of(worker_of(engine, topic="kv")) as client:
-            number = 0
-            while not client.status(RANK).counters.get("filtered_by_topic") and number < 1000:
-                number += 1
-                engine.serve([number * 1000 + i for i in range(32)])
-                client.wait_for(
-                    lambda statuses: bool(statuses[RANK].counters.get("filtered_by_topic")), 0.05
-                )
+            publish_until(
+                client,
+                lambda number: engine.serve(prompt(number)),
+                lambda status: status.counters.get("filtered_by_topic"),
+            )
             complains(client, "filters out everything")
 
 
 def test_a_topic_that_fits_is_no_hindrance() -> None:
     with FakeEngine("engine", topic="kv-events") as engine:
-        engine.serve(list(range(64)))
+        engine.serve(prompt(0))
         with client_of(worker_of(engine, topic="kv")) as client:
             client.wait_live(PATIENCE)
-            assert client.match(list(range(64)))[RANK].tokens == 64
+            assert client.match(prompt(0))[RANK].tokens == 64
 
 
 def test_an_idle_engine_with_a_topic_becomes_live_after_a_while() -> None:
@@ -144,72 +123,64 @@ def test_an_idle_engine_with_a_topic_becomes_live_after_a_while() -> None:
             client.wait_live(PATIENCE)
 
 
-def test_replay_port_where_nothing_listens(unused_port: int) -> None:
-    with FakeEngine("engine") as engine:
-        worker = Worker("engine", engine.endpoint, replay=f"tcp://127.0.0.1:{unused_port}")
-        with client_of(worker) as client:
-            complains(client, f"nothing listens at tcp://127.0.0.1:{unused_port}", "replay")
+def test_replay_port_where_nothing_listens(engine: FakeEngine, unused_port: int) -> None:
+    worker = Worker("engine", engine.endpoint, replay=f"tcp://127.0.0.1:{unused_port}")
+    with client_of(worker) as client:
+        complains(client, f"nothing listens at tcp://127.0.0.1:{unused_port}", "replay")
 
 
-def test_replay_port_that_is_silent() -> None:
-    with FakeEngine("engine") as engine:
-        with link_to(engine) as link:
-            link.silence_replay()
-            with client_of(worker_of(engine, link), replay_policy=QUICK) as client:
-                complains(client, "replay", "silent", str(link.replay_endpoint))
+def test_replay_port_that_is_silent(engine: FakeEngine, link: FaultyLink) -> None:
+    link.silence_replay()
+    with client_of(worker_of(engine, link), replay_policy=QUICK) as client:
+        complains(client, "replay", "silent", str(link.replay_endpoint))
 
 
 @pytest.mark.parametrize("neighbour_is_busy", [False, True])
 def test_the_replay_port_of_another_engine_leaves_none_of_its_blocks_and_is_named(
-    neighbour_is_busy: bool,
+    engine: FakeEngine, other: FakeEngine, neighbour_is_busy: bool
 ) -> None:
-    with FakeEngine("engine") as engine, FakeEngine("neighbour") as neighbour:
-        prompts = (list(range(n, n + 64)) for n in itertools.count(0, 64))
-        theirs = next(prompts)
-        neighbour.serve(theirs)
-        for _ in range(20):
-            engine.serve(next(prompts))
-        with client_of(worker_of(engine)) as earlier:
-            caught_up(earlier, engine)  # all of that was sent before the other one connects
-        worker = Worker("engine", engine.endpoint, replay=neighbour.replay_endpoint)
-        with client_of(worker) as client:
-            client.wait_live(PATIENCE)
+    numbers = itertools.count()
+    theirs = next(numbers)
+    other.serve(prompt(theirs))
+    for _ in range(20):
+        engine.serve(prompt(next(numbers)))
+    with client_of(worker_of(engine)) as earlier:
+        caught_up(earlier, engine)  # all of that was sent before the next one connects
+    worker = Worker("engine", engine.endpoint, replay=other.replay_endpoint)
+    with client_of(worker) as client:
+        client.wait_live(PATIENCE)
 
-            def live() -> int:
-                return client.status(RANK).counters.get("live", 0)
+        def live() -> int:
+            return client.status(RANK).counters.get("live", 0)
 
-            # What is published before the subscription has arrived is lost: no replay brings it.
-            until(lambda: engine.serve(next(prompts)) and live())
-            for _ in range(50):
-                before = live()
-                ours = next(prompts)
-                engine.serve(ours)
-                if neighbour_is_busy:
-                    neighbour.serve(next(prompts))
-                wait_counter(client, RANK, "live", before + 1)
-                status = wait_status(client, RANK, lag=0)
-                if "foreign_replay" in status.counters:
-                    break
-            status = wait_status(client, RANK, state=State.LIVE, seq=engine.published - 1)
-            assert (status.complete, status.losses) == (False, 1), explain(client, RANK)
-            assert "another publisher's, check replay=" in status.reason
-            assert str(neighbour.replay_endpoint) in status.reason
-            assert client.match(theirs)[RANK].tokens == 0
-            assert client.match(ours)[RANK].tokens == engine.lookup(ours).tokens > 0
+        # What is published before the subscription has arrived is lost: no replay brings it.
+        until(lambda: engine.serve(prompt(next(numbers))) and live())
+        for _ in range(50):
+            before = live()
+            ours = next(numbers)
+            engine.serve(prompt(ours))
+            if neighbour_is_busy:
+                other.serve(prompt(next(numbers)))
+            wait_counter(client, RANK, "live", before + 1)
+            status = wait_status(client, RANK, lag=0)
+            if "foreign_replay" in status.counters:
+                break
+        status = wait_status(client, RANK, state=State.LIVE, seq=engine.published - 1)
+        assert (status.complete, status.losses) == (False, 1), explain(client, RANK)
+        assert "another publisher's, check replay=" in status.reason
+        assert str(other.replay_endpoint) in status.reason
+        assert client.match(prompt(theirs))[RANK].tokens == 0
+        assert client.match(prompt(ours))[RANK].tokens == engine.lookup(prompt(ours)).tokens > 0
 
 
-def test_an_engine_that_starts_late_is_found() -> None:
-    with (
-        FakeEngine("engine") as engine,
-        link_to(engine) as link,
-    ):
-        link.cut()
-        engine.serve(list(range(64)))
-        with client_of(worker_of(engine, link)) as client:
-            complains(client, "nothing listens")
-            link.heal()
-            client.wait_live(PATIENCE)
-            wait_status(client, RANK, seq=0, complete=True, reason="")
+def test_an_engine_that_starts_late_is_found(engine: FakeEngine, link: FaultyLink) -> None:
+    link.cut()
+    engine.serve(prompt(0))
+    with client_of(worker_of(engine, link)) as client:
+        complains(client, "nothing listens")
+        link.heal()
+        client.wait_live(PATIENCE)
+        wait_status(client, RANK, seq=0, complete=True, reason="")
 
 
 def test_one_engine_under_two_names_is_warned_of_unless_their_topics_differ(
@@ -223,49 +194,45 @@ def test_one_engine_under_two_names_is_warned_of_unless_their_topics_differ(
 
 
 def test_a_rank_whose_replay_never_answered_says_so_while_it_is_live_and_once_in_the_log(
-    unused_port: int, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, unused_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with FakeEngine("engine") as engine:
-        endpoint = f"tcp://127.0.0.1:{unused_port}"
-        with client_of(
-            Worker("engine", engine.endpoint, replay=endpoint), replay_policy=QUICK
-        ) as client:
-            client.wait_live(PATIENCE)
-            status = client.status(RANK)
-            assert "replay requests were not answered" in status.reason
-            assert endpoint in status.reason
-            assert not status.complete
-            with pytest.raises(NotLiveError, match=r"not complete: .* were not answered"):
-                client.wait_live(0.0, complete=True)
-        logged = [r for r in caplog.records if r.levelname == "WARNING" and endpoint in r.message]
-        assert len(logged) == 1, caplog.text
+    endpoint = f"tcp://127.0.0.1:{unused_port}"
+    worker = Worker("engine", engine.endpoint, replay=endpoint)
+    with client_of(worker, replay_policy=QUICK) as client:
+        client.wait_live(PATIENCE)
+        status = client.status(RANK)
+        assert "replay requests were not answered" in status.reason
+        assert endpoint in status.reason
+        assert not status.complete
+        with pytest.raises(NotLiveError, match=r"not complete: .* were not answered"):
+            client.wait_live(0.0, complete=True)
+    logged = [r for r in caplog.records if r.levelname == "WARNING" and endpoint in r.message]
+    assert len(logged) == 1, caplog.text
 
 
 def test_a_rank_without_replay_says_so_while_it_is_live() -> None:
-    with FakeEngine("engine", replay=False) as engine:
-        with client_of(worker_of(engine)) as client:
-            client.wait_live(PATIENCE)
-            assert client.status(RANK).reason.startswith("no replay endpoint: ")
+    with FakeEngine("engine", replay=False) as engine, client_of(worker_of(engine)) as client:
+        client.wait_live(PATIENCE)
+        assert client.status(RANK).reason.startswith("no replay endpoint: ")
 
 
 def test_an_engine_that_dies_and_comes_back_is_logged_and_its_reason_says_since_when(
-    caplog: pytest.LogCaptureFixture,
+    engine: FakeEngine, link: FaultyLink, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "kvindex")
-    with FakeEngine("engine") as engine, link_to(engine) as link:
-        with client_of(worker_of(engine, link)) as client:
-            client.wait_live(PATIENCE)
-            link.cut()
-            assert client.wait_for(lambda s: s[RANK].state is State.CONNECTING, PATIENCE)
-            status = client.status(RANK)
-            assert f"connection to {link.endpoint} lost 0 s ago" in status.reason
-            assert "is the engine up" not in status.reason
-            link.heal()
-            client.wait_live(PATIENCE)
-        logged = [(r.levelname, r.message) for r in caplog.records if link.endpoint in r.message]
-        assert [level for level, _ in logged] == ["INFO", "INFO", "INFO"], logged
-        assert logged[0] == logged[2] == ("INFO", f"engine/0: live: {link.endpoint}")
-        assert "connecting: connection to" in logged[1][1]
+    with client_of(worker_of(engine, link)) as client:
+        client.wait_live(PATIENCE)
+        link.cut()
+        assert client.wait_for(lambda s: s[RANK].state is State.CONNECTING, PATIENCE)
+        status = client.status(RANK)
+        assert f"connection to {link.endpoint} lost 0 s ago" in status.reason
+        assert "is the engine up" not in status.reason
+        link.heal()
+        client.wait_live(PATIENCE)
+    logged = [(r.levelname, r.message) for r in caplog.records if link.endpoint in r.message]
+    assert [level for level, _ in logged] == ["INFO", "INFO", "INFO"], logged
+    assert logged[0] == logged[2] == ("INFO", f"engine/0: live: {link.endpoint}")
+    assert "connecting: connection to" in logged[1][1]
 
 
 def test_a_host_that_is_unknown_is_told_from_a_port_where_nothing_listens(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import pytest
 
@@ -19,9 +20,11 @@ pytestmark = [
 
 LIMIT = 2 * 1_000 + 4_000
 
+Pair: TypeAlias = tuple[socket.socket, socket.socket]
+
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(peer, "_SLACK", 4_000)
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
@@ -30,16 +33,14 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socke
             yield sender, receiver
 
 
-def send(pair: tuple[socket.socket, socket.socket], size: int) -> None:
+def send(pair: Pair, size: int) -> None:
     sender, receiver = pair
     sender.sendall(bytes(size))
     while size:
         size -= len(receiver.recv(size))
 
 
-def test_a_connection_is_cut_when_it_brought_too_much_without_a_message(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_a_connection_is_cut_when_it_brought_too_much_without_a_message(pair: Pair) -> None:
     watcher = Inflow(1_000)
     descriptors = [pair[1].fileno()]
     send(pair, LIMIT)
@@ -50,9 +51,7 @@ def test_a_connection_is_cut_when_it_brought_too_much_without_a_message(
     assert pair[1].recv(1) == b""
 
 
-def test_what_came_before_a_whole_message_does_not_count(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_what_came_before_a_whole_message_does_not_count(pair: Pair) -> None:
     watcher = Inflow(1_000)
     descriptors = [pair[1].fileno()]
     for _ in range(3):
@@ -67,14 +66,12 @@ def test_what_came_before_a_whole_message_does_not_count(
 
 def test_what_is_no_tcp_connection_is_left_alone() -> None:
     watcher = Inflow(1_000)
-    one, other = socket.socketpair()
-    with one, other:
-        assert watcher.cut([one.fileno(), 10**6], lambda: True) == 0
+    near, far = socket.socketpair()
+    with near, far:
+        assert watcher.cut([near.fileno(), 10**6], lambda: True) == 0
 
 
-def test_what_was_brought_and_not_read_is_known_to_the_byte(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_what_was_brought_and_not_read_is_known_to_the_byte(pair: Pair) -> None:
     watcher = Inflow(1_000_000)
     descriptors = [pair[1].fileno()]
     send(pair, 1_000)  # a handshake
@@ -98,9 +95,7 @@ def test_a_look_at_connections_that_may_have_changed_does_not_count_all_that_was
             assert watcher.unread([other.fileno()]) == 0
 
 
-def test_a_connection_that_is_hung_up_can_still_be_read(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_a_connection_that_is_hung_up_can_still_be_read(pair: Pair) -> None:
     pair[0].sendall(b"brought")
     Inflow(1_000).hang_up([pair[1].fileno()])
     assert pair[1].recv(7, socket.MSG_WAITALL) == b"brought"

@@ -7,76 +7,50 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import zmq
 
-from kvindex import BlockStored, DecodeError, EventBatch, Rank, RankStatus, ReplayPolicy, Worker
-from kvindex.subscribe import (
-    RankAdded,
-    RankBatch,
-    RankLost,
-    RanksRenamed,
-    StreamItem,
-    Subscriber,
-)
+from kvindex import DecodeError, Rank, RankStatus, ReplayPolicy, Worker
+from kvindex.subscribe import RankAdded, RankBatch, RankLost, RanksRenamed, StreamItem, Subscriber
 from kvindex.subscribe.sequencer import Sequencer
 from kvindex.testing import FakeEngine
 from kvindex.wire import encode_batch, live_frames
-from tests.live import PATIENCE, caught_up, client_of, worker_of
-from tests.publish.publish_peers import Context, wait_until
+from tests.live import PATIENCE, caught_up, client_of, until, worker_of
+from tests.publish.publish_peers import Context
+from tests.subscribe.peers import RANK, RawPublisher, batch_seqs, stored
 
 pytestmark = pytest.mark.e2e
 
-RANK = Rank("engine", 0)
 LAST = 299
 
 
 def payload(number: int, dp_rank: int | None = None) -> bytes:
-    stored = BlockStored(block_hashes=[number + 1], token_ids=[number] * 16, block_size=16)
-    return encode_batch(EventBatch(1_000.0 + number, [stored], dp_rank))
+    return encode_batch(stored(number, dp_rank))
 
 
 def message(number: int, topic: bytes = b"", dp_rank: int | None = None) -> list[bytes]:
     return live_frames(topic, number, payload(number, dp_rank))
 
 
-class Sender:
-    """A publisher that sends whatever frames it is given, once somebody listens."""
-
-    def __init__(self, context: Context) -> None:
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.XPUB)
-        self._socket.sndhwm = 0
-        self._socket.bind("tcp://127.0.0.1:*")
-        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-
-    def send(self, messages: list[list[bytes]]) -> None:
-        assert self._socket.poll(int(PATIENCE * 1000))
-        while self._socket.poll(0):
-            self._socket.recv()
-        for frames in messages:
-            self._socket.send_multipart(frames)
-
-
-@pytest.fixture
-def sender(context: Context) -> Sender:
-    return Sender(context)
-
-
 @contextmanager
-def subscribed(sender: Sender, items: list[StreamItem], **options: Any) -> Iterator[Subscriber]:
-    worker = Worker("engine", sender.endpoint, topic=options.pop("topic", ""))
+def subscribed(
+    publisher: RawPublisher, items: list[StreamItem], **options: Any
+) -> Iterator[Subscriber]:
+    worker = Worker("engine", publisher.endpoint, topic=options.pop("topic", ""))
     replay = ReplayPolicy(timeout=0.3)
     with Subscriber([worker], sink=items.append, replay_policy=replay, **options) as subscriber:
+        publisher.wait_subscribed()
         yield subscriber
 
 
 def reached(subscriber: Subscriber, seq: int, rank: Rank = RANK) -> RankStatus:
-    found = subscriber.wait_for(lambda all_: rank in all_ and all_[rank].seq == seq, PATIENCE)
-    assert found, subscriber.statuses()
+    assert subscriber.wait_for(lambda s: rank in s and s[rank].seq == seq, PATIENCE), (
+        subscriber.statuses()
+    )
     return subscriber.status(rank)
 
 
-def seqs(items: list[StreamItem]) -> list[int]:
-    return [item.seq for item in items if isinstance(item, RankBatch)]
+@pytest.fixture
+def publisher(context: Context) -> RawPublisher:
+    return RawPublisher(context)
 
 
 @pytest.fixture
@@ -93,10 +67,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def test_a_burst_is_taken_in_runs_and_arrives_in_order(sender: Sender, runs: list[int]) -> None:
+def test_a_burst_is_taken_in_runs_and_arrives_in_order(
+    publisher: RawPublisher, runs: list[int]
+) -> None:
     items: list[StreamItem] = []
-    with subscribed(sender, items) as subscriber:
-        sender.send([message(number) for number in range(LAST + 1)])
+    with subscribed(publisher, items) as subscriber:
+        publisher.send(*(message(number) for number in range(LAST + 1)))
         status = reached(subscriber, LAST)
     batches = [item for item in items if isinstance(item, RankBatch)]
     assert [b.seq for b in batches] == list(range(LAST + 1))
@@ -108,7 +84,7 @@ def test_a_burst_is_taken_in_runs_and_arrives_in_order(sender: Sender, runs: lis
 
 
 def test_what_is_not_ordinary_within_a_burst_is_counted_and_told_in_its_place(
-    sender: Sender, runs: list[int]
+    publisher: RawPublisher, runs: list[int]
 ) -> None:
     messages = [message(number) for number in range(LAST + 1) if number != 250]
     between: dict[int, list[bytes]] = {
@@ -123,10 +99,10 @@ def test_what_is_not_ordinary_within_a_burst_is_counted_and_told_in_its_place(
     for number in sorted(between, reverse=True):
         messages.insert(number + 1, between[number])
     items: list[StreamItem] = []
-    with subscribed(sender, items) as subscriber:
-        sender.send(messages)
+    with subscribed(publisher, items) as subscriber:
+        publisher.send(*messages)
         status = reached(subscriber, LAST)
-    assert seqs(items) == [number for number in range(LAST + 1) if number not in (100, 250)]
+    assert batch_seqs(items) == [number for number in range(LAST + 1) if number not in (100, 250)]
     losses = [(i, item) for i, item in enumerate(items) if isinstance(item, RankLost)]
     assert [(loss.reason, loss.first_seq, loss.last_seq) for _, loss in losses] == [
         ("undecodable", 100, 100),
@@ -143,38 +119,42 @@ def test_what_is_not_ordinary_within_a_burst_is_counted_and_told_in_its_place(
     assert sum(runs) >= 200
 
 
-def test_a_rank_named_in_the_middle_of_a_burst_is_renamed_there(sender: Sender) -> None:
+def test_a_rank_named_in_the_middle_of_a_burst_is_renamed_there(publisher: RawPublisher) -> None:
     items: list[StreamItem] = []
-    with subscribed(sender, items) as subscriber:
-        sender.send([message(number, dp_rank=3 if number >= 40 else None) for number in range(80)])
+    with subscribed(publisher, items) as subscriber:
+        publisher.send(*(message(n, dp_rank=3 if n >= 40 else None) for n in range(80)))
         reached(subscriber, 79, Rank("engine", 3))
     assert isinstance(items[0], RankAdded)
     renamed = next(i for i, item in enumerate(items) if isinstance(item, RanksRenamed))
-    assert seqs(items[:renamed]) == list(range(40))
-    assert seqs(items[renamed:]) == list(range(40, 80))
+    assert batch_seqs(items[:renamed]) == list(range(40))
+    assert batch_seqs(items[renamed:]) == list(range(40, 80))
     ranks = {item.rank for item in items[renamed:] if isinstance(item, RankBatch)}
     assert ranks == {Rank("engine", 3)}
 
 
-def test_a_restart_in_the_middle_of_a_burst_starts_a_new_epoch_there(sender: Sender) -> None:
+def test_a_restart_in_the_middle_of_a_burst_starts_a_new_epoch_there(
+    publisher: RawPublisher,
+) -> None:
     old = [message(number) for number in range(60)]
     new = [live_frames(b"", number, payload(1_000 + number)) for number in range(30)]
     items: list[StreamItem] = []
-    with subscribed(sender, items) as subscriber:
-        sender.send([*old, *new])
+    with subscribed(publisher, items) as subscriber:
+        publisher.send(*old, *new)
         assert subscriber.wait_for(lambda all_: all_[RANK].epoch == 1, PATIENCE)
         reached(subscriber, 29)
     epochs = [(item.epoch, item.seq) for item in items if isinstance(item, RankBatch)]
     assert epochs == [(0, number) for number in range(60)] + [(1, number) for number in range(30)]
 
 
-def test_messages_of_another_topic_have_no_part_in_a_run(sender: Sender, runs: list[int]) -> None:
+def test_messages_of_another_topic_have_no_part_in_a_run(
+    publisher: RawPublisher, runs: list[int]
+) -> None:
     items: list[StreamItem] = []
     messages = [message(number, b"kv-%d" % (number % 2)) for number in range(100)]
     messages[5:5] = [live_frames(b"other", 5, payload(1_005))]  # as if it were the next
     messages[0:0] = [message(number, b"other") for number in range(7)]
-    with subscribed(sender, items, topic="kv") as subscriber:
-        sender.send(messages)
+    with subscribed(publisher, items, topic="kv") as subscriber:
+        publisher.send(*messages)
         status = reached(subscriber, 99)
     batches = [item for item in items if isinstance(item, RankBatch)]
     assert [b.batch.ts for b in batches] == [1_000.0 + number for number in range(100)]
@@ -188,7 +168,7 @@ def test_a_stream_that_replay_brought_to_life_still_waits_for_its_topic() -> Non
     with FakeEngine("engine", topic="kv", dialect="vllm-0.10.2") as engine:
         engine.serve([1] * 64)
         # By its own thread: if the client were there before, the message would come live.
-        wait_until(lambda: engine.statistics()["sent"] == 1, "the batch is sent to nobody")
+        until(lambda: engine.statistics()["sent"] == 1)
         with client_of(worker_of(engine, topic="kv")) as client:
             caught_up(client, engine)
             assert not client.subscriber._thread.roster.feeds[RANK].reader.topic.confirmed
@@ -209,14 +189,14 @@ class Note:
 
 
 def test_what_decode_returns_goes_to_on_batch_and_what_it_refuses_is_a_loss(
-    sender: Sender,
+    publisher: RawPublisher,
 ) -> None:
     items: list[StreamItem] = []
     notes: list[tuple[Rank, float]] = []
     options = {"decode": Note, "on_batch": lambda rank, note: notes.append((rank, note.ts))}
     payloads = [b"bad" if number == 20 else b"%d" % number for number in range(50)]
-    with subscribed(sender, items, **options) as subscriber:
-        sender.send([live_frames(b"", seq, payload) for seq, payload in enumerate(payloads)])
+    with subscribed(publisher, items, **options) as subscriber:
+        publisher.send(*(live_frames(b"", seq, body) for seq, body in enumerate(payloads)))
         status = reached(subscriber, 49)
     assert notes == [(RANK, float(number)) for number in range(50) if number != 20]
     assert not any(isinstance(item, RankBatch) for item in items)

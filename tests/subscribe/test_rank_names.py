@@ -16,27 +16,20 @@ named = st.lists(st.one_of(st.none(), st.integers(0, 4)), min_size=1, max_size=5
 
 
 @given(named)
-def test_names_are_all_different_and_silence_keeps_the_ports(words: list[int | None]) -> None:
+def test_names_differ_and_follow_the_batches_unless_two_name_the_same(
+    words: list[int | None],
+) -> None:
     names = settle([Claim(port, word) for port, word in enumerate(words)])
     assert len(set(names)) == len(words)
     if all(word is None for word in words):
         assert names == list(range(len(words)))
-
-
-@given(named)
-def test_a_word_that_nobody_contests_is_taken(words: list[int | None]) -> None:
-    names = settle([Claim(port, word) for port, word in enumerate(words)])
-    contested = {word for word in words if word is not None and words.count(word) > 1}
-    if not contested:
+    if not any(word is not None and words.count(word) > 1 for word in words):
         assert all(word is None or name == word for word, name in zip(words, names, strict=True))
 
 
-def test_two_that_name_the_same_keep_their_ports_whoever_speaks_first() -> None:
+def test_ports_that_name_the_same_keep_their_own_names_and_permutations_are_sorted_out() -> None:
     assert settle([Claim(0, 0), Claim(1, 0)]) == [0, 1]
     assert settle([Claim(0, 1), Claim(1, 1)]) == [0, 1]
     assert settle([Claim(0, 0), Claim(1, 0), Claim(2, 1)]) == [0, 1, 2]
-
-
-def test_any_permutation_of_ports_is_sorted_out() -> None:
     for order in permutations(range(4)):
         assert settle([Claim(port, word) for port, word in enumerate(order)]) == list(order)

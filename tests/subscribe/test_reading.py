@@ -70,10 +70,6 @@ def test_a_run_ends_when_time_does_but_has_one_message_at_least() -> None:
     assert len(messages) == 10, "the others wait for the next turn"
 
 
-def test_no_messages_are_no_run() -> None:
-    assert read() == []
-
-
 @pytest.mark.parametrize(
     "odd",
     [
@@ -100,6 +96,7 @@ def test_the_first_message_that_is_not_ordinary_ends_the_run(odd: list[bytes]) -
 
 
 def test_after_a_jump_of_the_seq_another_run_begins() -> None:
+    assert read() == []
     runs = read(message(7), message(8), message(10), message(11), message(11))
     assert [run.first_seq for run in runs if isinstance(run, Run)] == [7, 10, 11]
 
@@ -113,14 +110,12 @@ def test_damage_is_told_in_its_place_with_the_seq_where_that_is_legible() -> Non
     assert (reader.topic.filtered, reader._notes.counters["decode_failures"]) == (1, 2)
 
 
-def test_a_dp_rank_is_no_news_once_the_publisher_is_named() -> None:
-    assert first_run(message(7, b"7@1"), message(8), named=1).timestamps == [7.0, 8.0]
-
-
 def test_the_first_batch_that_names_a_dp_rank_says_so_and_begins_a_run() -> None:
-    events = read(message(7), message(8, b"8@3"), message(9, b"9@3"))
+    messages = [message(7), message(8, b"8@3"), message(9, b"9@3")]
+    events = read(*messages)
     assert events[1] == Named(3)
     assert [run.timestamps for run in events if isinstance(run, Run)] == [[7.0], [8.0, 9.0]]
+    assert first_run(*messages, named=3).timestamps == [7.0, 8.0, 9.0], "it is no news"
 
 
 def test_until_the_topic_is_confirmed_every_message_is_looked_at() -> None:

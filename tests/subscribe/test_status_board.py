@@ -44,118 +44,91 @@ class Board(StatusBoard):
         self.show([status(A), status(B, state=State.SYNCING, complete=False, lag=3)])
 
 
-def test_trusts_hold_what_the_statuses_say() -> None:
-    assert Board().trusts() == {
-        A: Trust(State.LIVE, True, 0),
-        B: Trust(State.SYNCING, False, 3),
-    }
+@pytest.fixture
+def board() -> Board:
+    return Board()
 
 
-def test_the_same_trusts_are_returned_while_only_progress_is_shown() -> None:
-    board = Board()
-    before = board.trusts()
+def test_trusts_and_live_ranks_are_the_same_objects_while_nothing_in_them_changes(
+    board: Board,
+) -> None:
+    trusts, live = board.trusts(), board.live()
+    assert trusts == {A: Trust(State.LIVE, True, 0), B: Trust(State.SYNCING, False, 3)}
+    assert live == {A}
     board.show([status(A, seq=6, last_event_age=1.0)])
-    assert board.trusts() is before
+    assert board.trusts() is trusts
+    board.show([status(A, seq=6, lag=2, complete=False), status(B, state=State.SYNCING, lag=9)])
+    assert board.live() is live
 
 
 @pytest.mark.parametrize(
     "change", [{"state": State.REPAIRING}, {"complete": False}, {"lag": 1}], ids=str
 )
 def test_a_change_that_matters_makes_new_trusts_and_leaves_the_old_as_they_were(
-    change: dict[str, Any],
+    change: dict[str, Any], board: Board
 ) -> None:
-    board = Board()
     before = board.trusts()
     board.show([status(A, **change)])
     assert board.trusts()[A] == status(A, **change).trust
     assert before[A] == Trust(State.LIVE, True, 0)
-
-
-def test_trusts_cannot_be_written() -> None:
     with pytest.raises(TypeError):
-        Board().trusts()[A] = Trust(State.LIVE, True, 0)  # type: ignore[index]
+        before[A] = Trust(State.LIVE, True, 0)  # type: ignore[index]
 
 
-def test_ranks_that_come_go_or_are_renamed_show_at_once() -> None:
-    board = Board()
-    board.trusts()
-    board.show([status(Rank("c", 0))])
-    assert set(board.trusts()) == {A, B, Rank("c", 0)}
-    board.remove([Rank("c", 0)])
-    assert set(board.trusts()) == {A, B}
-    board.rename([A], {A: Rank("a", 1)})
-    assert set(board.trusts()) == {B}
-    board.end("closed")
+def test_ranks_that_come_go_live_die_or_are_renamed_show_at_once(board: Board) -> None:
+    c = [Rank("c", 0), Rank("c", 1)]
+    changes: list[tuple[Callable[[], None], set[Rank], set[Rank]]] = [
+        (lambda: None, {A, B}, {A}),
+        (lambda: board.show([status(B)]), {A, B}, {A, B}),
+        (lambda: board.show([status(A, state=State.REPAIRING)]), {A, B}, {B}),
+        (lambda: board.show([status(rank) for rank in c]), {A, B, *c}, {B, *c}),
+        (lambda: board.remove(c), {A, B}, {B}),
+        (lambda: board.rename([B], {B: Rank("b", 1)}), {A}, set()),
+        (lambda: board.show([status(A)]), {A}, {A}),
+        (lambda: board.end("closed"), {A}, set()),
+    ]
+    for change, ranks, live in changes:
+        change()
+        assert set(board.trusts()) == ranks
+        assert board.live() == live
     assert {trust.state for trust in board.trusts().values()} == {State.CLOSED}
 
 
-def test_what_was_live_is_stale_while_the_thread_is_stuck_and_only_then() -> None:
-    board = Board()
-    live = board.trusts()
+def test_what_was_live_is_stale_while_the_thread_is_stuck_and_only_then(board: Board) -> None:
+    trusts, live = board.trusts(), board.live()
+    board.wait_live([A], 0.0)
     board.now = LATEST
-    stuck = board.trusts()
-    assert stuck[A] == Trust(State.STALE, True, 0)
-    assert stuck[B] == live[B]
-    assert board.trusts() is stuck
+    stuck = board.trusts(), board.live()
+    assert stuck == ({A: Trust(State.STALE, True, 0), B: trusts[B]}, frozenset())
+    assert board.trusts() is stuck[0]
+    assert board.live() is stuck[1]
+    with pytest.raises(NotLiveError, match="stuck for 10 s"):
+        board.wait_live([A], 0.0)
+    assert not board.wait_for(lambda statuses: statuses[A].state is State.LIVE, 0.0)
     board.sign(board.now)
-    assert board.trusts()[A] == live[A]
-
-
-def test_the_live_ranks_are_one_object_while_no_state_changes() -> None:
-    board = Board()
-    live = board.live()
-    assert live == {A}
-    board.show([status(A, seq=6, lag=2, complete=False)])
-    board.show([status(B, state=State.SYNCING, lag=9)])
+    assert board.trusts()[A] == trusts[A]
     assert board.live() is live
+    board.wait_live([A], 0.0)
 
 
-def test_ranks_come_to_life_and_die_at_once() -> None:
-    board = Board()
-    seen = [board.live()]
-    changes: list[Callable[[], None]] = [
-        lambda: board.show([status(B)]),
-        lambda: board.show([status(A, state=State.REPAIRING)]),
-        lambda: board.show([status(Rank("c", 0)), status(Rank("c", 1))]),
-        lambda: board.remove([Rank("c", 0), Rank("c", 1)]),
-        lambda: board.rename([B], {B: Rank("b", 1)}),
-        lambda: board.show([status(A)]),
-        lambda: board.end("closed"),
-    ]
-    for change in changes:
-        change()
-        seen.append(board.live())
-    c = {Rank("c", 0), Rank("c", 1)}
-    assert seen == [{A}, {A, B}, {B}, {B, *c}, {B}, set(), {A}, set()]
-
-
-def test_nobody_is_live_while_the_thread_is_stuck_and_only_then() -> None:
-    board = Board()
-    live = board.live()
-    board.now = LATEST
-    stuck = board.live()
-    assert stuck == frozenset()
-    assert board.live() is stuck
-    board.sign(board.now)
-    assert board.live() is live
-
-
-@pytest.mark.parametrize("name", [A, ("a", 0), "a/0", "a"])
-def test_a_status_is_found_by_rank_text_and_the_name_of_a_worker_with_one_rank(name: Any) -> None:
-    assert Board().get(name).rank == A
-    Board().wait_live([name], timeout=0.0)
-
-
-def test_a_renamed_rank_is_found_by_the_text_of_its_ports_name_too() -> None:
-    board = Board()
-    board.rename([A], {A: Rank("a", 3)})
-    board.show([status(Rank("a", 3))])
+def test_a_rank_is_found_by_its_text_its_ports_name_and_its_worker_if_that_has_one_rank(
+    board: Board,
+) -> None:
+    names: list[Any] = [A, ("a", 0), "a/0", "a"]
+    for name in names:
+        assert board.get(name).rank == A
+        board.wait_live([name], timeout=0.0)
+    moved = Rank("a", 3)
+    board.rename([A], {A: moved})
+    board.show([status(moved)])
     for name in (A, "a/0", "a/3", "a"):
-        assert board.get(name).rank == Rank("a", 3)
+        assert board.get(name).rank == moved
 
 
-def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothing() -> None:
-    board, moved = Board(), Rank("a", 3)
+def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothing(
+    board: Board,
+) -> None:
+    moved = Rank("a", 3)
     board.rename((), {A: A, B: B})
     reported: list[RankStatus] = []
     _, stop = board.listen(reported.extend)
@@ -174,8 +147,9 @@ def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothin
     assert len(board._names) == 2
 
 
-def test_all_ranks_of_a_worker_are_waited_for_and_none_of_them_is_the_workers_status() -> None:
-    board = Board()
+def test_all_ranks_of_a_worker_are_waited_for_and_none_of_them_is_the_workers_status(
+    board: Board,
+) -> None:
     board.show([status(Rank("b", 1))])
     with pytest.raises(NotLiveError) as late:
         board.wait_live("b", timeout=0.0)
@@ -192,8 +166,7 @@ def test_what_is_no_rank_is_refused_by_a_status_and_by_a_wait(name: Any) -> None
         Board().wait_live([name], timeout=0.0)
 
 
-def test_a_disowned_board_needs_no_lock_and_is_closed_with_the_reason() -> None:
-    board = Board()
+def test_a_disowned_board_needs_no_lock_and_is_closed_with_the_reason(board: Board) -> None:
     with board._changed:  # by a thread that a forked child lacks
         board.disown("forked")
     assert {status.reason for status in board.all().values()} == {"forked"}
@@ -202,19 +175,7 @@ def test_a_disowned_board_needs_no_lock_and_is_closed_with_the_reason() -> None:
         board.wait_live(None, timeout=LATEST)
 
 
-def test_nobody_is_live_for_those_who_wait_while_the_thread_is_stuck() -> None:
-    board = Board()
-    board.wait_live([A], 0.0)
-    board.now = LATEST
-    with pytest.raises(NotLiveError, match="stuck for 10 s"):
-        board.wait_live([A], 0.0)
-    assert not board.wait_for(lambda statuses: statuses[A].state is State.LIVE, 0.0)
-    board.sign(board.now)
-    board.wait_live([A], 0.0)
-
-
-def test_whoever_insists_on_complete_ranks_waits_for_them() -> None:
-    board = Board()
+def test_whoever_insists_on_complete_ranks_waits_for_them(board: Board) -> None:
     board.wait_live([A], 0.0, complete=True)
     board.show([status(A, complete=False, reason="no replay endpoint")])
     board.wait_live([A], 0.0)
@@ -222,8 +183,7 @@ def test_whoever_insists_on_complete_ranks_waits_for_them() -> None:
         board.wait_live([A], 0.0, complete=True)
 
 
-def test_what_a_condition_is_shown_cannot_be_changed_and_has_ages_not_times() -> None:
-    board = Board()
+def test_what_a_condition_is_shown_cannot_be_changed_and_has_ages_not_times(board: Board) -> None:
     board.now = 7.0
     board.show([status(A, last_event_age=5.0)])
     shown: list[Any] = []

@@ -9,20 +9,13 @@ from typing import Any
 import pytest
 
 from kvindex import BusyError, ClosedError, Rank, State, UnknownRankError
-from kvindex.subscribe import (
-    RankAdded,
-    RankBatch,
-    RankRestarted,
-    StreamItem,
-    Subscriber,
-)
+from kvindex.subscribe import RankAdded, RankBatch, RankRestarted, StreamItem, Subscriber
 from kvindex.subscribe.resumption import SavedCursor
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, REPLAYS, worker_of
+from tests.subscribe.peers import RANK, BlockingSink, batch_seqs
 
 pytestmark = pytest.mark.e2e
-
-RANK = Rank("engine", 0)
 
 
 def subscriber_to(
@@ -46,24 +39,19 @@ def ignore(item: StreamItem) -> None:
     """A sink that wants nothing."""
 
 
-def test_a_function_is_called_on_the_thread_and_its_result_comes_back() -> None:
+def test_a_function_is_called_on_the_thread_until_the_subscriber_is_closed() -> None:
     with Subscriber(sink=ignore) as subscriber:
         assert subscriber.call(threading.current_thread).name == "kvindex-subscriber"
         assert subscriber.call(lambda: subscriber.call(lambda: 7)) == 7
         with pytest.raises(ZeroDivisionError):
             subscriber.call(lambda: 1 // 0)
         assert subscriber.call(lambda: "still there") == "still there"
-
-
-def test_a_closed_subscriber_calls_nothing() -> None:
-    subscriber = Subscriber(sink=ignore)
-    subscriber.close()
     for ask in (lambda: subscriber.call(lambda: 1), lambda: subscriber.cursor(RANK)):
         with pytest.raises(ClosedError):
             ask()
 
 
-def test_a_sink_cannot_call_since_it_stands_within_an_item() -> None:
+def test_a_sink_cannot_call_since_it_stands_within_an_item(engine: FakeEngine) -> None:
     caught: list[Exception] = []
 
     def sink(item: StreamItem) -> None:
@@ -73,64 +61,52 @@ def test_a_sink_cannot_call_since_it_stands_within_an_item() -> None:
             except BusyError as error:
                 caught.append(error)
 
-    with FakeEngine("engine") as engine:
-        with subscriber_to(engine, sink=sink) as subscriber:
-            subscriber.wait_live(PATIENCE)
-            engine.serve(range(100))
-            caught_up(subscriber, engine)
+    with subscriber_to(engine, sink=sink) as subscriber:
+        subscriber.wait_live(PATIENCE)
+        engine.serve(range(100))
+        caught_up(subscriber, engine)
     assert len(caught) == 1
 
 
-def test_a_slow_sink_is_waited_for_as_long_as_the_caller_says() -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def sink(item: StreamItem) -> None:
-        if isinstance(item, RankBatch):
-            inside.set()
-            leave.wait(PATIENCE)
-
-    with FakeEngine("engine") as engine:
-        with subscriber_to(engine, sink=sink) as subscriber:
-            subscriber.wait_live(PATIENCE)
-            engine.serve(range(100))
-            assert inside.wait(PATIENCE)
-            called = []
-            with pytest.raises(BusyError):
-                subscriber.call(lambda: called.append(1), timeout=0.01)
-            leave.set()
-            assert subscriber.call(lambda: len(called)) == 0, "what was given up is not made up for"
+def test_a_slow_sink_is_waited_for_as_long_as_the_caller_says(engine: FakeEngine) -> None:
+    sink = BlockingSink()
+    with subscriber_to(engine, sink=sink) as subscriber:
+        subscriber.wait_live(PATIENCE)
+        engine.serve(range(100))
+        sink.wait_blocked()
+        called = []
+        with pytest.raises(BusyError):
+            subscriber.call(lambda: called.append(1), timeout=0.01)
+        sink.go_on.set()
+        assert subscriber.call(lambda: len(called)) == 0, "what was given up is not made up for"
 
 
-def test_within_a_call_the_cursor_stands_where_the_sink_does() -> None:
-    seqs: list[int] = []
-
-    def sink(item: StreamItem) -> None:
-        if isinstance(item, RankBatch):
-            seqs.append(item.seq)
+def test_within_a_call_the_cursor_stands_where_the_sink_does(engine: FakeEngine) -> None:
+    items: list[StreamItem] = []
 
     def both() -> tuple[int, bytes | None]:
-        return seqs[-1] if seqs else -1, subscriber.cursor(RANK)
+        return max(batch_seqs(items), default=-1), subscriber.cursor(RANK)
 
-    with FakeEngine("engine") as engine:
-        with subscriber_to(engine, sink=sink) as subscriber:
-            subscriber.wait_live(PATIENCE)
-            for number in range(300):
-                engine.serve([number * 100 + i for i in range(16)])
-                if number % 10 == 0:
-                    seen, cursor = subscriber.call(both)
-                    stands = -1 if cursor is None else SavedCursor.decode(cursor).cursor.seq
-                    assert stands == seen
-            caught_up(subscriber, engine)
-            assert subscriber.call(both)[0] == engine.published - 1
+    with subscriber_to(engine, sink=items.append) as subscriber:
+        subscriber.wait_live(PATIENCE)
+        for number in range(300):
+            engine.serve([number * 100 + i for i in range(16)])
+            if number % 10 == 0:
+                seen, cursor = subscriber.call(both)
+                stands = -1 if cursor is None else SavedCursor.decode(cursor).cursor.seq
+                assert stands == seen
+        caught_up(subscriber, engine)
+        assert subscriber.call(both)[0] == engine.published - 1
 
 
-def test_a_rank_without_batches_has_no_cursor_and_an_unknown_one_is_unknown() -> None:
-    with FakeEngine("engine") as engine:
-        with subscriber_to(engine, sink=ignore) as subscriber:
-            subscriber.wait_live(PATIENCE)
-            assert subscriber.cursor(RANK) is None
-            with pytest.raises(UnknownRankError):
-                subscriber.cursor(Rank("engine", 1))
+def test_a_rank_without_batches_has_no_cursor_and_an_unknown_one_is_unknown(
+    engine: FakeEngine,
+) -> None:
+    with subscriber_to(engine, sink=ignore) as subscriber:
+        subscriber.wait_live(PATIENCE)
+        assert subscriber.cursor(RANK) is None
+        with pytest.raises(UnknownRankError):
+            subscriber.cursor(Rank("engine", 1))
 
 
 def first_cursor(engine: FakeEngine) -> bytes:
@@ -141,22 +117,23 @@ def first_cursor(engine: FakeEngine) -> bytes:
     return cursor
 
 
-def test_a_sink_is_given_what_follows_the_cursor_and_nothing_else() -> None:
+def test_a_sink_is_given_what_follows_the_cursor_and_nothing_else(engine: FakeEngine) -> None:
     items: list[StreamItem] = []
-    with FakeEngine("engine") as engine:
-        engine.run(Workload(10, seed=1))
-        cursor, saved = first_cursor(engine), engine.published
-        engine.run(Workload(10, seed=2))
-        with subscriber_to(engine, sink=items.append, resume={RANK: cursor}) as subscriber:
-            caught_up(subscriber, engine)
-        assert isinstance(items[0], RankAdded)
-        batches = [item for item in items[1:] if isinstance(item, RankBatch)]
-        assert batches == items[1:]
-        assert [batch.seq for batch in batches] == list(range(saved, engine.published))
-        assert {batch.epoch for batch in batches} == {0}
+    engine.run(Workload(10, seed=1))
+    cursor, saved = first_cursor(engine), engine.published
+    engine.run(Workload(10, seed=2))
+    with subscriber_to(engine, sink=items.append, resume={RANK: cursor}) as subscriber:
+        caught_up(subscriber, engine)
+    assert isinstance(items[0], RankAdded)
+    batches = [item for item in items[1:] if isinstance(item, RankBatch)]
+    assert batches == items[1:]
+    assert batch_seqs(batches) == list(range(saved, engine.published))
+    assert {batch.epoch for batch in batches} == {0}
 
 
-def test_a_cursor_of_other_fingerprints_is_a_restart_before_anything_else() -> None:
+def test_a_cursor_of_other_fingerprints_is_a_restart_before_anything_else(
+    engine: FakeEngine,
+) -> None:
     class Mine:
         identity = "mine"
 
@@ -164,28 +141,26 @@ def test_a_cursor_of_other_fingerprints_is_a_restart_before_anything_else() -> N
             return len(payload)
 
     items: list[StreamItem] = []
-    with FakeEngine("engine") as engine:
-        engine.serve(range(100))
-        resume = {RANK: first_cursor(engine)}
-        with subscriber_to(
-            engine, sink=items.append, resume=resume, fingerprints=Mine()
-        ) as subscriber:
-            caught_up(subscriber, engine)
-            counters = subscriber.status(RANK).counters
+    engine.serve(range(100))
+    options = {"resume": {RANK: first_cursor(engine)}, "fingerprints": Mine()}
+    with subscriber_to(engine, sink=items.append, **options) as subscriber:
+        caught_up(subscriber, engine)
+        counters = subscriber.status(RANK).counters
     assert items[:2] == [RankAdded(RANK), RankRestarted(RANK, 1, "other_fingerprints")]
     assert [type(item) for item in items[2:]] == [RankBatch]
     assert counters["refused_other_fingerprints"] == 1
 
 
-def test_cursors_of_nobody_are_counted_and_those_of_later_workers_wait_to_be_given() -> None:
-    with FakeEngine("engine") as engine:
-        engine.serve(range(100))
-        resume = {RANK: first_cursor(engine), Rank("engine", 3): b"?", Rank("gone"): b"?"}
-        with subscriber_to(sink=ignore, resume=resume) as subscriber:
-            assert subscriber.statistics()["thread"]["cursors_unused"] == 3
-            subscriber.add(worker_of(engine), resume=resume)
-            caught_up(subscriber, engine)
-            status = subscriber.status(RANK)
-            assert status.counters["resumed"] == 1
-            assert status.restarts == 0
-            assert subscriber.statistics()["thread"]["cursors_unused"] == 4
+def test_cursors_of_nobody_are_counted_and_those_of_later_workers_wait_to_be_given(
+    engine: FakeEngine,
+) -> None:
+    engine.serve(range(100))
+    resume = {RANK: first_cursor(engine), Rank("engine", 3): b"?", Rank("gone"): b"?"}
+    with subscriber_to(sink=ignore, resume=resume) as subscriber:
+        assert subscriber.statistics()["thread"]["cursors_unused"] == 3
+        subscriber.add(worker_of(engine), resume=resume)
+        caught_up(subscriber, engine)
+        status = subscriber.status(RANK)
+        assert status.counters["resumed"] == 1
+        assert status.restarts == 0
+        assert subscriber.statistics()["thread"]["cursors_unused"] == 4

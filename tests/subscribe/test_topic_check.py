@@ -9,29 +9,30 @@ from kvindex.subscribe.diagnosis import TopicCheck
 pytestmark = pytest.mark.unit
 
 
+def connected(topic: bytes) -> TopicCheck:
+    check = TopicCheck(topic)
+    check.connected(10.0)
+    return check
+
+
 def test_the_empty_topic_fits_everything_and_needs_no_proof() -> None:
-    check = TopicCheck(b"")
-    check.connected(0.0)
-    assert check.confirmed
-    assert not check.open
-    assert check.deadline is None
+    check = connected(b"")
+    assert (check.confirmed, check.open, check.deadline) == (True, False, None)
     assert check.fits(b"anything")
 
 
 def test_a_topic_is_open_until_a_message_confirms_it() -> None:
-    check = TopicCheck(b"kv")
-    check.connected(10.0)
+    check = connected(b"kv")
     assert check.open
     assert check.deadline is not None
     assert check.fits(b"kv-events")
-    assert check.confirmed
     assert not check.open
+    assert check.confirmed
     assert check.deadline is None
 
 
 def test_only_other_topics_contradict_it_and_are_named() -> None:
-    check = TopicCheck(b"kv@")
-    check.connected(0.0)
+    check = connected(b"kv@")
     assert not check.fits(b"")
     assert not check.fits(b"load")
     assert check.contradicted
@@ -41,8 +42,7 @@ def test_only_other_topics_contradict_it_and_are_named() -> None:
 
 
 def test_a_relay_with_several_topics_is_no_contradiction() -> None:
-    check = TopicCheck(b"kv@a")
-    check.connected(0.0)
+    check = connected(b"kv@a")
     assert not check.fits(b"kv@b")
     assert check.fits(b"kv@a@model")
     assert not check.contradicted
@@ -50,8 +50,7 @@ def test_a_relay_with_several_topics_is_no_contradiction() -> None:
 
 
 def test_silence_is_taken_for_consent_after_a_while() -> None:
-    check = TopicCheck(b"kv")
-    check.connected(0.0)
+    check = connected(b"kv")
     assert check.deadline is not None
     check.decide(check.deadline - 0.1)
     assert check.open

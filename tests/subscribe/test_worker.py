@@ -11,49 +11,37 @@ from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker, connec
 pytestmark = pytest.mark.unit
 
 
-def addresses(worker: Worker) -> list[tuple[int, str, str | None]]:
-    return [(a.dp_rank, a.endpoint, a.replay) for a in worker.publishers()]
-
-
-def test_rank_r_is_at_port_plus_r_on_both_endpoints() -> None:
-    worker = Worker("w", "tcp://h:5557", replay="tcp://h:5657", dp_size=2)
-    assert addresses(worker) == [
-        (0, "tcp://h:5557", "tcp://h:5657"),
-        (1, "tcp://h:5558", "tcp://h:5658"),
-    ]
-
-
-def test_one_rank_without_replay_is_the_default() -> None:
-    assert addresses(Worker("w", "tcp://h:1")) == [(0, "tcp://h:1", None)]
-
-
-def test_inproc_ranks_have_the_engines_suffix() -> None:
-    worker = Worker("w", "inproc://kv", dp_size=3)
-    assert [endpoint for _, endpoint, _ in addresses(worker)] == [
-        "inproc://kv",
-        "inproc://kv_dp1",
-        "inproc://kv_dp2",
-    ]
-
-
-def test_an_ipv6_host_keeps_its_brackets() -> None:
-    assert addresses(Worker("w", "tcp://[::1]:5557", dp_size=2))[1][1] == "tcp://[::1]:5558"
-
-
-def test_explicit_endpoints_are_taken_as_they_are() -> None:
-    worker = Worker("w", ["tcp://a:1", "ipc:///run/b"], ["tcp://a:2", "ipc:///run/c"])
-    assert addresses(worker) == [
-        (0, "tcp://a:1", "tcp://a:2"),
-        (1, "ipc:///run/b", "ipc:///run/c"),
-    ]
-
-
-def test_a_mapping_names_the_dp_ranks() -> None:
-    worker = Worker("w", {4: "tcp://a:1", 2: "tcp://b:1"}, replay={2: "tcp://b:2", 4: "tcp://a:2"})
-    assert addresses(worker) == [
-        (2, "tcp://b:1", "tcp://b:2"),
-        (4, "tcp://a:1", "tcp://a:2"),
-    ]
+@pytest.mark.parametrize(
+    ("worker", "expected"),
+    [
+        (
+            Worker("w", "tcp://h:5557", replay="tcp://h:5657", dp_size=2),
+            [(0, "tcp://h:5557", "tcp://h:5657"), (1, "tcp://h:5558", "tcp://h:5658")],
+        ),
+        (Worker("w", "tcp://h:1"), [(0, "tcp://h:1", None)]),
+        (
+            Worker("w", "inproc://kv", dp_size=3),
+            [(0, "inproc://kv", None), (1, "inproc://kv_dp1", None), (2, "inproc://kv_dp2", None)],
+        ),
+        (
+            Worker("w", "tcp://[::1]:5557", dp_size=2),
+            [(0, "tcp://[::1]:5557", None), (1, "tcp://[::1]:5558", None)],
+        ),
+        (
+            Worker("w", ["tcp://a:1", "ipc:///run/b"], ["tcp://a:2", "ipc:///run/c"]),
+            [(0, "tcp://a:1", "tcp://a:2"), (1, "ipc:///run/b", "ipc:///run/c")],
+        ),
+        (
+            Worker("w", {4: "tcp://a:1", 2: "tcp://b:1"}, {2: "tcp://b:2", 4: "tcp://a:2"}),
+            [(2, "tcp://b:1", "tcp://b:2"), (4, "tcp://a:1", "tcp://a:2")],
+        ),
+    ],
+    ids=["port plus rank", "no replay", "inproc suffix", "IPv6", "listed", "by dp_rank"],
+)
+def test_each_rank_has_an_address(
+    worker: Worker, expected: list[tuple[int, str, str | None]]
+) -> None:
+    assert [(a.dp_rank, a.endpoint, a.replay) for a in worker.publishers()] == expected
 
 
 @pytest.mark.parametrize(

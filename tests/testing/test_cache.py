@@ -16,24 +16,13 @@ from kvindex.testing import (
     PagedCache,
     Workload,
 )
-from kvindex.wire import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-)
+from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
+from tests.testing.events import removals, stores
 
 pytestmark = pytest.mark.unit
 
 HYBRID = CacheOptions(groups=(Group(), Group.window(9)))
-
-
-def stores(events: list[Any] | tuple[Any, ...]) -> list[BlockStored]:
-    return [event for event in events if isinstance(event, BlockStored)]
-
-
-def removals(events: list[Any] | tuple[Any, ...]) -> list[BlockRemoved]:
-    return [event for event in events if isinstance(event, BlockRemoved)]
 
 
 def test_a_prompt_is_stored_as_one_chain_and_hit_the_next_time() -> None:
@@ -200,7 +189,7 @@ def test_window_blocks_leave_before_those_of_full_attention() -> None:
     assert cache.hit(range(9)) < 8
 
 
-def test_clear_is_announced_with_the_next_step() -> None:
+def test_clear_is_announced_with_the_next_step_and_may_leave_the_cpu_tier() -> None:
     engine = FakeEngine(publish=False, block_size=2)
     engine.serve([1, 1])
     engine.clear()
@@ -210,13 +199,10 @@ def test_clear_is_announced_with_the_next_step() -> None:
     assert [type(event) for event in engine.events] == [AllBlocksCleared, BlockStored]
     engine.clear(flush=True)
     assert engine.events == (AllBlocksCleared(),)
-
-
-def test_clear_of_the_gpu_only_leaves_the_cpu_tier() -> None:
-    cache = PagedCache(block_size=2, cpu_blocks=4)
-    cache.serve([1, 1])
-    cache.clear(gpu_only=True)
-    assert {medium for _, medium, _ in cache.truth()} == {"CPU"}
+    tiered = PagedCache(block_size=2, cpu_blocks=4)
+    tiered.serve([1, 1])
+    tiered.clear(gpu_only=True)
+    assert {medium for _, medium, _ in tiered.truth()} == {"CPU"}
 
 
 def test_check_finds_a_lost_block() -> None:

@@ -9,18 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex.testing import (
-    CacheOptions,
-    FakeEngine,
-    Group,
-    ManualClock,
-    Workload,
-)
+from kvindex.testing import CacheOptions, FakeEngine, Group, ManualClock, Workload
 from kvindex.wire import (
     DIALECTS,
     AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     EventBatch,
     decode_batch,
     encode_batch,
@@ -28,18 +20,11 @@ from kvindex.wire import (
     read_recording,
 )
 from kvindex.wire.errors import ClosedError
+from tests.testing.events import removals, stores
 
 pytestmark = pytest.mark.unit
 
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"
-
-
-def stores(events: list[Any] | tuple[Any, ...]) -> list[BlockStored]:
-    return [event for event in events if isinstance(event, BlockStored)]
-
-
-def removals(events: list[Any] | tuple[Any, ...]) -> list[BlockRemoved]:
-    return [event for event in events if isinstance(event, BlockRemoved)]
 
 
 def test_a_restart_is_empty_and_has_other_hashes() -> None:

@@ -4,38 +4,95 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import le
 
 import pytest
 import zmq
 
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, ManualClock
-from kvindex.wire import decode_batch, parse_live, parse_replay, replay_request
+from kvindex.wire import decode_batch, parse_live, parse_replay
 from kvindex.wire.errors import ClosedError, ConfigurationError, DecodeError
 from tests.live import PATIENCE, until
+from tests.publish.publish_peers import Asker, Context, Peer
+from tests.publish.publish_peers import seqs as replied_seqs
 
 pytestmark = pytest.mark.e2e
 
 
-class Sockets:
-    """A ZeroMQ context that keeps its sockets until the test is over."""
+class Reader(Peer):
+    """A subscriber without any cleverness, and the engine that it reads through a link."""
 
-    def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._made: list[zmq.Socket[bytes]] = []
+    def __init__(
+        self, context: Context, engine: FakeEngine, link: FaultyLink, topic: bytes = b""
+    ) -> None:
+        self.context = context
+        self.engine = engine
+        self.link = link
+        self.socket = context.socket(zmq.SUB)
+        self.socket.reconnect_ivl = 10
+        self.socket.subscribe(topic)
+        self.socket.connect(link.endpoint)
 
-    def socket(self, kind: int) -> zmq.Socket[bytes]:
-        self._made.append(self._context.socket(kind))
-        return self._made[-1]
+    def next(self, timeout: float = PATIENCE) -> list[bytes] | None:
+        if not self.socket.poll(int(timeout * 1000)):
+            return None
+        return self.socket.recv_multipart()
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+    def seq(self) -> int:
+        frames = self.next()
+        assert frames is not None, "nothing arrived"
+        return parse_live(frames).seq
 
+    def seqs(self, count: int) -> list[int]:
+        return [self.seq() for _ in range(count)]
 
-@pytest.fixture
-def context() -> Iterator[Sockets]:
-    made = Sockets()
-    yield made
-    made.close()
+    def joined(self) -> int:
+        """Publish until something arrives: only then is the subscription known to be in force."""
+        return self.until(lambda seq: True)
+
+    def until(self, wanted: Callable[[int], bool]) -> int:
+        """Publish until a wanted seq arrives, and read what was published; return the last."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            self.publish()
+            frames = self.next(timeout=0.02)
+            if frames is not None and wanted(last := parse_live(frames).seq):
+                while last < self.engine.published - 1:
+                    last = self.seq()
+                return last
+        raise AssertionError("nothing wanted arrived")
+
+    def publish(self, count: int = 1) -> None:
+        """Publish batches, each of a prompt not seen before."""
+        for _ in range(count):
+            self.engine.serve([self.engine.published] * 4)
+
+    def replay_of(self, count: Callable[[dict[str, int]], int]) -> list[list[bytes]]:
+        """Return the replies once as many came as follows from the link's statistics."""
+        asker, replies = self._asker(), list[list[bytes]]()
+
+        def received() -> int:
+            if asker.socket.poll(5):
+                replies.append(asker.socket.recv_multipart())
+            return len(replies)
+
+        until(received, lambda number: number == count(self.link.statistics()))
+        return replies
+
+    def replay(self, timeout: float = PATIENCE) -> list[list[bytes]]:
+        """Ask from 0; return the replies until the end marker, or until none comes any more."""
+        asker, replies = self._asker(), list[list[bytes]]()
+        while asker.socket.poll(int(timeout * 1000)):
+            replies.append(asker.socket.recv_multipart())
+            if readable(replies[-1]) and parse_replay(replies[-1]).end:
+                break
+        return replies
+
+    def _asker(self) -> Asker:
+        asker = Asker(self.context, self.link.replay_endpoint)
+        asker.ask(0)
+        return asker
 
 
 @pytest.fixture
@@ -50,77 +107,15 @@ def link(engine: FakeEngine) -> Iterator[FaultyLink]:
         yield made
 
 
-class Reader:
-    """A subscriber without any cleverness."""
+@pytest.fixture
+def reader(context: Context, engine: FakeEngine, link: FaultyLink) -> Reader:
+    return Reader(context, engine, link)
 
-    def __init__(self, context: Sockets, link: FaultyLink, topic: bytes = b"") -> None:
-        self._context = context
-        self._link = link
-        self.live = context.socket(zmq.SUB)
-        self.live.reconnect_ivl = 10
-        self.live.subscribe(topic)
-        self.live.connect(link.endpoint)
 
-    def next(self, timeout: float = PATIENCE) -> list[bytes] | None:
-        if not self.live.poll(int(timeout * 1000)):
-            return None
-        return self.live.recv_multipart()
-
-    def seq(self) -> int:
-        frames = self.next()
-        assert frames is not None, "nothing arrived"
-        return parse_live(frames).seq
-
-    def seqs(self, count: int) -> list[int]:
-        return [self.seq() for _ in range(count)]
-
-    def joined(self, engine: FakeEngine) -> int:
-        """Publish until something arrives: only then is the subscription known to be in force."""
-        return self.until(engine, lambda frames: True)
-
-    def until(self, engine: FakeEngine, wanted: Callable[[list[bytes]], bool]) -> int:
-        """Publish until a wanted message arrives, and read what was published; return the last."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            publish(engine)
-            frames = self.next(timeout=0.02)
-            if frames is not None and wanted(frames):
-                last = parse_live(frames).seq
-                while last < engine.published - 1:
-                    last = self.seq()
-                return last
-        raise AssertionError("nothing wanted arrived")
-
-    def asker(self) -> zmq.Socket[bytes]:
-        """A socket that asks for a replay from 0."""
-        asker = self._context.socket(zmq.DEALER)
-        assert self._link.replay_endpoint is not None
-        asker.connect(self._link.replay_endpoint)
-        asker.send_multipart(replay_request(0))
-        return asker
-
-    def replay_of(self, count: Callable[[dict[str, int]], int]) -> list[list[bytes]]:
-        """Return the replies once as many came as follows from the link's statistics."""
-        asker, replies = self.asker(), list[list[bytes]]()
-
-        def come() -> int:
-            if asker.poll(5):
-                replies.append(asker.recv_multipart())
-            return len(replies)
-
-        until(come, lambda number: number == count(self._link.statistics()))
-        asker.close()
-        return replies
-
-    def replay(self, timeout: float = PATIENCE) -> list[list[bytes]]:
-        """Ask from 0; return the replies until the end marker, or until none comes any more."""
-        asker, replies = self.asker(), list[list[bytes]]()
-        while asker.poll(int(timeout * 1000)):
-            replies.append(asker.recv_multipart())
-            if readable(replies[-1]) and parse_replay(replies[-1]).end:
-                break
-        asker.close()
-        return replies
+@pytest.fixture
+def last(reader: Reader) -> int:
+    """The last seq that the reader received, in force of its subscription."""
+    return reader.joined()
 
 
 def readable(frames: list[bytes]) -> bool:
@@ -131,22 +126,10 @@ def readable(frames: list[bytes]) -> bool:
     return True
 
 
-def from_seq(first: int) -> Callable[[list[bytes]], bool]:
-    return lambda frames: parse_live(frames).seq >= first
-
-
-def publish(engine: FakeEngine, count: int = 1) -> None:
-    """Publish batches, each of a prompt not seen before."""
-    for _ in range(count):
-        engine.serve([engine.published] * 4)
-
-
 def test_without_faults_everything_passes_unchanged(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
+    reader: Reader, last: int, link: FaultyLink
 ) -> None:
-    reader = Reader(context, link)
-    last = reader.joined(engine)
-    publish(engine, 50)
+    reader.publish(50)
     assert reader.seqs(50) == list(range(last + 1, last + 51))
     replies = [parse_replay(frames) for frames in reader.replay()]
     assert [reply.seq for reply in replies[:-1]] == list(range(last + 51))
@@ -155,81 +138,37 @@ def test_without_faults_everything_passes_unchanged(
     assert link.statistics()["replay.forwarded"] == len(replies)
 
 
-def test_topics_pass_through_to_the_publisher(context: Sockets) -> None:
+def test_topics_pass_through_to_the_publisher(context: Context) -> None:
     with FakeEngine(topic="kv@a", block_size=4) as engine, FaultyLink(engine.endpoint) as link:
         assert link.replay_endpoint is None
-        stranger = Reader(context, link, b"kv@b")
-        reader = Reader(context, link, b"kv@")
-        reader.joined(engine)
+        stranger = Reader(context, engine, link, b"kv@b")
+        Reader(context, engine, link, b"kv@").joined()
         assert stranger.next(timeout=0.0) is None
 
 
-def test_drop_next_drops_exactly_so_many(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
-) -> None:
-    reader = Reader(context, link)
-    last = reader.joined(engine)
+def test_drop_next_drops_exactly_so_many(reader: Reader, last: int, link: FaultyLink) -> None:
     link.drop_next(3)
-    publish(engine, 5)
+    reader.publish(5)
     assert reader.seqs(2) == [last + 4, last + 5]
     assert link.statistics()["live.dropped"] == 3
     assert len(reader.replay()) == last + 7, "dropped live messages can be replayed"
 
 
-def test_duplicated_messages_arrive_twice(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
+def test_live_messages_are_duplicated_reordered_delayed_and_corrupted(
+    reader: Reader, last: int, link: FaultyLink
 ) -> None:
-    reader = Reader(context, link)
-    last = reader.joined(engine)
     link.set_faults(Faults(live=LaneFaults(duplicate=1.0)))
-    publish(engine, 2)
+    reader.publish(2)
     assert reader.seqs(4) == [last + 1, last + 1, last + 2, last + 2]
 
-
-def test_reordered_and_delayed_messages_all_arrive(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
-) -> None:
-    reader = Reader(context, link)
-    last = reader.joined(engine)
     link.set_faults(Faults(live=LaneFaults(reorder=0.4, delay=0.4, max_delay=0.02)))
-    publish(engine, 100)
+    reader.publish(100)
     seqs = reader.seqs(100)
-    assert sorted(seqs) == list(range(last + 1, last + 101))
+    assert sorted(seqs) == list(range(last + 3, last + 103))
     assert seqs != sorted(seqs)
 
-
-def test_a_delay_follows_the_given_clock(context: Sockets, engine: FakeEngine) -> None:
-    clock = ManualClock()
-    with FaultyLink(engine.endpoint, clock=clock) as link:
-        reader = Reader(context, link)
-        last = reader.joined(engine)
-        link.set_faults(Faults(live=LaneFaults(delay=1.0, max_delay=60.0)))
-        publish(engine)
-        assert reader.next(timeout=0.05) is None
-        clock.advance(60.0)
-        assert reader.seq() == last + 1
-
-
-def test_quiesce_sends_on_what_is_held(context: Sockets, engine: FakeEngine) -> None:
-    with FaultyLink(engine.endpoint, clock=ManualClock()) as link:
-        reader = Reader(context, link)
-        last = reader.joined(engine)
-        link.set_faults(Faults(live=LaneFaults(delay=1.0, max_delay=60.0)))
-        publish(engine, 10)
-        until(lambda: link.statistics().get("live.delayed") == 10)
-        link.quiesce()
-        assert sorted(reader.seqs(10)) == list(range(last + 1, last + 11))
-        publish(engine)
-        assert reader.seq() == last + 11
-
-
-def test_corrupted_messages_can_be_recognized(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
-) -> None:
-    reader = Reader(context, link)
-    reader.joined(engine)
     link.set_faults(Faults(live=LaneFaults(corrupt=1.0)))
-    publish(engine, 40)
+    reader.publish(40)
     for _ in range(40):
         frames = reader.next()
         assert frames is not None
@@ -237,102 +176,100 @@ def test_corrupted_messages_can_be_recognized(
             decode_batch(parse_live(frames).payload)
 
 
-def test_replay_has_faults_of_its_own(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
+def test_a_delay_follows_the_given_clock_and_quiesce_sends_on_what_is_held(
+    context: Context, engine: FakeEngine
 ) -> None:
-    publish(engine, 100)
+    clock = ManualClock()
+    with FaultyLink(engine.endpoint, clock=clock) as link:
+        reader = Reader(context, engine, link)
+        last = reader.joined()
+        link.set_faults(Faults(live=LaneFaults(delay=1.0, max_delay=60.0)))
+        reader.publish()
+        assert reader.next(timeout=0.05) is None
+        clock.advance(60.0)
+        assert reader.seq() == last + 1
+        reader.publish(10)
+        until(lambda: link.statistics().get("live.delayed") == 11)
+        link.quiesce()
+        assert sorted(reader.seqs(10)) == list(range(last + 2, last + 12))
+        reader.publish()
+        assert reader.seq() == last + 12
+
+
+def test_replay_has_faults_of_its_own(reader: Reader, link: FaultyLink) -> None:
+    reader.publish(100)
     link.set_faults(Faults(replay=LaneFaults(drop=0.3)))
-    reader = Reader(context, link)
     replies = reader.replay_of(lambda met: 101 - met.get("replay.dropped", 0))
     assert 30 < len(replies) < 95
     link.set_faults(Faults(replay=LaneFaults(corrupt=0.5, duplicate=0.5)))
     damaged = reader.replay_of(lambda met: 101 + met.get("replay.duplicated", 0))
     assert len(damaged) > 101
     assert not all(map(readable, damaged))
-    assert reader.joined(engine), "live messages do not suffer"
+    assert reader.joined(), "live messages do not suffer"
 
 
-def test_a_silent_replay_accepts_and_never_answers(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
-) -> None:
-    publish(engine, 3)
+def test_a_silent_replay_accepts_and_never_answers(reader: Reader, link: FaultyLink) -> None:
+    reader.publish(3)
     link.silence_replay()
-    reader = Reader(context, link)
     assert reader.replay(timeout=0.1) == []
     assert link.statistics()["replay.silenced"] == 1
-    reader.joined(engine)
+    reader.joined()
     link.restore_replay()
-    assert len(reader.replay()) == engine.published + 1
+    assert len(reader.replay()) == reader.engine.published + 1
 
 
-def test_a_cut_is_seen_and_heals_at_the_same_endpoint(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
-) -> None:
-    reader = Reader(context, link)
-    monitor = reader.live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    last = reader.joined(engine)
+def test_a_cut_is_seen_and_heals_at_the_same_endpoint(reader: Reader, link: FaultyLink) -> None:
+    monitor = reader.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    last = reader.joined()
     for _ in range(3):
         link.cut()
         link.cut()
         assert monitor.poll(int(PATIENCE * 1000)), "the subscriber sees the disconnect"
         monitor.recv_multipart()
-        publish(engine, 5)
+        reader.publish(5)
         link.heal()
         link.heal()
-        last = reader.until(engine, from_seq(engine.published))
-    reader.live.disable_monitor()
+        last = reader.until(partial(le, reader.engine.published))
+    reader.socket.disable_monitor()
     monitor.close()
     assert link.statistics()["cuts"] == 3
     assert len(reader.replay()) == last + 2
 
 
-def test_an_engine_restarts_at_the_same_ports(context: Sockets) -> None:
+def test_an_engine_restarts_at_the_same_ports(context: Context) -> None:
     with FakeEngine(dp_rank=3, block_size=4) as engine:
-        reader_link = FaultyLink(engine.endpoint, engine.replay_endpoint)
-        with reader_link as link:
-            reader = Reader(context, link)
-            reader.joined(engine)
+        with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
+            reader = Reader(context, engine, link)
+            reader.joined()
             for hard in (True, False):
-                publish(engine, 50)
+                reader.publish(50)
                 before = engine.endpoint, engine.replay_endpoint
                 engine.restart(hard=hard)
                 assert (engine.endpoint, engine.replay_endpoint) == before
                 assert len(reader.replay()) == 1, "nothing to replay"
-                reader.until(engine, lambda frames: parse_live(frames).seq < 50)
+                reader.until(lambda seq: seq < 50)
 
 
 def test_retarget_follows_an_engine_that_moved(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
+    reader: Reader, last: int, engine: FakeEngine, link: FaultyLink
 ) -> None:
-    reader = Reader(context, link)
-    reader.joined(engine)
     before = engine.endpoint
     engine.restart(keep_ports=False)
     assert engine.endpoint != before
     link.retarget(engine.endpoint, engine.replay_endpoint)
-    last = reader.joined(engine)
+    last = reader.joined()
     assert len(reader.replay()) == last + 2
     with FaultyLink(engine.endpoint) as plain, pytest.raises(ConfigurationError):
         plain.retarget(engine.endpoint, engine.replay_endpoint)
 
 
-def test_clients_get_their_own_replies(
-    context: Sockets, engine: FakeEngine, link: FaultyLink
-) -> None:
-    publish(engine, 20)
-    assert link.replay_endpoint is not None
-    askers = [context.socket(zmq.DEALER) for _ in range(4)]
+def test_clients_get_their_own_replies(context: Context, reader: Reader) -> None:
+    reader.publish(20)
+    askers = [Asker(context, reader.link.replay_endpoint) for _ in range(4)]
     for start, asker in enumerate(askers):
-        asker.connect(link.replay_endpoint)
-        asker.send_multipart(replay_request(start * 5))
+        asker.ask(start * 5)
     for start, asker in enumerate(askers):
-        seqs = []
-        while asker.poll(int(PATIENCE * 1000)):
-            reply = parse_replay(asker.recv_multipart())
-            if reply.end:
-                break
-            seqs.append(reply.seq)
-        assert seqs == list(range(start * 5, 20))
+        assert replied_seqs(asker.receive()) == list(range(start * 5, 20))
 
 
 def test_a_closed_link_accepts_no_commands(engine: FakeEngine) -> None:

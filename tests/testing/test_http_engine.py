@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -18,7 +19,18 @@ from tests.live import PATIENCE
 
 pytestmark = pytest.mark.e2e
 
+NINE = {"prompt": list(range(1, 10)), "max_tokens": 1}
 MESSAGES = [{"role": "user", "content": "Tell me of ships."}]
+
+
+@contextmanager
+def serving(
+    options: HttpOptions | None = None, **engine: Any
+) -> Iterator[tuple[HttpEngine, FakeEngine]]:
+    """Serve an engine of small blocks, which publishes nothing unless told to."""
+    with FakeEngine(**{"block_size": 4, "publish": False, **engine}) as fake:
+        with HttpEngine(fake, options=options or HttpOptions()) as server:
+            yield server, fake
 
 
 def ask(url: str, body: object = None, headers: Mapping[str, str] | None = None) -> Any:
@@ -55,7 +67,7 @@ def test_an_engine_listens_at_its_port_again_at_once() -> None:
 
 
 def test_a_prompt_sent_twice_is_cached_counted_and_indexed() -> None:
-    with FakeEngine(block_size=4) as engine, HttpEngine(engine) as server:
+    with serving(publish=True) as (server, engine):
         worker = Worker("w", engine.endpoint, replay=engine.replay_endpoint)
         prompt = list(range(1, 14))
         assert cached(server, {"prompt": prompt}) == 0
@@ -74,11 +86,7 @@ def test_a_prompt_sent_twice_is_cached_counted_and_indexed() -> None:
 
 
 def test_every_route_reads_a_prompt_as_the_same_tokens() -> None:
-    options = HttpOptions(render=True)
-    with (
-        FakeEngine(block_size=4, publish=False) as engine,
-        HttpEngine(engine, options=options) as server,
-    ):
+    with serving(HttpOptions(render=True)) as (server, engine):
         text = "Tell me of ships."
         tokens = ask(server.url + "/tokenize", {"prompt": text})["tokens"]
         assert tokens == [256, *text.encode()]
@@ -95,7 +103,7 @@ def test_every_route_reads_a_prompt_as_the_same_tokens() -> None:
 
 
 def test_render_is_refused_unless_asked_for_as_vllm_does() -> None:
-    with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
+    with serving() as (server, _):
         for path in ("/v1/completions/render", "/v1/chat/completions/render"):
             with pytest.raises(HTTPError) as raised:
                 ask(server.url + path, {"prompt": "x", "messages": MESSAGES})
@@ -130,17 +138,17 @@ def test_an_engine_without_events_names_no_sources() -> None:
 
 
 def test_sglang_describes_itself_and_its_publishers() -> None:
-    with FakeEngine(dialect="sglang-0.5.22", block_size=8, topic="kv") as engine:
-        with HttpEngine(engine, options=HttpOptions(role="decode")) as server:
-            info = ask(server.url + "/server_info")
-            assert info == ask(server.url + "/get_server_info")
-            assert (info["version"], info["page_size"]) == ("0.5.22", 8)
-            assert info["disaggregation_mode"] == "decode"
-            port = int(engine.endpoint.rpartition(":")[2])
-            assert info["kv_events"]["endpoint_port_base"] == port
-            assert info["kv_events"]["topic"] == "kv"
-            assert refused(server.url + "/kv_event_sources") == 404
-            assert "sglang:cached_tokens_total" in ask(server.url + "/metrics")
+    sglang = {"dialect": "sglang-0.5.22", "block_size": 8, "topic": "kv", "publish": True}
+    with serving(HttpOptions(role="decode"), **sglang) as (server, engine):
+        info = ask(server.url + "/server_info")
+        assert info == ask(server.url + "/get_server_info")
+        assert (info["version"], info["page_size"]) == ("0.5.22", 8)
+        assert info["disaggregation_mode"] == "decode"
+        port = int(engine.endpoint.rpartition(":")[2])
+        assert info["kv_events"]["endpoint_port_base"] == port
+        assert info["kv_events"]["topic"] == "kv"
+        assert refused(server.url + "/kv_event_sources") == 404
+        assert "sglang:cached_tokens_total" in ask(server.url + "/metrics")
 
 
 def test_ranks_behind_one_port_take_turns_unless_one_is_named() -> None:
@@ -154,36 +162,31 @@ def test_ranks_behind_one_port_take_turns_unless_one_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "hits", "holds", "publishes"),
     [
-        HttpOptions(prefix_caching=False),
-        HttpOptions(reads_cache=False),
+        (HttpOptions(), [0, 8], True, True),
+        (HttpOptions(prefix_caching=False), [0, 0], False, False),
+        (HttpOptions(reads_cache=False), [0, 0], True, True),
+        (HttpOptions(silent=True), [0, 8], True, False),
     ],
 )
-def test_an_engine_that_does_not_use_its_cache_reports_no_hits(options: HttpOptions) -> None:
-    with FakeEngine(block_size=4, publish=False) as engine:
-        with HttpEngine(engine, options=options) as server:
-            prompt = {"prompt": list(range(1, 10))}
-            assert [cached(server, prompt) for _ in range(2)] == [0, 0]
-            assert bool(engine.truth()) is options.prefix_caching
-
-
-def test_prompt_logprobs_leave_the_cache_unread() -> None:
-    with FakeEngine(block_size=4, publish=False) as engine, HttpEngine(engine) as server:
-        prompt = {"prompt": list(range(1, 10))}
-        assert [cached(server, prompt) for _ in range(2)] == [0, 8]
-        assert cached(server, {**prompt, "prompt_logprobs": 1}) == 0
+def test_an_engine_holds_reports_and_publishes_as_its_options_say(
+    options: HttpOptions, hits: list[int], holds: bool, publishes: bool
+) -> None:
+    with serving(options, publish=True) as (server, engine):
+        assert [cached(server, NINE) for _ in range(2)] == hits
+        assert cached(server, {**NINE, "prompt_logprobs": 1}) == 0, "these leave the cache unread"
+        assert bool(engine.truth()) is holds
+        assert (engine.published > 0) is publishes
 
 
 def test_salts_and_adapters_are_namespaces_of_their_own() -> None:
-    with FakeEngine(block_size=4, publish=False) as engine:
-        with HttpEngine(engine, options=HttpOptions(loras=("tone",))) as server:
-            for extra in ({}, {"cache_salt": "x"}, {"model": "tone"}):
-                body = {"prompt": list(range(1, 10)), **extra}
-                assert [cached(server, body) for _ in range(2)] == [0, 8]
-            names = [model["id"] for model in ask(server.url + "/v1/models")["data"]]
-            assert names == ["fake-model", "tone"]
-            assert refused(server.url + "/v1/completions", {"model": "x", "prompt": [1]}) == 404
+    with serving(HttpOptions(loras=("tone",))) as (server, _):
+        for extra in ({}, {"cache_salt": "x"}, {"model": "tone"}):
+            assert [cached(server, {**NINE, **extra}) for _ in range(2)] == [0, 8]
+        names = [model["id"] for model in ask(server.url + "/v1/models")["data"]]
+        assert names == ["fake-model", "tone"]
+        assert refused(server.url + "/v1/completions", {"model": "x", "prompt": [1]}) == 404
 
 
 def test_a_hit_may_be_a_block_short_and_stay_unreported() -> None:
@@ -194,14 +197,6 @@ def test_a_hit_may_be_a_block_short_and_stay_unreported() -> None:
         with HttpEngine(engine, options=HttpOptions(cached_tokens=False)) as server:
             usage = ask(server.url + "/v1/completions", prompt)["usage"]
             assert usage["prompt_tokens_details"] is None
-
-
-def test_a_silent_engine_serves_and_publishes_nothing() -> None:
-    with FakeEngine(block_size=4) as engine:
-        with HttpEngine(engine, options=HttpOptions(silent=True)) as server:
-            prompt = {"prompt": list(range(1, 10))}
-            assert [cached(server, prompt) for _ in range(2)] == [0, 8]
-            assert engine.published == 0
 
 
 @pytest.mark.parametrize(
@@ -226,17 +221,16 @@ def test_a_silent_engine_serves_and_publishes_nothing() -> None:
 def test_requests_that_make_no_sense_are_refused_with_a_reason(
     path: str, body: object, code: int
 ) -> None:
-    with FakeEngine(num_blocks=64, publish=False) as engine, HttpEngine(engine) as server:
+    with serving(block_size=16, num_blocks=64) as (server, _):
         assert refused(server.url + path, body) == code
 
 
 def test_a_key_that_is_wrong_is_refused_but_for_health() -> None:
-    with FakeEngine(publish=False) as engine:
-        with HttpEngine(engine, options=HttpOptions(api_key="secret")) as server:
-            assert refused(server.url + "/health", {}) == 405  # not 401
-            assert refused(server.url + "/v1/models") == 401
-            assert ask(server.url + "/kv_event_sources") == {}  # vLLM guards /v1 alone
-            assert ask(server.url + "/v1/models", headers={"Authorization": "Bearer secret"})
+    with serving(HttpOptions(api_key="secret")) as (server, _):
+        assert refused(server.url + "/health", {}) == 405  # not 401
+        assert refused(server.url + "/v1/models") == 401
+        assert ask(server.url + "/kv_event_sources") == {}  # vLLM guards /v1 alone
+        assert ask(server.url + "/v1/models", headers={"Authorization": "Bearer secret"})
 
 
 def test_closing_cuts_open_connections_and_may_be_repeated() -> None:
@@ -255,7 +249,7 @@ def test_closing_cuts_open_connections_and_may_be_repeated() -> None:
 
 
 def test_an_address_that_is_taken_is_an_error_at_the_call() -> None:
-    with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
+    with serving() as (server, engine):
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(ConfigurationError, match="cannot listen at"):
             HttpEngine(engine, port=port)
@@ -268,11 +262,7 @@ def test_images_are_placeholders_and_distinguish_their_blocks() -> None:
         picture = {"type": "image_url", "image_url": {"url": image}}
         return [{"role": "user", "content": [picture, {"text": "and what is this?"}]}]
 
-    options = HttpOptions(render=True)
-    with (
-        FakeEngine(block_size=4, publish=False) as engine,
-        HttpEngine(engine, options=options) as server,
-    ):
+    with serving(HttpOptions(render=True)) as (server, _):
         body = {"messages": chat("a"), "max_tokens": 1}
         rendered = ask(server.url + "/v1/chat/completions/render", body)
         (place,) = rendered["features"]["mm_placeholders"]["image"]
@@ -283,12 +273,9 @@ def test_images_are_placeholders_and_distinguish_their_blocks() -> None:
 
 def test_an_engine_may_see_another_prompt_than_was_sent() -> None:
     with FakeEngine(block_size=4, publish=False) as engine:
-        tokens = list(range(1, 10))
-        prompt = {"prompt": tokens, "max_tokens": 1}
         with HttpEngine(engine, options=HttpOptions(prepends=True)) as server:
-            usage = ask(server.url + "/v1/completions", prompt)["usage"]
+            usage = ask(server.url + "/v1/completions", NINE)["usage"]
             assert usage["prompt_tokens"] == 10
         with HttpEngine(engine, options=HttpOptions(salt="s")) as server:
-            assert [cached(server, prompt) for _ in range(2)] == [0, 8]
-            assert engine.hit(tokens, salt="s") == 8
-            assert engine.hit(tokens) == 0
+            assert [cached(server, NINE) for _ in range(2)] == [0, 8]
+            assert [engine.hit(range(1, 10), salt=salt) for salt in ("s", None)] == [8, 0]

@@ -7,21 +7,9 @@ from collections import Counter
 
 import pytest
 
-from kvindex.testing import (
-    FakeEngine,
-    LaneFaults,
-    ManualClock,
-    Request,
-    Workload,
-)
+from kvindex.testing import FakeEngine, LaneFaults, ManualClock, Request, Workload
 from kvindex.testing.faults import Lane
-from kvindex.wire import (
-    AllBlocksCleared,
-    EventBatch,
-    decode_batch,
-    encode_batch,
-    parse_live,
-)
+from kvindex.wire import AllBlocksCleared, EventBatch, decode_batch, encode_batch, parse_live
 
 pytestmark = pytest.mark.unit
 

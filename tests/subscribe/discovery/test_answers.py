@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,27 +72,36 @@ def test_events_that_are_off_are_no_rank(answer: Any) -> None:
     assert read_sources(answer) == []
 
 
+ZMQ = {"publisher": "zmq"}
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("read", "answer"),
     [
-        None,
-        "tcp://*:5557",
-        {"zero": {"endpoint": "tcp://*:5557"}},
-        {"-1": {"endpoint": "tcp://*:5557"}},
-        {"detail": "Not Found"},
-        [{"data_parallel_rank": 0, "endpoint": "tcp://*:1"}] * 2,
-        [{"data_parallel_rank": 0}],
-        [{"endpoint": 5557}],
-        [{"endpoint": "tcp://*:5557\n"}],
-        [{"endpoint": "x" * 5000}],
-        [{"data_parallel_rank": 10**9, "endpoint": "tcp://*:1"}],
-        [{"endpoint": "tcp://*:1"}] * (MAX_RANKS + 1),
-        [7],
+        (read_sources, None),
+        (read_sources, "tcp://*:5557"),
+        (read_sources, {"zero": {"endpoint": "tcp://*:5557"}}),
+        (read_sources, {"-1": {"endpoint": "tcp://*:5557"}}),
+        (read_sources, {"detail": "Not Found"}),
+        (read_sources, [{"data_parallel_rank": 0, "endpoint": "tcp://*:1"}] * 2),
+        (read_sources, [{"data_parallel_rank": 0}]),
+        (read_sources, [{"endpoint": 5557}]),
+        (read_sources, [{"endpoint": "tcp://*:5557\n"}]),
+        (read_sources, [{"endpoint": "x" * 5000}]),
+        (read_sources, [{"data_parallel_rank": 10**9, "endpoint": "tcp://*:1"}]),
+        (read_sources, [{"endpoint": "tcp://*:1"}] * (MAX_RANKS + 1)),
+        (read_sources, [7]),
+        (read_server_info, {"kv_events_config": "{", "dp_size": 1}),
+        (read_server_info, {"kv_events_config": ZMQ, "dp_size": 0}),
+        (read_server_info, {"kv_events_config": ZMQ, "dp_size": MAX_RANKS + 1}),
+        (read_server_info, {"kv_events": {**ZMQ, "endpoint_port_base": "many"}}),
+        (read_server_info, {"kv_events": ZMQ}),
+        (read_server_info, {"kv_events": {**ZMQ, "endpoint_port_base": 1, "endpoint_host": []}}),
     ],
 )
-def test_what_has_another_form_is_refused(answer: Any) -> None:
+def test_what_has_another_form_is_refused(read: Callable[[Any], object], answer: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
-        read_sources(answer)
+        read(answer)
 
 
 def test_sglang_says_it_as_it_came_to_be() -> None:
@@ -123,22 +133,6 @@ def test_an_older_sglang_shows_its_option(config: Any) -> None:
 @pytest.mark.parametrize("config", [None, "", '{"publisher": "null"}', "{}", {}])
 def test_an_sglang_without_events_has_no_rank(config: Any) -> None:
     assert read_server_info({"kv_events_config": config, "dp_size": 1}) == ([], None)
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        {"kv_events_config": "{", "dp_size": 1},
-        {"kv_events_config": '{"publisher": "zmq"}', "dp_size": 0},
-        {"kv_events_config": '{"publisher": "zmq"}', "dp_size": MAX_RANKS + 1},
-        {"kv_events": {"publisher": "zmq", "endpoint_port_base": "many"}},
-        {"kv_events": {"publisher": "zmq"}},
-        {"kv_events": {"publisher": "zmq", "endpoint_port_base": 1, "endpoint_host": ["*"]}},
-    ],
-)
-def test_an_sglang_that_cannot_be_understood_is_refused(info: Any) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        read_server_info(info)
 
 
 def test_the_server_info_of_vllm_is_not_taken_for_sglangs() -> None:
@@ -175,42 +169,33 @@ def test_any_json_is_read_or_refused(answer: Any) -> None:
 # Which host is connected to -------------------------------------------------------------------
 
 
+OWN = ["*", "0.0.0.0", "[::]", "engine", "10.0.0.5"]
+UNREACHABLE = ["inproc://kv", "tcp://*:0", "tcp://*:70000", "udp://*:1", "ipc:///tmp/kv"]
+UNREACHABLE += ["tcp://a b:1:2"]
+
+
 def known(host: str) -> frozenset[str]:
-    names = {"engine": {"10.0.0.5"}, "10.0.0.5": {"10.0.0.5"}, "10.0.0.8": {"10.0.0.8"}}
-    return frozenset(names.get(host, set()))
-
-
-@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "engine", "10.0.0.5"])
-def test_a_wildcard_and_the_engines_own_address_become_the_host_asked(host: str) -> None:
-    reached = reach(f"tcp://{host}:5557", "engine", offset=1, resolve=known)
-    assert (reached.endpoint, reached.note) == ("tcp://engine:5558", "")
-
-
-def test_an_engine_asked_by_ipv6_is_connected_to_by_ipv6() -> None:
-    reached = reach("tcp://*:5557", "fd00::5", offset=0, resolve=known)
-    assert reached.endpoint == "tcp://[fd00::5]:5557"
-
-
-def test_another_host_is_used_as_told_and_said_to_be() -> None:
-    reached = reach("tcp://10.0.0.8:5557", "engine", offset=0, resolve=known)
-    assert reached.endpoint == "tcp://10.0.0.8:5557"
-    assert "another host than engine" in reached.note
-    assert "connects there instead of listening" in reached.note
-
-
-def test_the_loopback_of_another_host_is_not_ours() -> None:
-    reached = reach("tcp://127.0.0.1:5557", "engine", offset=0, resolve=known)
-    assert reached.endpoint == "tcp://engine:5557"
-    assert "loopback" in reached.note
-    local = reach("tcp://127.0.0.1:5557", "localhost", offset=0, resolve=known)
-    assert "loopback" not in local.note
+    names = {"engine": "10.0.0.5", "localhost": "127.0.0.1"}
+    return frozenset({names.get(host, host)})
 
 
 @pytest.mark.parametrize(
-    "endpoint",
-    ["inproc://kv", "tcp://*:0", "tcp://*:70000", "udp://*:1", "ipc:///tmp/kv", "tcp://a b:1:2"],
+    ("announced", "asked", "endpoint", "note"),
+    [
+        # A wildcard and the engine's own address become the host that was asked.
+        *((f"tcp://{host}:5557", "engine", "tcp://engine:5558", "") for host in OWN),
+        ("tcp://*:5557", "fd00::5", "tcp://[fd00::5]:5558", ""),
+        ("tcp://10.0.0.8:5557", "engine", "tcp://10.0.0.8:5558", "another host than engine"),
+        ("tcp://10.0.0.8:5557", "engine", "tcp://10.0.0.8:5558", "connects there instead of"),
+        ("tcp://127.0.0.1:5557", "engine", "tcp://engine:5558", "loopback"),
+        ("tcp://127.0.0.1:5557", "localhost", "tcp://localhost:5558", ""),
+        *((endpoint, "engine", None, "") for endpoint in UNREACHABLE),
+    ],
 )
-def test_what_cannot_be_reached_is_said_to_be(endpoint: str) -> None:
-    reached = reach(endpoint, "engine", offset=0, resolve=known)
-    assert reached.endpoint is None
-    assert reached.note
+def test_which_host_is_connected_to_and_what_is_said_of_it(
+    announced: str, asked: str, endpoint: str | None, note: str
+) -> None:
+    reached = reach(announced, asked, offset=1, resolve=known)
+    assert reached.endpoint == endpoint
+    assert note in reached.note
+    assert bool(reached.note) == (bool(note) or endpoint is None)

@@ -12,7 +12,7 @@ import pytest
 
 from kvindex import ConfigurationError, PublisherAddress
 from kvindex.subscribe.discovery import DiscoveryError, ask_engine
-from tests.canned import CannedServer
+from tests.canned import CannedServer, Reply
 from tests.live import PATIENCE
 from tests.subscribe.discovery.test_answers import SGLANG_0523, VLLM_033
 
@@ -60,41 +60,66 @@ def test_an_sglang_tells_its_ranks_and_keeps_its_secrets(server: CannedServer, p
     assert "sk-secret" not in repr(report)
 
 
+def redirect(request: BaseHTTPRequestHandler) -> None:
+    request.send_response(302)
+    request.send_header("Location", "/v1/models")
+    request.send_header("Content-Length", "0")
+    request.end_headers()
+
+
+def hang_up(request: BaseHTTPRequestHandler) -> None:
+    request.connection.shutdown(2)
+
+
+def greet_as_zeromq(request: BaseHTTPRequestHandler) -> None:
+    request.wfile.write(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f")
+    request.close_connection = True
+
+
 @pytest.mark.parametrize(
-    ("path", "answer", "flag"),
+    ("replies", "reason", "words"),
     [
-        ("/kv_event_sources", {}, "enable_kv_cache_events"),
-        ("/server_info", {"kv_events": None, "page_size": 1}, "--kv-events-config"),
+        ({}, "status", "/kv_event_sources answers 404"),
+        ({"/v1/models": (200, MODELS)}, "unsaid", "/kv_event_sources answers 404"),
+        ({"/v1/models": (401, {})}, "denied", "token="),
+        ({"/kv_event_sources": (200, {})}, "off", "enable_kv_cache_events"),
+        (
+            {"/server_info": (200, {"kv_events": None, "page_size": 1})},
+            "off",
+            "--kv-events-config",
+        ),
+        (
+            {"/server_info": (200, {"kv_events": {"endpoint_port_base": "x"}})},
+            "content",
+            "cannot be used",
+        ),
+        ({"/kv_event_sources": redirect}, "status", "answers 302"),
+        ({"/kv_event_sources": hang_up}, "unreachable", "hangs up"),
+        ({"/kv_event_sources": greet_as_zeromq}, "content", "does not answer in HTTP"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_engine_whose_events_are_off_says_how_to_switch_them_on(
-    server: CannedServer, path: str, answer: Any, flag: str
+def test_an_engine_that_cannot_be_subscribed_to_says_why(
+    server: CannedServer, replies: dict[str, Reply], reason: str, words: str
 ) -> None:
-    server.replies = {path: (200, answer)}
-    report = ask_engine(server.url)
-    assert report.publishes is False
-    with pytest.raises(DiscoveryError, match=flag) as caught:
-        report.worker()
-    assert caught.value.reason == "off"
+    server.replies = replies
+    with pytest.raises(DiscoveryError, match=words) as caught:
+        ask_engine(server.url).worker()
+    assert (caught.value.reason, caught.value.url) == (reason, server.url)
+    assert len(server.asked) == len(set(server.asked)), "each is asked once, and none redirected"
 
 
-def test_an_older_vllm_does_not_say(server: CannedServer) -> None:
+def test_what_an_engine_said_of_itself_is_in_the_report_though_its_events_are_not(
+    server: CannedServer,
+) -> None:
     server.replies = {"/v1/models": (200, MODELS)}
     report = ask_engine(server.url)
     assert (report.kind, report.publishes) == ("vllm", None)
-    with pytest.raises(DiscoveryError, match="/kv_event_sources answers 404") as caught:
-        report.worker()
-    assert caught.value.reason == "unsaid"
-
-
-def test_an_answer_that_cannot_be_used_is_told(server: CannedServer) -> None:
+    server.replies = {"/kv_event_sources": (200, {})}
+    assert ask_engine(server.url).publishes is False
     server.replies = {"/kv_event_sources": (200, b"<html>"), "/v1/models": (200, MODELS)}
     failures = ask_engine(server.url).failures
     assert failures["/kv_event_sources"].startswith("answers what cannot be used")
-    server.replies = {"/server_info": (200, {"kv_events": {"endpoint_port_base": "x"}})}
-    with pytest.raises(DiscoveryError, match="cannot be used") as caught:
-        ask_engine(server.url)
-    assert caught.value.reason == "content"
 
 
 @pytest.mark.parametrize("depth", [500, 5_000, 100_000])
@@ -108,33 +133,6 @@ def test_an_answer_that_is_nested_too_deeply_cannot_be_used(
     failures = ask_engine(server.url).failures
     if depth > 1000:  # what is less deep may be read, by a Python that can
         assert "answers what cannot be used" in failures[path]
-
-
-def test_a_server_that_is_no_engine_is_told_by_its_status(server: CannedServer) -> None:
-    with pytest.raises(DiscoveryError, match="/kv_event_sources answers 404") as caught:
-        ask_engine(server.url)
-    assert (caught.value.reason, caught.value.url) == ("status", server.url)
-
-
-def test_an_engine_that_wants_a_key_says_so(server: CannedServer) -> None:
-    server.replies = {"/v1/models": (401, {})}
-    with pytest.raises(DiscoveryError, match="token=") as caught:
-        ask_engine(server.url)
-    assert caught.value.reason == "denied"
-
-
-def test_a_redirect_is_not_followed(server: CannedServer) -> None:
-    def redirect(request: BaseHTTPRequestHandler) -> None:
-        request.send_response(302)
-        request.send_header("Location", "/v1/models")
-        request.send_header("Content-Length", "0")
-        request.end_headers()
-
-    server.replies = {"/kv_event_sources": redirect}
-    with pytest.raises(DiscoveryError, match="answers 302"):
-        ask_engine(server.url)
-    assert ("/v1/models", None) in server.asked  # by itself, once
-    assert len(server.asked) == len(set(server.asked))
 
 
 def test_an_answer_without_end_is_cut(server: CannedServer, monkeypatch: Any) -> None:
@@ -170,21 +168,6 @@ def test_a_server_that_drips_is_given_up_in_time(server: CannedServer) -> None:
         ask_engine(server.url, 0.2)
     assert caught.value.reason == "timeout"
     assert hung_up.wait(PATIENCE)  # the connection is not left open
-
-
-def test_a_server_that_hangs_up_and_one_that_speaks_no_http_are_told(server: CannedServer) -> None:
-    server.replies = {"/kv_event_sources": lambda request: request.connection.shutdown(2)}
-    with pytest.raises(DiscoveryError, match="hangs up") as caught:
-        ask_engine(server.url)
-    assert caught.value.reason == "unreachable"
-
-    def greet(request: BaseHTTPRequestHandler) -> None:
-        request.wfile.write(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f")  # ZeroMQ's greeting
-        request.close_connection = True
-
-    server.replies = {"/kv_event_sources": greet}
-    with pytest.raises(DiscoveryError, match="does not answer in HTTP"):
-        ask_engine(server.url)
 
 
 def test_a_port_where_nothing_listens_is_told_apart_from_an_unknown_host() -> None:

@@ -51,6 +51,12 @@ def engine() -> Iterator[FakeEngine]:
         yield engine
 
 
+@pytest.fixture
+def server(engine: FakeEngine) -> Iterator[HttpEngine]:
+    with HttpEngine(engine) as server:
+        yield server
+
+
 def name_of(server: HttpEngine | CannedServer) -> str:
     return server.url.removeprefix("http://")
 
@@ -87,19 +93,16 @@ def test_a_url_is_all_that_a_client_needs(
         assert (shown["ranks"], shown["is_added"], shown["model"]) == (1, True, "fake-model")
 
 
-def test_urls_and_workers_may_be_mixed(engine: FakeEngine) -> None:
-    with FakeEngine("other") as other, HttpEngine(engine) as server:
-        worker = Worker("other", other.endpoint, replay=other.replay_endpoint)
-        with connect([server.url, worker], replay_policy=REPLAYS) as client:
-            client.wait_live(PATIENCE)
-            assert {rank.worker for rank in client.ranks} == {"other", name_of(server)}
-            asyncio.run(client.wait_live_async(PATIENCE))
+def test_urls_and_workers_may_be_mixed(server: HttpEngine, other: FakeEngine) -> None:
+    worker = Worker("other", other.endpoint, replay=other.replay_endpoint)
+    with connect([server.url, worker], replay_policy=REPLAYS) as client:
+        client.wait_live(PATIENCE)
+        assert {rank.worker for rank in client.ranks} == {"other", name_of(server)}
+        asyncio.run(client.wait_live_async(PATIENCE))
 
 
 def test_an_engine_that_does_not_answer_is_named_with_the_reason() -> None:
-    with CannedServer() as server:
-        url = server.url
-    with connect(url) as client:
+    with unused("http") as url, connect(url) as client:
         until(lambda: "nothing listens there" in missing(client).get(url, ""))
         with pytest.raises(NotLiveError) as caught:
             client.wait_live(0.01)
@@ -124,34 +127,31 @@ def test_an_engine_that_starts_later_is_found(engine: FakeEngine) -> None:
 
 
 def test_an_engine_that_moves_and_grows_is_followed(engine: FakeEngine) -> None:
-    moved = FakeEngine()
-    second = FakeEngine(dp_rank=1)
-    for other in (moved, second):
-        other.serve(PROMPT[:32])
-    with CannedServer({"/kv_event_sources": (200, sources_of(engine))}) as server:
-        with connect(server.url, discovery=OFTEN, replay_policy=REPLAYS) as client, moved, second:
-            worker = name_of(server)
-            client.wait_live(PATIENCE)
-            server.replies["/kv_event_sources"] = (200, sources_of(engine, second))
-            assert client.wait_for(lambda ranks: len(ranks) == 2, PATIENCE)
-            client.wait_live(PATIENCE)
-            for rank in (engine, second):
-                assert client.match(PROMPT)[Rank(worker, rank.rank.dp_rank)].tokens == (
-                    rank.lookup(PROMPT).tokens
-                )
-            assert client.status(Rank(worker, 0)).epoch == 0  # it was left alone
-            server.replies["/kv_event_sources"] = (200, sources_of(moved))
-
-            def has_moved(statuses: Any) -> bool:
-                return set(statuses) == {Rank(worker, 0)} and counted("moved") == 1
-
-            def counted(what: str) -> int:
-                assert client.discovery is not None
-                return int(client.discovery.statistics()["counters"][what])
-
-            until(lambda: has_moved(client.ranks))
-            client.wait_live(PATIENCE)
-            assert client.match(PROMPT)[Rank(worker, 0)].tokens == moved.lookup(PROMPT).tokens
+    with (
+        FakeEngine() as moved,
+        FakeEngine(dp_rank=1) as second,
+        CannedServer({"/kv_event_sources": (200, sources_of(engine))}) as server,
+        connect(server.url, discovery=OFTEN, replay_policy=REPLAYS) as client,
+    ):
+        for other in (moved, second):
+            other.serve(PROMPT[:32])
+        first, later = (Rank(name_of(server), dp_rank) for dp_rank in (0, 1))
+        client.wait_live(PATIENCE)
+        server.replies["/kv_event_sources"] = (200, sources_of(engine, second))
+        assert client.wait_for(lambda ranks: len(ranks) == 2, PATIENCE)
+        client.wait_live(PATIENCE)
+        for rank, fake in ((first, engine), (later, second)):
+            assert client.match(PROMPT)[rank].tokens == fake.lookup(PROMPT).tokens
+        assert client.status(first).epoch == 0  # it was left alone
+        server.replies["/kv_event_sources"] = (200, sources_of(moved))
+        until(
+            lambda: (
+                client.statistics()["discovery"]["counters"]["moved"] == 1
+                and client.ranks == (first,)
+            )
+        )
+        client.wait_live(PATIENCE)
+        assert client.match(PROMPT)[first].tokens == moved.lookup(PROMPT).tokens
 
 
 def test_an_engine_that_hangs_up_is_asked_at_once_where_it_is_now(engine: FakeEngine) -> None:
@@ -172,36 +172,35 @@ def missing(client: Client) -> dict[str, str]:
     return client.discovery.missing()
 
 
-def test_a_client_that_is_dropped_ends_its_discovery(engine: FakeEngine) -> None:
-    with HttpEngine(engine) as server:
-        client = connect(server.url, discovery=OFTEN)
-        client.wait_live(PATIENCE)
-        discovery = client.discovery
-        assert discovery is not None
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_client_that_is_closed_or_dropped_ends_its_discovery(
+    server: HttpEngine, dropped: bool
+) -> None:
+    before = set(threading.enumerate())
+    client = connect(server.url, discovery=OFTEN)
+    client.wait_live(PATIENCE)
+    discovery = client.discovery
+    assert discovery is not None
+    started = {t for t in set(threading.enumerate()) - before if t.name.startswith("kvindex")}
+    assert started > set(discovery._threads)
+    if dropped:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             del client
             gc.collect()
-        for thread in discovery._threads:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
-        assert discovery.is_closed
-
-
-def test_closing_ends_every_thread_and_may_be_done_twice(engine: FakeEngine) -> None:
-    before = threading.active_count()
-    with HttpEngine(engine) as server:
-        client = connect(server.url, discovery=OFTEN)
-        client.wait_live(PATIENCE)
+    else:
         client.close()
         client.close()
         with pytest.raises(ClosedError):
             client.wait_live(1.0)
-    until(lambda: threading.active_count() <= before)
+    for thread in started:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert discovery.is_closed
 
 
-def test_a_forked_child_has_a_closed_discovery(engine: FakeEngine) -> None:
-    with HttpEngine(engine) as server, connect(server.url) as client:
+def test_a_forked_child_has_a_closed_discovery(engine: FakeEngine, server: HttpEngine) -> None:
+    with connect(server.url) as client:
         client.wait_live(PATIENCE)
 
         def child() -> None:
@@ -216,7 +215,7 @@ def test_a_forked_child_has_a_closed_discovery(engine: FakeEngine) -> None:
         client.wait_live(PATIENCE)
 
 
-def test_a_callback_that_fails_stops_nothing(engine: FakeEngine, caplog: Any) -> None:
+def test_a_callback_that_fails_stops_nothing(server: HttpEngine, caplog: Any) -> None:
     calls: list[str] = []
     second = threading.Event()
 
@@ -226,15 +225,14 @@ def test_a_callback_that_fails_stops_nothing(engine: FakeEngine, caplog: Any) ->
             raise RuntimeError("the consumer is broken")
         second.set()
 
-    with HttpEngine(engine) as server:
-        with Discovery(EngineSource(server.url), add, print, OFTEN) as discovery:
-            assert second.wait(PATIENCE)
-            assert discovery.wait_found(PATIENCE) == {}
+    with Discovery(EngineSource(server.url), add, print, OFTEN) as discovery:
+        assert second.wait(PATIENCE)
+        assert discovery.wait_found(PATIENCE) == {}
     assert "the consumer is broken" in caplog.text
 
 
 def test_an_engine_whose_answer_breaks_its_reader_is_asked_again(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    server: HttpEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     answers = iter([RuntimeError("nobody thought of this"), RuntimeError("nor of this")])
 
@@ -244,9 +242,8 @@ def test_an_engine_whose_answer_breaks_its_reader_is_asked_again(
         return ask_engine(url, **options)
 
     monkeypatch.setattr("kvindex.subscribe.discovery.discovery.ask_engine", ask)
-    with HttpEngine(engine) as server:
-        with Discovery(EngineSource(server.url), print, print, OFTEN) as discovery:
-            assert discovery.wait_found(PATIENCE) == {}
+    with Discovery(EngineSource(server.url), print, print, OFTEN) as discovery:
+        assert discovery.wait_found(PATIENCE) == {}
     assert "nobody thought of this" in caplog.text
 
 
@@ -291,8 +288,10 @@ def test_options_that_cannot_work_are_refused() -> None:
         Discovery(["http://a:1"], print, print)  # type: ignore[list-item]
 
 
-def test_the_index_follows_what_a_found_engine_serves(engine: FakeEngine) -> None:
-    with HttpEngine(engine) as server, connect(server.url, replay_policy=REPLAYS) as client:
+def test_the_index_follows_what_a_found_engine_serves(
+    engine: FakeEngine, server: HttpEngine
+) -> None:
+    with connect(server.url, replay_policy=REPLAYS) as client:
         client.wait_live(PATIENCE)
         engine.serve(PROMPT[::-1])
         rank = Rank(name_of(server), 0)
@@ -305,7 +304,7 @@ def test_the_index_follows_what_a_found_engine_serves(engine: FakeEngine) -> Non
 
 @pytest.mark.parametrize("command", ["tail", "match", "record"])
 def test_commands_take_the_url_of_an_engine(
-    engine: FakeEngine, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: HttpEngine, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tokens").write_text(str(PROMPT))
     arguments = {
@@ -313,9 +312,8 @@ def test_commands_take_the_url_of_an_engine(
         "match": ["match", str(tmp_path / "tokens")],
         "record": ["record", str(tmp_path / "recording"), "--seconds", "0.01", "--replay"],
     }[command]
-    with HttpEngine(engine) as server:
-        assert main([*arguments, "--engine", server.url]) == 0
-        assert name_of(server) in "".join(capsys.readouterr()) + str(list(tmp_path.iterdir()))
+    assert main([*arguments, "--engine", server.url]) == 0
+    assert name_of(server) in "".join(capsys.readouterr()) + str(list(tmp_path.iterdir()))
 
 
 def test_commands_say_why_an_engine_does_not_answer(
@@ -330,12 +328,8 @@ def test_commands_say_why_an_engine_does_not_answer(
     assert url in json.loads(capsys.readouterr().out)["not_live"]
 
 
-def test_a_dead_engine_does_not_hold_up_whoever_waits_for_another(engine: FakeEngine) -> None:
-    with (
-        unused("http") as dead,
-        HttpEngine(engine) as server,
-        connect([dead, server.url]) as client,
-    ):
+def test_a_dead_engine_does_not_hold_up_whoever_waits_for_another(server: HttpEngine) -> None:
+    with unused("http") as dead, connect([dead, server.url]) as client:
         rank = Rank(name_of(server), 0)
         client.wait_for(lambda statuses: rank in statuses, PATIENCE)
         assert client.discovery is not None

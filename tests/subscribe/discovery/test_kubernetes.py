@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import shutil
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from kvindex.subscribe.discovery import (
     DiscoveryError,
     DiscoveryOptions,
     KubernetesSource,
-    Target,
     ask_engine,
     kube_api,
 )
@@ -26,6 +23,7 @@ from kvindex.subscribe.discovery.kube_api import KubeApi
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.kube import LLM, NAMESPACE, POOL, KubeServer, pod
 from tests.live import PATIENCE, REPLAYS, until
+from tests.subscribe.discovery.watched import Watched
 from tests.tools.doctor.doctored import unused
 
 pytestmark = pytest.mark.e2e
@@ -39,60 +37,28 @@ def kube() -> Iterator[KubeServer]:
         yield server
 
 
-class Watched:
-    """A source that is watched by a thread of its own, and what it reported."""
-
-    def __init__(self, source: KubernetesSource) -> None:
-        source._pause = 0.01
-        self.source = source
-        self.reports: queue.Queue[list[Target] | DiscoveryError] = queue.Queue()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self.source._closed.is_set():
-            try:
-                self.source.watch(lambda targets: self.reports.put(list(targets)))
-            except DiscoveryError as error:
-                self.reports.put(error)
-                self.source._closed.wait(0.05)
-
-    def next(self) -> list[str]:
-        """Return the URLs that were reported next."""
-        report = self.reports.get(timeout=PATIENCE)
-        assert isinstance(report, list), report
-        return [target.url.rpartition(":")[2] for target in report]
-
-    def error(self) -> DiscoveryError:
-        report = self.reports.get(timeout=PATIENCE)
-        assert isinstance(report, DiscoveryError), report
-        return report
-
-    def close(self) -> None:
-        self.source.close()
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
-
-    def __enter__(self) -> Watched:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
 def source_of(kube: KubeServer, **options: Any) -> KubernetesSource:
     options = {"selector": "app=vllm", **options}
-    return KubernetesSource(namespace=NAMESPACE, kube_url=kube.url, **options)
+    source = KubernetesSource(namespace=NAMESPACE, kube_url=kube.url, **options)
+    source._pause = 0.01
+    return source
 
 
-def test_pods_come_and_go_without_a_further_list(kube: KubeServer) -> None:
-    kube.put(pod("a", 1), pod("other", 9, labels={"app": "web"}))
+@pytest.fixture
+def watched(kube: KubeServer) -> Iterator[Watched]:
+    """A watch that has brought one pod, "a" at port 1."""
+    kube.put(pod("a", 1))
     with Watched(source_of(kube)) as watched:
-        assert watched.next() == ["1"]
-        kube.put(pod("b", 2))
-        assert watched.next() == ["1", "2"]
-        kube.delete("a")
-        assert watched.next() == ["2"]
+        assert watched.ports() == ["1"]
+        kube.wait_watched(1, PATIENCE)
+        yield watched
+
+
+def test_pods_come_and_go_without_a_further_list(kube: KubeServer, watched: Watched) -> None:
+    kube.put(pod("other", 9, labels={"app": "web"}), pod("b", 2))
+    assert watched.ports() == ["1", "2"]
+    kube.delete("a")
+    assert watched.ports() == ["2"]
     assert kube.lists == 1
 
 
@@ -100,110 +66,86 @@ def test_a_long_list_comes_in_pages() -> None:
     with KubeServer(page=2) as kube:
         kube.put(*(pod(f"p{number}", number + 1) for number in range(5)))
         with Watched(source_of(kube)) as watched:
-            assert watched.next() == ["1", "2", "3", "4", "5"]
+            assert watched.ports() == ["1", "2", "3", "4", "5"]
         assert kube.lists == 3
 
 
 def test_a_pod_comes_when_it_is_ready_and_goes_when_it_ends(kube: KubeServer) -> None:
     kube.put(pod("a", 1, ready=False), pod("b", 2, ip=""))
     with Watched(source_of(kube)) as watched:
-        assert watched.next() == []
+        assert watched.ports() == []
         kube.put(pod("a", 1))
-        assert watched.next() == ["1"]
+        assert watched.ports() == ["1"]
         kube.put(pod("a", 1, ready=False))  # for a while: its cache lives on
         kube.put(pod("b", 2))
-        assert watched.next() == ["1", "2"]
+        assert watched.ports() == ["1", "2"]
         ending = pod("a", 1)
         ending["metadata"]["deletionTimestamp"] = "2026-11-22T00:00:00Z"
         kube.put(ending)
-        assert watched.next() == ["2"]
+        assert watched.ports() == ["2"]
         kube.put(pod("b", 2, phase="Failed"))
-        assert watched.next() == []
+        assert watched.ports() == []
 
 
-def test_a_pod_that_comes_back_under_its_name_is_another_one(kube: KubeServer) -> None:
-    kube.put(pod("a", 1, uid="first"))
-    with Watched(source_of(kube)) as watched:
-        watched.next()
-        kube.delete("a")
-        assert watched.next() == []
-        kube.put(pod("a", 1, uid="second", ready=False))
-        kube.put(pod("a", 1, uid="second"))
-        assert watched.next() == ["1"]
-        kube.put(pod("a", 1, uid="second", ip="127.0.0.9", ready=False))  # not ready yet there
-        assert watched.next() == []
-        kube.put(pod("a", 1, uid="second", ip="127.0.0.9"))
-        report = watched.reports.get(timeout=PATIENCE)
-        assert isinstance(report, list)
-        assert [(t.url, t.version) for t in report] == [("http://127.0.0.9:1", "second")]
+def test_a_pod_that_comes_back_under_its_name_is_another_one(
+    kube: KubeServer, watched: Watched
+) -> None:
+    kube.delete("a")
+    assert watched.ports() == []
+    kube.put(pod("a", 1, uid="second", ready=False))
+    kube.put(pod("a", 1, uid="second"))
+    assert watched.ports() == ["1"]
+    kube.put(pod("a", 1, uid="second", ip="127.0.0.9", ready=False))  # not ready yet there
+    assert watched.ports() == []
+    kube.put(pod("a", 1, uid="second", ip="127.0.0.9"))
+    assert [(t.url, t.version) for t in watched.targets()] == [("http://127.0.0.9:1", "second")]
 
 
-def test_a_watch_that_breaks_goes_on_where_it_was(kube: KubeServer) -> None:
-    kube.put(pod("a", 1))
-    with Watched(source_of(kube)) as watched:
-        watched.next()
-        kube.wait_watched(1, PATIENCE)
-        kube.bookmark()
-        kube.put(pod("b", 2))
-        watched.next()
-        reached = kube._version
-        kube.drop()
-        kube.wait_watched(2, PATIENCE)
-        assert kube.watches[1] == reached
-        kube.put(pod("c", 3))
-        assert watched.next() == ["1", "2", "3"]
+def test_a_watch_that_breaks_goes_on_behind_its_last_event_or_bookmark(
+    kube: KubeServer, watched: Watched
+) -> None:
+    kube.bookmark()
+    kube.put(pod("b", 2))
+    watched.targets()
+    reached = kube._version
+    kube.drop()
+    kube.wait_watched(2, PATIENCE)
+    assert kube.watches[1] == reached
+    kube.put(pod("web", 9, labels={"app": "web"}))  # of others: no event has its version
+    kube.bookmark()
+    kube.put(pod("c", 3))
+    assert watched.ports() == ["1", "2", "3"]
+    kube.drop()
+    kube.wait_watched(3, PATIENCE)
+    assert kube.watches[2] == kube._version
     assert kube.lists == 1
-
-
-def test_a_bookmark_moves_the_place_where_a_watch_goes_on(kube: KubeServer) -> None:
-    kube.put(pod("a", 1))
-    with Watched(source_of(kube)) as watched:
-        watched.next()
-        kube.wait_watched(1, PATIENCE)
-        kube.bookmark()
-        kube.put(pod("web", 9, labels={"app": "web"}))  # of others: no event tells its version
-        kube.put(pod("b", 2))
-        watched.next()
-        kube.bookmark()
-        kube.put(pod("b", 3))
-        watched.next()
-        kube.drop()
-        kube.wait_watched(2, PATIENCE)
-        assert kube.watches[1] == kube._version
 
 
 @pytest.mark.parametrize("as_event", [True, False])
 def test_a_version_that_is_too_old_is_answered_by_a_new_list(
-    kube: KubeServer, as_event: bool
+    kube: KubeServer, watched: Watched, as_event: bool
 ) -> None:
     kube.gone_as_event = as_event
-    kube.put(pod("a", 1), pod("b", 2))
-    with Watched(source_of(kube)) as watched:
-        assert watched.next() == ["1", "2"]
-        kube.wait_watched(1, PATIENCE)
-        kube.bookmark()
-        with kube._changed:
-            del kube.pods["a"]  # while nobody looks
-        kube.compact()
-        kube.drop()
-        report = watched.reports.get(timeout=PATIENCE)
-        while not isinstance(report, list):  # where the watch broke before it got anywhere
-            assert report.reason == "unreachable"
-            report = watched.reports.get(timeout=PATIENCE)
-        assert [target.name for target in report] == ["b"]
+    kube.put(pod("b", 2))
+    assert watched.ports() == ["1", "2"]
+    with kube._changed:
+        del kube.pods["a"]  # while nobody looks
+    kube.compact()
+    kube.drop()
+    assert watched.names(despite="unreachable") == ["b"]
     assert kube.lists >= 2
 
 
-def test_a_server_that_dribbles_and_one_that_sends_nonsense_are_borne(kube: KubeServer) -> None:
+def test_a_server_that_dribbles_and_one_that_sends_nonsense_are_borne(
+    kube: KubeServer, watched: Watched
+) -> None:
     kube.is_slow = True
-    with Watched(source_of(kube)) as watched:
-        assert watched.next() == []
-        kube.put(pod("a", 1))
-        assert watched.next() == ["1"]
-        kube.replies[f"/api/v1/namespaces/{NAMESPACE}/pods"] = (200, b"<html>")
-        kube.drop()
-        while watched.error().reason != "content":
-            pass  # the watch broke first
+    kube.put(pod("b", 2))
+    assert watched.ports() == ["1", "2"]
+    kube.replies[f"/api/v1/namespaces/{NAMESPACE}/pods"] = (200, b"<html>")
+    kube.drop()
+    while watched.error().reason != "content":
+        pass  # the watch broke first
 
 
 def test_an_account_without_rights_is_told_what_it_lacks(kube: KubeServer) -> None:
@@ -221,7 +163,7 @@ def test_a_token_that_is_renewed_is_read_again(tmp_path: Path) -> None:
     with KubeServer(token="old") as kube:
         kube.put(pod("a", 1))
         with Watched(source_of(kube, token=token)) as watched:
-            assert watched.next() == ["1"]
+            assert watched.ports() == ["1"]
             kube.wait_watched(1, PATIENCE)
             kube.token = "new"
             token.write_text("new\n")
@@ -229,9 +171,7 @@ def test_a_token_that_is_renewed_is_read_again(tmp_path: Path) -> None:
             kube.drop()
             kube.wait_watched(2, PATIENCE)
             kube.put(pod("b", 2))
-            while not isinstance(report := watched.reports.get(timeout=PATIENCE), list):
-                assert report.reason == "unreachable"
-            assert len(report) == 2
+            assert watched.names(despite="unreachable") == ["a", "b"]
 
 
 CURVE = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
@@ -265,9 +205,9 @@ def test_a_pod_watches_its_own_cluster_over_tls(
         kube.put(pod("a", 1))
         with Watched(KubernetesSource("app=vllm")) as watched:
             assert watched.source.name == "pods app=vllm in llm"
-            assert watched.next() == ["1"]
+            assert watched.ports() == ["1"]
             kube.put(pod("b", 2))
-            assert watched.next() == ["1", "2"]
+            assert watched.ports() == ["1", "2"]
         # A server that somebody else signed is not spoken to.
         with Watched(KubernetesSource("app=vllm", kube_url=kube.url, token="/dev/null")) as watched:
             assert watched.error().reason == "tls"
@@ -296,8 +236,7 @@ def test_a_pool_has_its_selector_and_its_ports(kube: KubeServer) -> None:
     kube.replies[POOL] = pool(**LLM)
     kube.put(pod("a", 1), pod("b", 1, labels={"app": "other"}))
     with Watched(source_of(kube, selector="", pool="llama")) as watched:
-        report = watched.reports.get(timeout=PATIENCE)
-        assert isinstance(report, list)
+        report = watched.targets()
         assert [(t.name, t.url) for t in report] == [
             ("a:8000", "http://127.0.0.1:8000"),
             ("a:8001", "http://127.0.0.1:8001"),
@@ -312,9 +251,7 @@ def test_a_pool_has_its_selector_and_its_ports(kube: KubeServer) -> None:
         kube.replies[POOL] = pool(app="other")
         kube.bookmark()
         kube.drop()
-        while not isinstance(report := watched.reports.get(timeout=PATIENCE), list):
-            assert report.reason == "unreachable"
-        assert [target.name for target in report] == ["b:8000", "b:8001"]
+        assert watched.names(despite="unreachable") == ["b:8000", "b:8001"]
 
 
 def test_a_pool_that_is_missing_is_named(kube: KubeServer) -> None:
@@ -339,10 +276,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
         KubernetesSource(**{"selector": "app=vllm", "kube_url": "http://127.0.0.1:1", **options})
 
 
-def test_closing_ends_a_watch_at_once(kube: KubeServer) -> None:
-    with Watched(source_of(kube)) as watched:
-        watched.next()
-        kube.wait_watched(1, PATIENCE)
+def test_closing_ends_a_watch_at_once(watched: Watched) -> None:
     watched.close()
     assert watched.reports.empty()
 
@@ -392,7 +326,6 @@ def test_the_index_follows_pods_that_come_move_scale_and_go(pods: Pods) -> None:
     pods.start("a")
     pods.start("b", ranks=2)
     source = source_of(kube)
-    source._pause = 0.01
     often = DiscoveryOptions(interval=0.1, timeout=PATIENCE)
     with connect(source, discovery=often, replay_policy=REPLAYS) as client:
         client.wait_live(PATIENCE)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
-import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from kvindex.subscribe.discovery import (
     DiscoveryError,
     DnsSource,
     FileSource,
-    Source,
     Target,
     read_targets,
     split_engines,
@@ -30,36 +28,9 @@ from kvindex.subscribe.discovery.kubernetes import (
     targets_of,
 )
 from tests.kube import pod
-from tests.live import PATIENCE
+from tests.subscribe.discovery.watched import Watched
 
 pytestmark = pytest.mark.unit
-
-
-class Watching:
-    """A source that is watched by a thread of its own."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.reports: queue.Queue[list[Target] | DiscoveryError] = queue.Queue()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        try:
-            self.source.watch(lambda targets: self.reports.put(list(targets)))
-        except DiscoveryError as error:
-            self.reports.put(error)
-
-    def next(self) -> Any:
-        return self.reports.get(timeout=PATIENCE)
-
-    def __enter__(self) -> Watching:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.source.close()
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
 
 
 # Files ----------------------------------------------------------------------------------------
@@ -82,6 +53,12 @@ endpoint = {0 = "tcp://h0:5557", 1 = "tcp://h1:5558"}
 routing_group = "batch"
 cache = {eagle = true}
 """
+
+
+def engines_file(folder: Path) -> Path:
+    path = folder / "engines.json"
+    path.write_text('["http://a:1"]')
+    return path
 
 
 def replace(path: Path, text: str) -> None:
@@ -144,14 +121,13 @@ def test_an_entry_that_cannot_be_understood_is_named(listed: Any, why: str) -> N
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "engines.json"
-    path.write_text('["http://a:1"]')
-    with Watching(FileSource(path, interval=0.01)) as watching:
-        assert [target.name for target in watching.next()] == ["a:1"]
+    path = engines_file(tmp_path)
+    with Watched(FileSource(path, interval=0.01)) as watched:
+        assert watched.names() == ["a:1"]
         replace(path, '["http://a:1", "http://b:2"]')
-        assert [target.name for target in watching.next()] == ["a:1", "b:2"]
+        assert watched.names() == ["a:1", "b:2"]
         replace(path, '["http://a:1", ')
-        error = watching.next()
+        error = watched.error()
         assert error.reason == "content"
         assert "engines.json cannot be understood" in str(error)
 
@@ -169,9 +145,9 @@ def test_a_file_that_is_being_written_is_believed_once_it_stays_the_same(tmp_pat
             self.path.write_text(now[1])
             return now[0]
 
-    with Watching(Written(tmp_path / "engines.json", interval=1e-9)) as watching:
-        assert [target.name for target in watching.next()] == ["a:1", "b:2"]
-        assert [target.name for target in watching.next()] == ["a:1", "c:3"]
+    with Watched(Written(tmp_path / "engines.json", interval=1e-9)) as watched:
+        assert watched.names() == ["a:1", "b:2"]
+        assert watched.names() == ["a:1", "c:3"]
 
 
 def test_what_was_read_while_the_file_changed_is_not_believed(tmp_path: Path) -> None:
@@ -182,26 +158,36 @@ def test_what_was_read_while_the_file_changed_is_not_believed(tmp_path: Path) ->
                 self.path.write_text('["http://a:1", "http://b:2"]')
             return targets
 
-    path = tmp_path / "engines.json"
-    path.write_text('["http://a:1"]')
-    with Watching(Written(path, interval=1e-9)) as watching:
-        assert [target.name for target in watching.next()] == ["a:1", "b:2"]
+    path = engines_file(tmp_path)
+    with Watched(Written(path, interval=1e-9)) as watched:
+        assert watched.names() == ["a:1", "b:2"]
 
 
-@pytest.mark.parametrize("name", ["e.json", "e.ndjson", "e.jsonl", "e.toml"])
-def test_an_empty_file_takes_nobody_away(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        *((name, "\n", "it is empty") for name in ("e.json", "e.ndjson", "e.jsonl", "e.toml")),
+        ("e.json", "7", "cannot be understood"),
+        ("e.json", "\xff", "cannot be understood"),
+        ("e.ndjson", "{", "cannot be understood"),
+        ("e.json", "[" * 9999, "cannot be understood"),
+    ],
+    ids=lambda value: value[:9],
+)
+def test_an_empty_file_and_one_with_nonsense_are_refused(
+    tmp_path: Path, name: str, text: str, why: str
+) -> None:
     pytest.importorskip("tomllib")
     path = tmp_path / name
-    path.write_text("\n")
-    with pytest.raises(DiscoveryError, match="it is empty"):
+    path.write_text(text)
+    with pytest.raises(DiscoveryError, match=why):
         FileSource(path).read()
 
 
 def test_a_file_that_is_there_and_could_not_be_read_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "engines.json"
-    path.write_text('["http://a:1"]')
+    path = engines_file(tmp_path)
     source = FileSource(path, interval=0.01)
 
     def denied(*_: object) -> None:
@@ -211,24 +197,13 @@ def test_a_file_that_is_there_and_could_not_be_read_is_tried_again(
         patched.setattr(Path, "open", denied)
         with pytest.raises(DiscoveryError, match="cannot be read"):
             source.watch(lambda targets: None)
-    with Watching(source) as watching:
-        assert [target.name for target in watching.next()] == ["a:1"]
+    with Watched(source) as watched:
+        assert watched.names() == ["a:1"]
 
 
 def test_a_file_that_is_missing_is_told(tmp_path: Path) -> None:
-    with Watching(FileSource(tmp_path / "engines.json")) as watching:
-        assert "No such file" in str(watching.next())
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("e.json", "7"), ("e.json", "\xff"), ("e.ndjson", "{"), ("e.json", "[" * 9999)],
-)
-def test_a_file_with_nonsense_is_told(tmp_path: Path, name: str, text: str) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(DiscoveryError, match="cannot be understood"):
-        FileSource(path).read()
+    with Watched(FileSource(tmp_path / "engines.json")) as watched:
+        assert "No such file" in str(watched.error())
 
 
 def test_a_file_of_another_form_is_refused() -> None:
@@ -251,22 +226,25 @@ def test_each_address_of_a_name_is_an_engine() -> None:
             raise socket.gaierror("no answer")
         return answer
 
-    with Watching(DnsSource("http://vllm:8000", interval=0.01, look_up=look_up)) as watching:
-        assert [(t.name, t.url) for t in watching.next()] == [
+    with Watched(DnsSource("http://vllm:8000", interval=0.01, look_up=look_up)) as watched:
+        assert [(t.name, t.url) for t in watched.targets()] == [
             ("10.0.0.1", "http://10.0.0.1:8000"),
             ("10.0.0.2", "http://10.0.0.2:8000"),
         ]
-        assert [(t.name, t.url) for t in watching.next()] == [("fd00::1", "http://[fd00::1]:8000")]
-        assert watching.next().reason == "name"
+        assert [(t.name, t.url) for t in watched.targets()] == [
+            ("fd00::1", "http://[fd00::1]:8000")
+        ]
+        assert watched.error().reason == "name"
 
 
 def test_engines_behind_a_name_that_cannot_be_asked_publish_where_it_says() -> None:
     source = DnsSource(
         "tcp://vllm:5557", replay_port=5657, dp_size=2, look_up=lambda host: ["fd00::1"]
     )
-    with Watching(source) as watching:
-        (target,) = watching.next()
+    with Watched(source) as watched:
+        (target,) = watched.targets()
     assert target.url == ""
+    assert target.worker is not None
     assert target.worker.publishers()[1].endpoint == "tcp://[fd00::1]:5558"
     assert target.worker.publishers()[1].replay == "tcp://[fd00::1]:5658"
 
@@ -296,10 +274,24 @@ def test_what_matters_of_a_pod_is_read() -> None:
     )
 
 
-@pytest.mark.parametrize("listed", [None, [], {}, {"metadata": {"name": 7}}, {"metadata": []}])
-def test_what_is_no_pod_is_refused(listed: Any) -> None:
-    with pytest.raises(ValueError, match="has no name"):
-        pod_of(listed)
+@pytest.mark.parametrize(
+    ("read", "listed", "why"),
+    [
+        (pod_of, None, "has no name"),
+        (pod_of, [], "has no name"),
+        (pod_of, {}, "has no name"),
+        (pod_of, {"metadata": {"name": 7}}, "has no name"),
+        (pod_of, {"metadata": []}, "has no name"),
+        (pool_of, None, "matchLabels"),
+        (pool_of, {}, "matchLabels"),
+        (pool_of, {"spec": {"selector": {"matchLabels": {"a": 1}}}}, "matchLabels"),
+    ],
+)
+def test_what_is_no_pod_or_pool_is_refused(
+    read: Callable[[Any], object], listed: Any, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        read(listed)
 
 
 def test_a_pod_with_odd_parts_is_borne() -> None:
@@ -309,12 +301,6 @@ def test_a_pod_with_odd_parts_is_borne() -> None:
         "status": {"conditions": ["Ready"], "podIP": 7},
     }
     assert pod_of(odd) == Pod("a")
-
-
-@pytest.mark.parametrize("listed", [None, {}, {"spec": {"selector": {"matchLabels": {"a": 1}}}}])
-def test_what_is_no_pool_is_refused(listed: Any) -> None:
-    with pytest.raises(ValueError, match="matchLabels"):
-        pool_of(listed)
 
 
 def test_a_pod_is_asked_at_its_label_or_its_container_port_or_8000() -> None:

@@ -87,34 +87,48 @@ def target(name: str = "pod-0", **options: object) -> Target:
     return Target(name, f"http://{name}:8000", **options)  # type: ignore[arg-type]
 
 
+POD = target()
+A = Target("a", worker=Worker("a", "tcp://10.0.0.1:5557"))
+
+
 @pytest.fixture
 def fleet() -> Fleet:
     return Fleet()
 
 
-def test_an_engine_is_asked_when_it_is_told_of_and_added_when_it_answers(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    assert fleet.pass_time(0.0) == [pod]
-    assert fleet.ranks == {}
-    assert fleet.tracker.missing() == {pod.url: "was not asked yet"}
-    fleet.answer(pod, 0, 1, model="llama")
-    assert fleet.ranks == {"pod-0": {0: "tcp://10.0.0.1:5557", 1: "tcp://10.0.0.1:5558"}}
-    assert fleet.models == {"pod-0": "llama"}
-    assert fleet.tracker.missing() == {}
+@pytest.fixture
+def one_pod(fleet: Fleet) -> Fleet:
+    """A fleet of one pod, which has not answered yet."""
+    fleet.listed(POD)
+    return fleet
 
 
-def test_an_engine_is_asked_again_and_again_but_never_twice_at_a_time(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    assert fleet.pass_time(0.0) == [pod]
-    assert fleet.pass_time(1000.0) == []
-    fleet.answer(pod, 0)
-    assert fleet.tracker.next_at() == fleet.now + INTERVAL
-    assert fleet.pass_time(INTERVAL - 0.1) == []
-    assert fleet.pass_time(0.1) == [pod]
-    fleet.answer(pod, 0)
-    assert len(fleet.steps) == 1
+@pytest.fixture
+def running(one_pod: Fleet) -> Fleet:
+    """A fleet of one pod that has answered with one rank."""
+    one_pod.answer(POD, 0)
+    return one_pod
+
+
+def test_an_engine_is_asked_when_it_is_told_of_and_added_when_it_answers(one_pod: Fleet) -> None:
+    assert one_pod.pass_time(0.0) == [POD]
+    assert one_pod.ranks == {}
+    assert one_pod.tracker.missing() == {POD.url: "was not asked yet"}
+    one_pod.answer(POD, 0, 1, model="llama")
+    assert one_pod.ranks == {"pod-0": {0: "tcp://10.0.0.1:5557", 1: "tcp://10.0.0.1:5558"}}
+    assert one_pod.models == {"pod-0": "llama"}
+    assert one_pod.tracker.missing() == {}
+
+
+def test_an_engine_is_asked_again_and_again_but_never_twice_at_a_time(one_pod: Fleet) -> None:
+    assert one_pod.pass_time(0.0) == [POD]
+    assert one_pod.pass_time(1000.0) == []
+    one_pod.answer(POD, 0)
+    assert one_pod.tracker.next_at() == one_pod.now + INTERVAL
+    assert one_pod.pass_time(INTERVAL - 0.1) == []
+    assert one_pod.pass_time(0.1) == [POD]
+    one_pod.answer(POD, 0)
+    assert len(one_pod.steps) == 1
 
 
 def test_an_engine_that_its_source_no_longer_tells_of_goes_at_once(fleet: Fleet) -> None:
@@ -127,23 +141,21 @@ def test_an_engine_that_its_source_no_longer_tells_of_goes_at_once(fleet: Fleet)
     assert fleet.ranks == {}
 
 
-def test_an_answer_that_comes_after_the_engine_has_gone_adds_nothing(fleet: Fleet) -> None:
-    fleet.listed(target())
-    fleet.pass_time(0.0)
-    fleet.listed()
-    fleet.answer(target(), 0)
-    assert fleet.steps == []
+def test_an_answer_that_comes_after_the_engine_has_gone_adds_nothing(one_pod: Fleet) -> None:
+    one_pod.pass_time(0.0)
+    one_pod.listed()
+    one_pod.answer(POD, 0)
+    assert one_pod.steps == []
 
 
 def test_a_name_server_that_forgets_an_engine_does_not_remove_it_at_once() -> None:
     fleet = Fleet(sources=[("dns", False)])
-    pod = target()
-    fleet.listed(pod, source="dns")
-    fleet.answer(pod, 0)
+    fleet.listed(POD, source="dns")
+    fleet.answer(POD, 0)
     fleet.listed(source="dns")
     fleet.pass_time(FORGET_AFTER - 1)
     assert set(fleet.ranks) == {"pod-0"}
-    fleet.listed(pod, source="dns")  # it is back
+    fleet.listed(POD, source="dns")  # it is back
     fleet.pass_time(FORGET_AFTER)
     assert set(fleet.ranks) == {"pod-0"}
     fleet.listed(source="dns")
@@ -152,125 +164,103 @@ def test_a_name_server_that_forgets_an_engine_does_not_remove_it_at_once() -> No
 
 
 def test_an_engine_that_does_not_answer_is_kept_for_a_while(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
+    running: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    pod = target()
-    fleet.listed(pod)
-    fleet.answer(pod, 0)
     for _ in range(8):
-        fleet.pass_time(INTERVAL)
-        fleet.fail(pod)
-    assert set(fleet.ranks) == {"pod-0"}
+        running.pass_time(INTERVAL)
+        running.fail(POD)
+    assert set(running.ranks) == {"pod-0"}
     assert caplog.text.count("what is known of it is kept") == 1
-    fleet.answer(pod, 0)
+    running.answer(POD, 0)
     assert "answers again" in caplog.text
-    fleet.fail(pod)
-    fleet.pass_time(FORGET_AFTER)
-    assert fleet.ranks == {}
+    running.fail(POD)
+    running.pass_time(FORGET_AFTER)
+    assert running.ranks == {}
     assert "removes pod-0 until it answers again, after 100 s" in caplog.text
-    assert fleet.tracker.missing() == {pod.url: "http://pod-0:8000 timeout"}
-    fleet.answer(pod, 0)
-    assert set(fleet.ranks) == {"pod-0"}
+    assert running.tracker.missing() == {POD.url: "http://pod-0:8000 timeout"}
+    running.answer(POD, 0)
+    assert set(running.ranks) == {"pod-0"}
 
 
-def test_a_silent_engine_whose_events_still_come_is_kept(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    fleet.answer(pod, 0)
-    fleet.fail(pod)
-    fleet.alive.add("pod-0")
-    fleet.pass_time(10 * FORGET_AFTER)
-    assert set(fleet.ranks) == {"pod-0"}
-    fleet.fail(pod)
-    assert fleet.tracker.next_at() > fleet.now  # and nobody looks without a pause
-    fleet.alive.clear()
-    fleet.pass_time(INTERVAL)
-    assert fleet.ranks == {}
+def test_a_silent_engine_whose_events_still_come_is_kept(running: Fleet) -> None:
+    running.fail(POD)
+    running.alive.add("pod-0")
+    running.pass_time(10 * FORGET_AFTER)
+    assert set(running.ranks) == {"pod-0"}
+    running.fail(POD)
+    assert running.tracker.next_at() > running.now  # and nobody looks without a pause
+    running.alive.clear()
+    running.pass_time(INTERVAL)
+    assert running.ranks == {}
 
 
-def test_an_engine_whose_events_are_switched_off_is_kept_for_a_while_too(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    fleet.answer(pod, 0)
-    fleet.answer(pod)
-    assert set(fleet.ranks) == {"pod-0"}
-    fleet.pass_time(FORGET_AFTER)
-    assert fleet.ranks == {}
+def test_an_engine_whose_events_are_switched_off_is_kept_for_a_while_too(running: Fleet) -> None:
+    running.answer(POD)
+    assert set(running.ranks) == {"pod-0"}
+    running.pass_time(FORGET_AFTER)
+    assert running.ranks == {}
 
 
-def test_an_engine_that_moves_is_removed_and_added(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    fleet.answer(pod, 0, 1)
-    fleet.answer(pod, 0, 1, host="10.0.0.2")
-    assert [step.do for step in fleet.steps] == ["add", "remove", "add"]
-    assert fleet.ranks["pod-0"][1] == "tcp://10.0.0.2:5558"
-    assert fleet.tracker.counters["moved"] == 1
+def test_an_engine_that_moves_is_removed_and_added(one_pod: Fleet) -> None:
+    one_pod.answer(POD, 0, 1)
+    one_pod.answer(POD, 0, 1, host="10.0.0.2")
+    assert [step.do for step in one_pod.steps] == ["add", "remove", "add"]
+    assert one_pod.ranks["pod-0"][1] == "tcp://10.0.0.2:5558"
+    assert one_pod.tracker.counters["moved"] == 1
 
 
-def test_a_pod_that_comes_back_elsewhere_is_asked_at_once(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    fleet.pass_time(0.0)
-    fleet.answer(pod, 0)
+def test_a_pod_that_comes_back_elsewhere_is_asked_at_once(one_pod: Fleet) -> None:
+    one_pod.pass_time(0.0)
+    one_pod.answer(POD, 0)
     moved = Target("pod-0", "http://10.0.0.9:8000")
-    fleet.listed(moved)
-    assert fleet.pass_time(0.0) == [moved]
-    fleet.answer(pod, 0, 1)  # of the old one, and late
-    assert list(fleet.ranks["pod-0"]) == [0]
-    fleet.answer(moved, 0, host="10.0.0.9")
-    assert fleet.ranks["pod-0"] == {0: "tcp://10.0.0.9:5557"}
+    one_pod.listed(moved)
+    assert one_pod.pass_time(0.0) == [moved]
+    one_pod.answer(POD, 0, 1)  # of the old one, and late
+    assert list(one_pod.ranks["pod-0"]) == [0]
+    one_pod.answer(moved, 0, host="10.0.0.9")
+    assert one_pod.ranks["pod-0"] == {0: "tcp://10.0.0.9:5557"}
 
 
 def test_what_is_known_of_a_pod_goes_when_another_has_its_name_and_does_not_answer(
-    fleet: Fleet,
+    running: Fleet,
 ) -> None:
-    fleet.listed(target())
-    fleet.answer(target(), 0)
     other = target(version="uid-2")
-    fleet.listed(other)
-    fleet.fail(other)
-    assert fleet.ranks == {}
+    running.listed(other)
+    running.fail(other)
+    assert running.ranks == {}
 
 
-def test_an_engine_that_grows_keeps_the_ranks_that_it_has(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    fleet.answer(pod, 0)
-    fleet.answer(pod, 0, 1, 2)
-    assert [(step.do, step.engine.is_part) for step in fleet.steps] == [
+def test_an_engine_that_grows_keeps_the_ranks_that_it_has(running: Fleet) -> None:
+    running.answer(POD, 0, 1, 2)
+    assert [(step.do, step.engine.is_part) for step in running.steps] == [
         ("add", False),
         ("add", True),
     ]
-    assert sorted(fleet.ranks["pod-0"]) == [0, 1, 2]
+    assert sorted(running.ranks["pod-0"]) == [0, 1, 2]
 
 
-def test_ranks_go_when_two_answers_lack_them(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    fleet.answer(pod, 0, 1, 2)
-    fleet.pass_time(0.0)
-    fleet.answer(pod, 0, 1)  # it may be a flaw
-    assert sorted(fleet.ranks["pod-0"]) == [0, 1, 2]
-    assert fleet.tracker.next_at() <= fleet.now + 1.0  # soon it is asked whether it was
-    fleet.answer(pod, 0, 1, 2)
-    fleet.answer(pod, 0)
-    fleet.answer(pod, 0, 1)
-    assert sorted(fleet.ranks["pod-0"]) == [0, 1, 2]
-    fleet.answer(pod, 0, 1)
-    assert sorted(fleet.ranks["pod-0"]) == [0, 1]
+def test_ranks_go_when_two_answers_lack_them(one_pod: Fleet) -> None:
+    one_pod.answer(POD, 0, 1, 2)
+    one_pod.pass_time(0.0)
+    one_pod.answer(POD, 0, 1)  # it may be a flaw
+    assert sorted(one_pod.ranks["pod-0"]) == [0, 1, 2]
+    assert one_pod.tracker.next_at() <= one_pod.now + 1.0  # soon it is asked whether it was
+    one_pod.answer(POD, 0, 1, 2)
+    one_pod.answer(POD, 0)
+    one_pod.answer(POD, 0, 1)
+    assert sorted(one_pod.ranks["pod-0"]) == [0, 1, 2]
+    one_pod.answer(POD, 0, 1)
+    assert sorted(one_pod.ranks["pod-0"]) == [0, 1]
 
 
-def test_an_answer_without_a_model_moves_nobody(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    fleet.answer(pod, 0, model="llama")
-    fleet.answer(pod, 0)
-    assert len(fleet.steps) == 1
-    fleet.answer(pod, 0, model="qwen")
-    assert fleet.models == {"pod-0": "qwen"}
-    assert len(fleet.steps) == 3
+def test_an_answer_without_a_model_moves_nobody(one_pod: Fleet) -> None:
+    one_pod.answer(POD, 0, model="llama")
+    one_pod.answer(POD, 0)
+    assert len(one_pod.steps) == 1
+    one_pod.answer(POD, 0, model="qwen")
+    assert one_pod.models == {"pod-0": "qwen"}
+    assert len(one_pod.steps) == 3
 
 
 def test_ports_are_assumed_for_an_engine_that_does_not_say_until_it_does(
@@ -298,23 +288,21 @@ def test_ports_are_not_assumed_of_an_engine_that_publishes_nothing(fleet: Fleet)
     assert "off" in fleet.tracker.missing()[pod.url]
 
 
-def test_an_engine_that_never_answered_is_asked_less_and_less_often(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
+def test_an_engine_that_never_answered_is_asked_less_and_less_often(one_pod: Fleet) -> None:
     pauses = []
     for _ in range(6):
-        fleet.fail(pod)
-        pauses.append(fleet.tracker.next_at() - fleet.now)
+        one_pod.fail(POD)
+        pauses.append(one_pod.tracker.next_at() - one_pod.now)
     assert pauses == [1, 2, 4, 8, INTERVAL, INTERVAL]
 
 
 def test_a_worker_that_is_told_whole_is_added_without_a_question(fleet: Fleet) -> None:
-    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    fleet.listed(A)
     assert set(fleet.ranks) == {"a"}
     assert fleet.pass_time(1e6) == []
     fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", dp_size=2)))
     assert sorted(fleet.ranks["a"]) == [0, 1]
-    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    fleet.listed(A)
     assert sorted(fleet.ranks["a"]) == [0]  # a file that says so says it once
     fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", topic="kv")))
     assert [step.do for step in fleet.steps[-2:]] == ["remove", "add"]
@@ -324,7 +312,7 @@ def test_a_worker_that_is_refused_is_tried_again(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet.refuses["a"] = "the port is taken"
-    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    fleet.listed(A)
     for _ in range(3):
         fleet.pass_time(INTERVAL)
     assert fleet.tracker.missing() == {"a": "cannot be added: the port is taken"}
@@ -335,15 +323,12 @@ def test_a_worker_that_is_refused_is_tried_again(
     assert fleet.tracker.missing() == {}
 
 
-def test_further_ranks_that_are_refused_are_tried_again(fleet: Fleet) -> None:
-    pod = target()
-    fleet.listed(pod)
-    fleet.answer(pod, 0)
-    fleet.refuses["pod-0"] = "no"
-    fleet.answer(pod, 0, 1)
-    fleet.refuses.clear()
-    fleet.answer(pod, 0, 1)
-    assert sorted(fleet.ranks["pod-0"]) == [0, 1]
+def test_further_ranks_that_are_refused_are_tried_again(running: Fleet) -> None:
+    running.refuses["pod-0"] = "no"
+    running.answer(POD, 0, 1)
+    running.refuses.clear()
+    running.answer(POD, 0, 1)
+    assert sorted(running.ranks["pod-0"]) == [0, 1]
 
 
 def test_a_source_that_fails_takes_nobody_away_and_is_told_of_once(
@@ -352,7 +337,7 @@ def test_a_source_that_fails_takes_nobody_away_and_is_told_of_once(
     assert fleet.tracker.missing() == {"pods": "has not listed its engines yet"}
     fleet.tracker.source_failed("pods", "no such file")
     assert fleet.tracker.missing() == {"pods": "no such file"}
-    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557")))
+    fleet.listed(A)
     for _ in range(3):
         fleet.tracker.source_failed("pods", "it is gone")
     assert caplog.text.count("it is gone; 1 engines known from it are kept") == 1
@@ -369,10 +354,9 @@ def test_a_name_belongs_to_the_first_source_that_tells_of_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet = Fleet(sources=[("file", True), ("pods", True)])
-    mine = Target("a", worker=Worker("a", "tcp://10.0.0.1:5557"))
     theirs = Target("a", worker=Worker("a", "tcp://10.0.0.2:5557"))
     fleet.listed(theirs)
-    fleet.listed(mine, source="file")
+    fleet.listed(A, source="file")
     assert fleet.ranks["a"] == {0: "tcp://10.0.0.1:5557"}
     fleet.listed(theirs)
     assert caplog.text.count("pods a is left out: file lists that name already") == 1
@@ -389,16 +373,14 @@ def test_engines_beyond_the_limit_are_refused(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_report_that_names_other_hosts_says_so_once(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
+    one_pod: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pod = target()
-    fleet.listed(pod)
     noted = EngineReport(
-        pod.url,
+        POD.url,
         publishes=True,
         ranks=(PublisherAddress(0, "tcp://10.9.9.9:1", None),),
         notes=("rank 0: another host",),
     )
     for _ in range(3):
-        fleet.tracker.answered(pod, noted, fleet.now)
+        one_pod.tracker.answered(POD, noted, one_pod.now)
     assert caplog.text.count("rank 0: another host") == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvindex.subscribe.sequencer import (
     SequencerConfig,
     State,
 )
+from kvindex.subscribe.sequencer.batches import Applied
 from kvindex.wire.rank import Rank
 
 TIMEOUT = 2.0
@@ -32,53 +34,99 @@ def batch(seq: int, life: int = 0, *, ts: float | None = None, size: int = 10) -
     return Batch(seq, when, (life, seq), hash((life, seq)), size)
 
 
+class Actions(list[Action]):
+    """Actions in order, and what they amount to."""
+
+    @property
+    def delivered(self) -> list[Any]:
+        """The seqs delivered; batches of later lives as (life, seq)."""
+        contents = [action.batch for action in self if isinstance(action, RankBatch)]
+        return [seq if life == 0 else (life, seq) for life, seq in contents]
+
+    @property
+    def asked(self) -> list[int]:
+        """The seqs from which replay was asked."""
+        return [action.start_seq for action in self if isinstance(action, AskReplay)]
+
+    @property
+    def lost(self) -> list[tuple[str, int, int | None]]:
+        return [(a.reason, a.first_seq, a.last_seq) for a in self if isinstance(a, RankLost)]
+
+    @property
+    def holes(self) -> list[tuple[int, int | None]]:
+        """The first and the last seq of each loss."""
+        return [(first, last) for _, first, last in self.lost]
+
+    @property
+    def restarts(self) -> list[str]:
+        return [action.reason for action in self if isinstance(action, RankRestarted)]
+
+
 class Script:
-    """A sequencer, its time, and everything that it has asked for so far."""
+    """A sequencer, its time, and all actions that it has returned so far."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("has_replay", True)
         options.setdefault("replay_policy", ReplayPolicy(timeout=TIMEOUT, attempts=3, backoff=0.1))
         self.now = 0.0
         self.sequencer = Sequencer(RANK, SequencerConfig(**options), now=0.0, random=Random(1))
-        self.actions: list[Action] = []
+        self.actions = Actions()
 
-    def _note(self, actions: list[Action]) -> list[Action]:
-        self.actions += actions
-        return actions
+    def _note(self, actions: Iterable[Action]) -> Actions:
+        new = Actions(actions)
+        self.actions += new
+        return new
 
     # -- what happens
 
-    def resume(self, cursor: Cursor | None, *, refused: str = "") -> list[Action]:
+    def resume(self, cursor: Cursor | None, *, refused: str = "") -> Actions:
         return self._note(self.sequencer.resume(cursor, self.now, refused=refused))
 
-    def connect(self) -> list[Action]:
+    def connect(self) -> Actions:
         return self._note(self.sequencer.connected(self.now))
 
-    def disconnect(self) -> list[Action]:
+    def disconnect(self) -> Actions:
         return self._note(self.sequencer.disconnected(self.now))
 
-    def live(self, *batches: Batch | int) -> list[Action]:
-        out = []
-        for item in batches:
-            accepted = batch(item) if isinstance(item, int) else item
-            out += self.sequencer.live(accepted, self.now)
-        return self._note(out)
+    def reconnect(self) -> Actions:
+        return Actions([*self.disconnect(), *self.connect()])
 
-    def reply(self, *batches: Batch | int, end: bool = False) -> list[Action]:
+    def live(self, *batches: Batch | int) -> Actions:
+        events = (self.sequencer.live(as_batch(item), self.now) for item in batches)
+        return self._note(chain.from_iterable(events))
+
+    def damaged(self, seq: int | None) -> Actions:
+        return self._note(self.sequencer.damaged(seq, self.now))
+
+    def reply(self, *batches: Batch | int, end: bool = False) -> Actions:
         """Reply to the latest request."""
         request = self.request
-        out = []
-        for item in batches:
-            accepted = batch(item) if isinstance(item, int) else item
-            out += self.sequencer.replayed(request, accepted, self.now)
-        if end:
-            out += self.sequencer.replay_ended(request, self.now)
-        return self._note(out)
+        events = (self.sequencer.replayed(request, as_batch(b), self.now) for b in batches)
+        ended = self._note(chain.from_iterable(events))
+        return Actions([*ended, *self._end(request)]) if end else ended
 
-    def end(self) -> list[Action]:
-        return self.reply(end=True)
+    def reply_damaged(self, seq: int) -> Actions:
+        return self._note(self.sequencer.replayed_damaged(self.request, seq, self.now))
 
-    def pass_time(self, seconds: float) -> list[Action]:
+    def end(self) -> Actions:
+        return self._end(self.request)
+
+    def _end(self, request: int) -> Actions:
+        return self._note(self.sequencer.replay_ended(request, self.now))
+
+    def fail(self) -> Actions:
+        return self._note(self.sequencer.replay_failed(self.request, self.now))
+
+    def answer_next(self, *batches: Batch | int) -> Actions:
+        """Wait for the next request; answer with these replies and the end."""
+        before = self.request
+        for _ in range(200):
+            if self.request != before:
+                break
+            self.pass_time(0.05)
+        return self.reply(*batches, end=True)
+
+    def pass_time(self, seconds: float) -> Actions:
         """Let time pass, ticking at each deadline."""
         out = []
         end = self.now + seconds
@@ -88,17 +136,27 @@ class Script:
         self.now = end
         return self._note(out)
 
-    def joined(self, *batches: Batch | int) -> Script:
-        """Connect and join by a replay of `batches`."""
+    def close(self) -> Actions:
+        return self._note(self.sequencer.close(self.now))
+
+    def joined(self, *batches: Batch | int, live: Iterable[Batch | int] = ()) -> Script:
+        """Connect and join by a replay of `batches`; then receive the batches in `live`."""
         self.connect()
         self.reply(*batches, end=True)
+        self.live(*live)
         return self
 
     # -- what came of it
 
     @property
     def request(self) -> int:
-        return [action for action in self.actions if isinstance(action, AskReplay)][-1].request
+        """The latest request; 0 before the first."""
+        requests = (a.request for a in reversed(self.actions) if isinstance(a, AskReplay))
+        return next(requests, 0)
+
+    @property
+    def applied(self) -> Applied:
+        return self.sequencer.applied
 
     def is_in(self, state: State) -> bool:
         return self.sequencer.state is state
@@ -108,19 +166,13 @@ class Script:
         return self.sequencer.counters
 
 
-def delivered(actions: Sequence[Action]) -> list[Any]:
-    """List the seqs delivered; batches of later lives as (life, seq)."""
-    found = [action.batch for action in actions if isinstance(action, RankBatch)]
-    return [seq if life == 0 else (life, seq) for life, seq in found]
+def without_replay(*live: int, **options: Any) -> Script:
+    """Connect to a publisher that has no replay endpoint, and receive these batches."""
+    script = Script(has_replay=False, **options)
+    script.connect()
+    script.live(*live)
+    return script
 
 
-def asked(actions: Sequence[Action]) -> list[int]:
-    return [action.start_seq for action in actions if isinstance(action, AskReplay)]
-
-
-def lost(actions: Sequence[Action]) -> list[tuple[str, int, int | None]]:
-    return [(a.reason, a.first_seq, a.last_seq) for a in actions if isinstance(a, RankLost)]
-
-
-def restarts(actions: Sequence[Action]) -> list[str]:
-    return [action.reason for action in actions if isinstance(action, RankRestarted)]
+def as_batch(item: Batch | int) -> Batch:
+    return batch(item) if isinstance(item, int) else item

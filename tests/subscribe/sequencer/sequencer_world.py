@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -27,10 +28,10 @@ from kvindex.subscribe.sequencer import (
     SequencerConfig,
     State,
 )
-from kvindex.wire.rank import Rank
+from tests.subscribe.sequencer.sequencer_script import RANK
+from tests.subscribe.sequencer.sequencer_script import batch as make_batch
 
 CONNECT_DELAY = 0.05
-RANK = Rank("engine", 0)
 
 
 @dataclass(frozen=True)
@@ -72,36 +73,48 @@ class Engine:
     life: int
     buffer_steps: int
     batches: list[Batch | None] = field(default_factory=list)
-    alive: bool = True
 
     def __post_init__(self) -> None:
         self.buffer: deque[Batch] = deque(maxlen=self.buffer_steps)
 
     def publish(self, ts: float) -> Batch:
         seq = len(self.batches)
-        batch = Batch(seq, ts, (self.life, seq), hash((self.life, seq)), 10)
+        batch = make_batch(seq, self.life, ts=ts)
         self.batches.append(batch)
         self.buffer.append(batch)
         return batch
 
-    def fail_to_encode(self) -> None:
-        self.batches.append(None)
 
+@dataclass
+class Sink:
+    """What a subscribing process holds: batches since the last restart or reset, and losses."""
 
-@dataclass(frozen=True)
-class Saved:
-    """What a subscribing process saved at one point: its cursor and what its sink held."""
+    delivered: list[Batch] = field(default_factory=list)
+    unbroken: list[Batch] = field(default_factory=list)
+    """The batches since the last loss of any kind."""
+    expected: int | None = None
+    epoch: int = 0
+    highest_life: int = 0
+    losses: list[RankLost] = field(default_factory=list)
 
-    cursor: bytes | None
-    delivered: list[Batch]
-    unbroken: list[Batch]
-    expected: int | None
-    epoch: int
-    highest_life: int
-    losses: list[RankLost]
+    def restart(self) -> None:
+        self.epoch += 1
+        self.expected = None
+        self.delivered.clear()
+        self.unbroken.clear()
+        self.losses.clear()
 
+    def lose(self, lost: RankLost, last_seq: int) -> None:
+        self.expected = last_seq + 1
+        self.losses.append(lost)
+        self.unbroken.clear()
+        if lost.reset:
+            self.delivered.clear()
 
-NOTHING = Saved(None, [], [], None, 0, 0, [])
+    def receive(self, batch: Batch) -> None:
+        self.expected = batch.seq + 1
+        self.delivered.append(batch)
+        self.unbroken.append(batch)
 
 
 class CoincidenceError(Exception):
@@ -128,16 +141,10 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._open_request: int | None = None
-        # What the sink has since the last restart or reset, and since the last loss of any kind.
         self.sent: dict[tuple[int, int], Batch] = {}
-        self.delivered: list[Batch] = []
-        self.unbroken: list[Batch] = []
-        self.expected: int | None = None
-        self.highest_life = 0
-        self.losses: list[RankLost] = []
-        self.epoch = 0
+        self.sink = Sink()
         self.process = 0
-        self.saved = NOTHING
+        self.saved: tuple[bytes | None, Sink] = (None, Sink())
         self.resumed = 0
         self.connect()
 
@@ -233,21 +240,17 @@ class World:
     # -- steps
 
     def take(self, step: Step) -> None:
-        if step.kind == "publish":
-            for _ in range(step.amount):
-                self.publish()
-        elif step.kind == "unencodable":
-            self.engine.fail_to_encode()
-        elif step.kind == "wait":
-            self.run(step.amount * 0.05)
-        elif step.kind == "cut":
-            self.cut(step.amount)
-        elif step.kind == "save":
-            self.save()
-        elif step.kind == "resume":
-            self.resume(step.amount)
-        elif step.kind in ("restart", "unseen_restart"):
-            self.restart(step.amount, seen=step.kind == "restart")
+        getattr(self, f"_{step.kind}")(step.amount)
+
+    def _publish(self, count: int) -> None:
+        for _ in range(count):
+            self.publish()
+
+    def _unencodable(self, _: int) -> None:
+        self.engine.batches.append(None)
+
+    def _wait(self, ticks: int) -> None:
+        self.run(ticks * 0.05)
 
     def publish(self) -> None:
         batch = self.engine.publish(1_000.0 + self.now)
@@ -255,30 +258,21 @@ class World:
         self.send_live(batch)
         self.run(0.002)
 
-    def cut(self, published_meanwhile: int) -> None:
+    def _cut(self, published_meanwhile: int) -> None:
         self.disconnect()
-        for _ in range(published_meanwhile):
-            self.publish()
+        self._publish(published_meanwhile)
         self.run(CONNECT_DELAY)
         self.connect()
 
-    def save(self) -> None:
+    def _save(self, _: int) -> None:
         """Save cursor and contents, at one point between two actions."""
         cursor = self.sequencer.cursor()
-        self.saved = NOTHING
+        self.saved = (None, Sink())
         if cursor is not None:
             saved = SavedCursor(cursor=cursor, dp_rank=0, named=None, fingerprints="")
-            self.saved = Saved(
-                saved.encode(),
-                list(self.delivered),
-                list(self.unbroken),
-                self.expected,
-                self.epoch,
-                self.highest_life,
-                list(self.losses),
-            )
+            self.saved = (saved.encode(), deepcopy(self.sink))
 
-    def resume(self, published_meanwhile: int) -> None:
+    def _resume(self, published_meanwhile: int) -> None:
         """Kill the subscribing process; a new one goes on from what was saved last."""
         self.process += 1
         self._events.clear()  # all of them were on their way to the old one's sockets
@@ -286,33 +280,32 @@ class World:
         self.connected = False
         self._open_request = None
         self.sequencer = Sequencer(RANK, self.config, now=self.now, random=Random(self.process))
-        for _ in range(published_meanwhile):
-            self.publish()
-        saved = self.saved
-        self.delivered, self.unbroken = list(saved.delivered), list(saved.unbroken)
-        self.expected, self.epoch = saved.expected, saved.epoch
-        self.highest_life, self.losses = saved.highest_life, list(saved.losses)
-        if saved.cursor is not None:
-            cursor = SavedCursor.decode(saved.cursor).cursor
+        self._publish(published_meanwhile)
+        saved, sink = self.saved
+        self.sink = deepcopy(sink)
+        if saved is not None:
+            cursor = SavedCursor.decode(saved).cursor
             self.resumed += 1
             self.obey(self.sequencer.resume(cursor, self.now))
         self.connect()
 
-    def restart(self, published_meanwhile: int, *, seen: bool) -> None:
+    def _restart(self, published_meanwhile: int) -> None:
         """Start the engine anew; it publishes some batches before anyone is connected again."""
-        self.run(0.01)
-        self.engine.alive = False
-        self.engine = Engine(self.engine.life + 1, self.buffer_steps)
-        if not seen:
-            self.unseen_lives.add(self.engine.life)
-        if seen:
-            self.cut(published_meanwhile)
-            return
+        self._begin_life()
+        self._cut(published_meanwhile)
+
+    def _unseen_restart(self, published_meanwhile: int) -> None:
+        """Start the engine anew behind a connection that stays up."""
+        self._begin_life()
+        self.unseen_lives.add(self.engine.life)
         self.cut_off = True
         # An empty one cannot be told from one that keeps nothing for replay.
-        for _ in range(max(1, published_meanwhile)):
-            self.publish()
+        self._publish(max(1, published_meanwhile))
         self.cut_off = False
+
+    def _begin_life(self) -> None:
+        self.run(0.01)
+        self.engine = Engine(self.engine.life + 1, self.buffer_steps)
 
     def settle(self) -> None:
         """Let the faults stop and everything come to rest, probes included."""
@@ -322,6 +315,11 @@ class World:
             # Nobody can tell an engine that has published nothing from one that keeps nothing.
             self.publish()
             self.run(200.0)
+
+    def settle_and_publish(self, count: int) -> None:
+        """Come to rest and publish more."""
+        self.settle()
+        self._publish(count)
 
     # -- obeying, and the invariant
 
@@ -336,12 +334,8 @@ class World:
             elif isinstance(action, RankLost):
                 self._check_lost(action)
             elif isinstance(action, RankRestarted):
-                assert (action.rank, action.epoch) == (RANK, self.epoch + 1)
-                self.epoch = action.epoch
-                self.expected = None
-                self.delivered.clear()
-                self.unbroken.clear()
-                self.losses.clear()
+                assert (action.rank, action.epoch) == (RANK, self.sink.epoch + 1)
+                self.sink.restart()
             elif isinstance(action, RankBatch):
                 self._check_delivered(action)
         deadline = self.sequencer.deadline
@@ -357,34 +351,30 @@ class World:
         assert self.now - oldest <= self.config.replay_policy.timeout + 0.001
 
     def _check_lost(self, lost: RankLost) -> None:
-        assert (lost.rank, lost.epoch) == (RANK, self.epoch)
+        sink = self.sink
+        assert (lost.rank, lost.epoch) == (RANK, sink.epoch)
         assert lost.last_seq is not None
         assert lost.first_seq <= lost.last_seq
-        assert self.expected in (None, lost.first_seq), "a loss names the hole from where we stand"
+        assert sink.expected in (None, lost.first_seq), "a loss names the hole from where we stand"
         assert lost.reset == (self.config.on_loss == "reset")
-        self.expected = lost.last_seq + 1
-        self.losses.append(lost)
-        self.unbroken.clear()
-        if lost.reset:
-            self.delivered.clear()
+        sink.lose(lost, lost.last_seq)
 
     def _check_delivered(self, action: RankBatch[Any]) -> None:
-        assert (action.rank, action.epoch) == (RANK, self.epoch)
+        sink = self.sink
+        assert (action.rank, action.epoch) == (RANK, sink.epoch)
         batch = self.sent[action.batch]
         assert batch.seq == action.seq
         life = batch.content[0]
-        if self.expected is not None:
-            assert batch.seq == self.expected, f"{batch.seq} delivered, {self.expected} expected"
+        if sink.expected is not None:
+            assert batch.seq == sink.expected, f"{batch.seq} delivered, {sink.expected} expected"
         elif batch.seq > 0:
             assert not self.sequencer.applied.complete
-        if self.delivered and self.delivered[-1].content[0] != life:
+        if sink.delivered and sink.delivered[-1].content[0] != life:
             self._check_mixture(action)
-        if life < self.highest_life:
-            assert not self.delivered
-        self.expected = batch.seq + 1
-        self.highest_life = max(life, self.highest_life)
-        self.delivered.append(batch)
-        self.unbroken.append(batch)
+        if life < sink.highest_life:
+            assert not sink.delivered
+        sink.highest_life = max(life, sink.highest_life)
+        sink.receive(batch)
 
     def _check_mixture(self, action: RankBatch[Any]) -> None:
         """Two lives stand together: an error unless no subscriber could have told."""
@@ -393,7 +383,7 @@ class World:
             raise CoincidenceError
         # While replay proves to be empty, batches are taken on trust, until it has something.
         on_trust = not action.replayed and self.sequencer.counters["replay_empty"] > 0
-        assert on_trust, f"{action.batch} follows {self.delivered[-1].content}"
+        assert on_trust, f"{action.batch} follows {self.sink.delivered[-1].content}"
 
 
 class Mispaired(World):
@@ -410,12 +400,9 @@ class Mispaired(World):
     def replayer(self) -> Engine:
         return self.neighbour
 
-    def take(self, step: Step) -> None:
-        if step.kind == "neighbour":
-            for _ in range(step.amount):
-                self.publish_neighbour()
-        else:
-            super().take(step)
+    def _neighbour(self, count: int) -> None:
+        for _ in range(count):
+            self.publish_neighbour()
 
     def publish_neighbour(self) -> None:
         batch = self.neighbour.publish(1_000.0 + self.now)
@@ -425,7 +412,5 @@ class Mispaired(World):
     def _check_delivered(self, action: RankBatch[Any]) -> None:
         batch = self.sent[action.batch]
         assert batch.seq == action.seq
-        assert self.expected in (None, batch.seq)
-        self.expected = batch.seq + 1
-        self.delivered.append(batch)
-        self.unbroken.append(batch)
+        assert self.sink.expected in (None, batch.seq)
+        self.sink.receive(batch)

@@ -6,16 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvindex.subscribe.sequencer import Action, Batch, State
-from tests.subscribe.sequencer.sequencer_script import (
-    TIMEOUT,
-    Script,
-    asked,
-    batch,
-    delivered,
-    lost,
-    restarts,
-)
+from kvindex.subscribe.sequencer import Batch, ReplayPolicy, State
+from tests.subscribe.sequencer.sequencer_script import TIMEOUT, Actions, Script, batch
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +19,7 @@ def neighbours(*seqs: int) -> list[Batch]:
     return [batch(seq, -1) for seq in seqs]
 
 
-def refute(script: Script, *replies: Batch | int) -> list[Action]:
+def refute(script: Script, *replies: Batch | int) -> Actions:
     """Answer with these replies until the sequencer asks no more, or thrice."""
     begin = len(script.actions)
     for _ in range(3):
@@ -38,7 +30,7 @@ def refute(script: Script, *replies: Batch | int) -> list[Action]:
                 script.pass_time(0.05)
         if script.request == before:
             break
-    return script.actions[begin:]
+    return Actions(script.actions[begin:])
 
 
 def disowned() -> Script:
@@ -47,7 +39,7 @@ def disowned() -> Script:
     for seq in (10, 11, 12):
         script.live(seq)
         refute(script, *neighbours(2))
-    assert script.sequencer.applied.seq == 12
+    assert script.applied.seq == 12
     return script
 
 
@@ -56,19 +48,19 @@ def test_an_idle_neighbours_replay_is_given_up_when_three_live_batches_were_refu
     for seq in (10, 11):
         script.live(seq)
         refute(script, *neighbours(2))
-        assert restarts(script.actions) == []
+        assert script.actions.restarts == []
         assert script.sequencer.lag == 0
     assert script.count["unconfirmed"] == 2
     script.live(12)
     out = refute(script, *neighbours(2))
-    assert restarts(out) == ["foreign_replay"], "what it brought is dropped"
-    assert lost(out) == [("foreign_replay", 0, 11)]
-    assert delivered(out) == [12]
+    assert out.restarts == ["foreign_replay"], "what it brought is dropped"
+    assert out.lost == [("foreign_replay", 0, 11)]
+    assert out.delivered == [12]
     assert script.is_in(State.LIVE)
-    assert not script.sequencer.applied.complete
+    assert not script.applied.complete
     assert script.count["foreign_replay"] == 1
     assert "another publisher's" in script.sequencer.unrepairable
-    assert delivered(script.live(13)) == [13]
+    assert script.live(13).delivered == [13]
 
 
 def test_a_busy_neighbours_replay_is_given_up_too() -> None:
@@ -83,30 +75,29 @@ def test_a_busy_neighbours_replay_is_given_up_too() -> None:
             break
     assert script.count["foreign_replay"] == 1
     assert script.is_in(State.LIVE)
-    assert delivered(script.actions)[-1] == script.sequencer.applied.seq
+    assert script.actions.delivered[-1] == script.applied.seq
     assert script.sequencer.lag == 0
 
 
 def test_the_replay_of_a_neighbour_that_is_ahead_is_given_up() -> None:
-    script = Script().joined(*neighbours(*range(6)))
-    script.live(2)
+    script = Script().joined(*neighbours(*range(6)), live=[2])
     for _ in range(3):
         script.reply(*neighbours(*range(6)), end=True)
         script.pass_time(0.5)
-    assert restarts(script.actions) == ["seq_fell_back", "foreign_replay"]
-    assert lost(script.actions) == [("foreign_replay", 0, 1)]
-    assert delivered(script.actions)[-1] == 2
+    assert script.actions.restarts == ["seq_fell_back", "foreign_replay"]
+    assert script.actions.lost == [("foreign_replay", 0, 1)]
+    assert script.actions.delivered[-1] == 2
     assert script.is_in(State.LIVE)
-    assert delivered(script.live(3)) == [3]
+    assert script.live(3).delivered == [3]
 
 
 def test_without_a_replay_of_its_own_a_gap_is_a_loss_after_one_time_out() -> None:
     script = disowned()
     script.pass_time(PROBE)  # a probe is under way
-    assert asked(script.live(15)) == []
+    assert script.live(15).asked == []
     out = script.pass_time(TIMEOUT)
-    assert lost(out) == [("gap_without_replay", 13, 14)]
-    assert delivered(out) == [15]
+    assert out.lost == [("gap_without_replay", 13, 14)]
+    assert out.delivered == [15]
 
 
 def test_a_foreign_replay_is_asked_ever_more_rarely_and_only_compared() -> None:
@@ -115,40 +106,40 @@ def test_a_foreign_replay_is_asked_ever_more_rarely_and_only_compared() -> None:
     times = []
     for seq in range(13, 200):
         script.live(seq)  # a stream that never rests is no hindrance
-        if asked(script.pass_time(0.5)):
+        if script.pass_time(0.5).asked:
             times.append(script.now)
             script.reply(*neighbours(12))
     waits = [later - earlier for earlier, later in pairwise(times)]
     assert waits == sorted(waits)
     assert (waits[0], waits[-1]) == (2 * PROBE, 8 * PROBE)
-    assert restarts(script.actions) == []
-    assert delivered(script.actions) == list(range(13, 200))
+    assert script.actions.restarts == []
+    assert script.actions.delivered == list(range(13, 200))
 
 
 def test_a_foreign_replay_that_does_not_answer_changes_nothing() -> None:
     script = disowned()
     script.actions.clear()
-    assert asked(script.pass_time(PROBE)) == [12]
+    assert script.pass_time(PROBE).asked == [12]
     script.pass_time(TIMEOUT)
     assert script.is_in(State.LIVE)
     assert script.count["probes_failed"] == 1
-    assert asked(script.pass_time(2 * PROBE)) == [12]
-    script.actions += script.sequencer.replayed_damaged(script.request, 14, script.now)
-    assert asked(script.pass_time(4 * PROBE)) == [12]
+    assert script.pass_time(2 * PROBE).asked == [12]
+    script.reply_damaged(14)
+    assert script.pass_time(4 * PROBE).asked == [12]
     script.end()
-    assert not (delivered(script.actions) + lost(script.actions) + restarts(script.actions))
-    assert delivered(script.live(13)) == [13]
+    assert not (script.actions.delivered + script.actions.lost + script.actions.restarts)
+    assert script.live(13).delivered == [13]
 
 
 def test_a_replay_that_has_the_publishers_batches_after_all_is_joined() -> None:
     script = disowned()
-    assert asked(script.pass_time(PROBE)) == [12]
+    assert script.pass_time(PROBE).asked == [12]
     out = script.reply(12)
-    assert restarts(out) == ["replay_agrees"]
-    assert asked(out) == [0]
-    assert delivered(script.reply(*range(13), end=True)) == list(range(13))
+    assert out.restarts == ["replay_agrees"]
+    assert out.asked == [0]
+    assert script.reply(*range(13), end=True).delivered == list(range(13))
     assert script.is_in(State.LIVE)
-    assert script.sequencer.applied.complete
+    assert script.applied.complete
     assert script.sequencer.unrepairable == ""
 
 
@@ -156,10 +147,10 @@ def test_after_a_reconnect_a_foreign_replay_proves_nothing_and_brings_nothing() 
     script = disowned()
     script.disconnect()
     script.actions.clear()
-    assert asked(script.connect()) == []
-    assert restarts(script.actions) == ["unproven_reconnect"]
-    assert delivered(script.live(batch(0, 1))) == [(1, 0)]
-    assert script.sequencer.applied.complete
+    assert script.connect().asked == []
+    assert script.actions.restarts == ["unproven_reconnect"]
+    assert script.live(batch(0, 1)).delivered == [(1, 0)]
+    assert script.applied.complete
     assert script.sequencer.cursor() is None
 
 
@@ -170,7 +161,7 @@ def test_numbers_damaged_now_and_then_do_not_make_a_replay_another_publishers() 
         script.live(10**15 + seq)
         refute(script, seq)
     assert script.count["unconfirmed"] == 8
-    assert not (restarts(script.actions) + lost(script.actions))
+    assert not (script.actions.restarts + script.actions.lost)
     assert script.is_in(State.LIVE)
 
 
@@ -187,8 +178,7 @@ def test_a_reconnect_forgets_what_spoke_against_the_replay() -> None:
     for life in range(6):
         script.live(batch(10 + life))
         refute(script, 1)
-        script.disconnect()
-        script.connect()
+        script.reconnect()
         script.reply(1, end=True)
     assert script.count["unconfirmed"] == 6
     assert script.count["foreign_replay"] == 0
@@ -196,34 +186,32 @@ def test_a_reconnect_forgets_what_spoke_against_the_replay() -> None:
 
 def test_the_replay_of_a_neighbour_that_counts_in_step_is_given_up() -> None:
     script = Script().joined(*neighbours(0, 1))
-    out = []
     for seq in range(2, 60):
-        out += script.live(seq)  # follows by chance, and the stream never rests
-        if asked(script.pass_time(1.0)):
+        script.live(seq)  # follows by chance, and the stream never rests
+        if script.pass_time(1.0).asked:
             script.reply(*neighbours(*range(seq)), end=True)
-            if restarts(script.actions)[-1:] == ["replay_ends_below"]:
+            if script.actions.restarts[-1:] == ["replay_ends_below"]:
                 script.reply(*neighbours(*range(seq + 1)), end=True)
             if script.count["foreign_replay"]:
                 break
-    assert restarts(script.actions)[-1] == "foreign_replay"
-    assert lost(script.actions) == [("foreign_replay", 0, seq)]
-    assert delivered(script.live(seq + 1)) == [seq + 1]
-    assert not script.sequencer.applied.complete
+    assert script.actions.restarts[-1] == "foreign_replay"
+    assert script.actions.lost == [("foreign_replay", 0, seq)]
+    assert script.live(seq + 1).delivered == [seq + 1]
+    assert not script.applied.complete
 
 
 def test_a_replay_is_compared_with_a_busy_stream_once_and_not_again() -> None:
     script = Script().joined(0)
     for seq in range(1, 60):
         script.live(seq)
-        if asked(script.pass_time(1.0)):
+        if script.pass_time(1.0).asked:
             script.reply(seq, end=True)
     assert script.count["probes"] == 1
 
 
 def test_what_was_held_over_a_broken_connection_is_not_joined_to_what_comes_live_after_it() -> None:
     """The engine may have restarted meanwhile, and its numbers may fit."""
-    script = Script().joined(*neighbours(0))
-    script.live(2)
+    script = Script().joined(*neighbours(0), live=[2])
     script.pass_time(0.01)
     script.disconnect()
     script.pass_time(0.01)
@@ -232,6 +220,30 @@ def test_what_was_held_over_a_broken_connection_is_not_joined_to_what_comes_live
     script.live(batch(3, 1))
     refute(script, *neighbours(0, 1, 2))
     assert script.count["foreign_replay"] == 1
-    assert 2 not in delivered(script.actions)
-    assert delivered(script.actions)[-1] == (1, 3)
+    assert 2 not in script.actions.delivered
+    assert script.actions.delivered[-1] == (1, 3)
     assert script.count["held_dropped"] == 1
+
+
+def test_a_gap_that_replay_leaves_open_but_for_a_live_batch_ends_a_row_of_disputes() -> None:
+    script = Script().joined(0)
+    for number in range(2):
+        script.live(10**15 + number)
+        refute(script, 0)
+    script.live(2)
+    refute(script, 0, 2)
+    assert script.actions.holes == [(1, 1)]
+    script.live(10**16)
+    refute(script, 2)
+    assert script.count["unconfirmed"] == 3
+    assert script.count["foreign_replay"] == 0
+
+
+def test_what_came_live_after_replay_was_asked_is_not_denied_by_it() -> None:
+    script = Script(replay_policy=ReplayPolicy(timeout=TIMEOUT, attempts=9)).joined(0, live=[9])
+    for seq in (4, 5, 6):
+        script.live(batch(seq, 1))
+        assert script.reply(batch(seq)).restarts == []
+        script.pass_time(TIMEOUT)
+    assert script.count["conflicting"] == 3
+    assert script.count["foreign_replay"] == 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from kvindex.subscribe.sequencer import AskReplay, ReplayPolicy, State
-from tests.subscribe.sequencer.sequencer_script import START_TS, Script, asked, batch, delivered
+from kvindex.subscribe.sequencer import State
+from tests.subscribe.sequencer.sequencer_script import START_TS, Script, batch, without_replay
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +28,7 @@ def test_a_run_advances_as_so_many_batches_would() -> None:
     assert (sequencer.applied.seq, sequencer.applied.next_seq, sequencer.run_start) == (5, 6, 6)
     assert (script.count["live"], script.count["delivered"]) == (5, 6)
     assert sequencer.applied.complete
-    assert delivered(script.live(6)) == [6]
+    assert script.live(6).delivered == [6]
 
 
 def test_batches_of_a_run_are_remembered_as_far_back_as_others() -> None:
@@ -37,46 +37,34 @@ def test_batches_of_a_run_are_remembered_as_far_back_as_others() -> None:
     script.live(5, 3, 2)
     assert script.count["duplicates"] == 2
     assert script.count["delayed"] == 1  # 2 is forgotten: no more can be said than that it is old
-
-
-def test_another_payload_under_a_number_of_a_run_is_a_restart() -> None:
-    script = Script().joined(0)
-    take_run(script, 1, 5)
     script.live(batch(4, life=1))
-    assert script.sequencer.applied.epoch == 1
+    assert script.applied.epoch == 1, "another payload under its number is a restart"
 
 
 def test_a_run_ends_before_a_batch_that_is_older_than_the_epoch() -> None:
     script = Script().joined(0)
     ts = [START_TS + 1, START_TS, START_TS - 0.5, START_TS + 4]
     assert take_run(script, 1, 4, ts=ts) == 2
-    assert script.sequencer.applied.next_seq == 3
+    assert script.applied.next_seq == 3
     assert take_run(script, 3, 1, ts=[START_TS - 0.5]) == 0
-    assert script.sequencer.applied.next_seq == 3
+    assert script.applied.next_seq == 3
 
 
-def test_a_run_that_begins_elsewhere_is_not_taken() -> None:
+def test_a_run_that_begins_elsewhere_or_is_empty_changes_nothing() -> None:
     script = Script().joined(0)
-    for first_seq in (0, 2, 2**64 - 1):
-        assert take_run(script, first_seq, 2) == 0
-    assert script.sequencer.applied.next_seq == 1
+    for first_seq, count in [(0, 2), (2, 2), (2**64 - 1, 2), (1, 0)]:
+        assert take_run(script, first_seq, count) == 0
+    assert script.applied.next_seq == 1
     assert script.count["live"] == 0
-
-
-def test_an_empty_run_changes_nothing() -> None:
-    script = Script().joined(0)
-    assert script.sequencer.live_run(1, [], [], script.now) == 0
-    assert script.sequencer.applied.next_seq == 1
 
 
 def test_numbers_end_before_the_one_that_marks_a_replays_end() -> None:
     last = 2**64 - 2
-    script = Script(has_replay=False)
-    script.connect()
+    script = without_replay()
     script.live(last - 1)
     assert take_run(script, last, 3) == 1
     assert take_run(script, last + 1, 1) == 0
-    assert script.sequencer.applied.seq == last
+    assert script.applied.seq == last
 
 
 def test_a_run_proves_life_and_puts_the_probe_off() -> None:
@@ -89,8 +77,7 @@ def test_a_run_proves_life_and_puts_the_probe_off() -> None:
     assert script.is_in(State.LIVE)
     assert script.sequencer.deadline == script.now + 30.0
 
-    script = Script(probe_interval=5.0).joined(0)
-    script.live(1)
+    script = Script(probe_interval=5.0).joined(0, live=[1])
     script.pass_time(5.0)
     script.reply(1, end=True)  # the first probe showed whose replay it is
     script.pass_time(4.0)
@@ -106,100 +93,40 @@ def test_a_run_does_not_put_off_the_probe_that_shows_whose_replay_it_is() -> Non
     assert script.sequencer.deadline == due
 
 
-# -- when `live` must see each batch
+# When `live` must see each batch: what has been called before, with which arguments.
+PROBE = 5.0
+SITUATIONS: dict[str, list[tuple[Any, ...]]] = {
+    "before connecting": [],
+    "before the first batch": [("joined",)],
+    "while joining": [("connect",)],
+    "in a gap": [("joined", 0), ("live", 3)],
+    "while a probe is under way": [("joined", 0), ("pass_time", PROBE)],
+    "after a damaged batch": [("joined", 0), ("damaged", None)],
+    "while disconnected": [("joined", 0), ("disconnect",)],
+    "while identity is unproven": [("joined", 0), ("reconnect",)],
+    "proven and nothing delivered since": [("joined", 0), ("reconnect",), ("reply", 0), ("end",)],
+    "after closing": [("joined", 0), ("close",)],
+}
 
 
-def before_connecting() -> Script:
-    return Script()
-
-
-def before_the_first_batch() -> Script:
-    return Script().joined()
-
-
-def while_joining() -> Script:
-    script = Script()
-    script.connect()
+def led_to(situation: str) -> Script:
+    script = Script(probe_interval=PROBE)
+    for name, *arguments in SITUATIONS[situation]:
+        getattr(script, name)(*arguments)
     return script
 
 
-def in_a_gap() -> Script:
-    script = Script().joined(0)
-    script.live(3)
-    return script
-
-
-def in_a_gap_without_replay() -> Script:
-    script = Script(has_replay=False)
-    script.connect()
-    script.live(0, 3)
-    return script
-
-
-def while_a_probe_is_under_way() -> Script:
-    script = Script(probe_interval=5.0).joined(0)
-    assert any(isinstance(action, AskReplay) for action in script.pass_time(5.0))
-    return script
-
-
-def after_a_damaged_batch() -> Script:
-    script = Script(replay_policy=ReplayPolicy(attempts=3)).joined(0)
-    script.sequencer.damaged(None, script.now)
-    return script
-
-
-def while_disconnected() -> Script:
-    script = Script().joined(0)
-    script.disconnect()
-    return script
-
-
-def while_identity_is_unproven() -> Script:
-    script = Script().joined(0)
-    script.disconnect()
-    script.connect()
-    return script
-
-
-def proven_but_nothing_delivered_since() -> Script:
-    script = while_identity_is_unproven()
-    script.reply(0, end=True)
-    assert script.is_in(State.LIVE)
-    return script
-
-
-def after_closing() -> Script:
-    script = Script().joined(0)
-    script.sequencer.close(script.now)
-    return script
-
-
-@pytest.mark.parametrize(
-    "situation",
-    [
-        before_connecting,
-        before_the_first_batch,
-        while_joining,
-        in_a_gap,
-        in_a_gap_without_replay,
-        while_a_probe_is_under_way,
-        after_a_damaged_batch,
-        while_disconnected,
-        while_identity_is_unproven,
-        proven_but_nothing_delivered_since,
-        after_closing,
-    ],
-)
-def test_no_run_begins(situation: Callable[[], Script]) -> None:
-    script = situation()
-    next_seq = script.sequencer.applied.next_seq
+@pytest.mark.parametrize("situation", [*SITUATIONS, "in a gap without replay"])
+def test_no_run_begins(situation: str) -> None:
+    script = led_to(situation) if situation in SITUATIONS else without_replay(0, 3)
+    next_seq = script.applied.next_seq
     assert script.sequencer.run_start is None
     assert take_run(script, 1 if next_seq is None else next_seq, 2) == 0
-    assert script.sequencer.applied.next_seq == next_seq
+    assert script.applied.next_seq == next_seq
 
 
 def test_runs_begin_again_once_a_gap_is_filled() -> None:
-    script = in_a_gap()
-    assert asked(script.actions)[-1] == 0
+    script = led_to("in a gap")
+    assert script.actions.asked[-1] == 0
     script.reply(0, 1, 2, end=True)
     assert script.sequencer.run_start == 4

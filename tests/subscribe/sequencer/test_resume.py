@@ -7,21 +7,17 @@ from typing import Any
 import pytest
 
 from kvindex.subscribe.sequencer import AskReplay, CloseReplay, Cursor, RankRestarted, State
-from tests.subscribe.sequencer.sequencer_script import (
-    RANK,
-    Script,
-    asked,
-    batch,
-    delivered,
-    lost,
-    restarts,
-)
+from tests.subscribe.sequencer.sequencer_script import RANK, Script, batch, without_replay
 
 pytestmark = pytest.mark.unit
 
 
 def cursor_after(*seqs: int, **options: Any) -> Cursor:
-    cursor = Script(**options).joined(*seqs).sequencer.cursor()
+    return cursor_of(Script(**options).joined(*seqs))
+
+
+def cursor_of(script: Script) -> Cursor:
+    cursor = script.sequencer.cursor()
     assert cursor is not None
     return cursor
 
@@ -32,35 +28,28 @@ def resumed(cursor: Cursor | None, **options: Any) -> Script:
     return script
 
 
-def test_a_cursor_tells_where_the_stream_stands() -> None:
-    cursor = cursor_after(0, 1, 2)
+def rejoining(cursor: Cursor) -> Script:
+    """Resume and connect."""
+    script = resumed(cursor)
+    script.connect()
+    return script
+
+
+def test_a_cursor_has_where_the_stream_stands_without_what_is_held() -> None:
+    cursor = cursor_of(Script(recent=2).joined(0, 1, 2, live=[5]))
     assert (cursor.epoch, cursor.seq, cursor.next_seq, cursor.complete) == (0, 2, 3, True)
     assert (cursor.ts, cursor.oldest_ts) == (batch(2).ts, batch(0).ts)
-    assert cursor.recent == {seq: batch(seq).fingerprint for seq in range(3)}
+    assert cursor.recent == {seq: batch(seq).fingerprint for seq in (1, 2)}
     assert not cursor.kept_losses
 
 
-def test_a_cursor_remembers_as_many_fingerprints_as_the_sequencer() -> None:
-    assert list(cursor_after(*range(9), recent=3).recent) == [6, 7, 8]
-
-
-@pytest.mark.parametrize(
-    "state", ["fresh", "joined to nothing", "restarted", "closed", "no replay"]
-)
-def test_there_is_no_cursor_where_there_is_nothing_to_go_on_from(state: str) -> None:
-    script = Script(has_replay=state != "no replay")
-    if state == "joined to nothing":
-        script.joined()
-    elif state == "restarted":
-        script.joined(0, 1)
-        script.live(batch(0, life=1))
-        assert restarts(script.actions)
-    elif state == "closed":
-        script.joined(0, 1).sequencer.close(1.0)
-    elif state == "no replay":
-        script.connect()
-        assert delivered(script.live(0, 1)) == [0, 1]
-    assert script.sequencer.cursor() is None
+def test_there_is_no_cursor_where_there_is_nothing_to_go_on_from() -> None:
+    restarted = Script().joined(0, 1, live=[batch(0, life=1)])
+    assert restarted.actions.restarts
+    closed = Script().joined(0, 1)
+    closed.close()
+    for script in (Script(), Script().joined(), restarted, closed, without_replay(0, 1)):
+        assert script.sequencer.cursor() is None
 
 
 def test_there_is_no_cursor_while_batches_are_taken_on_trust() -> None:
@@ -70,17 +59,9 @@ def test_there_is_no_cursor_while_batches_are_taken_on_trust() -> None:
     while not script.is_in(State.LIVE):
         script.end()
         script.pass_time(1.0)
-    assert script.sequencer.applied.seq == 5
+    assert script.applied.seq == 5
     assert script.count["replay_empty"] == 1
     assert script.sequencer.cursor() is None
-
-
-def test_what_was_held_is_not_part_of_the_cursor() -> None:
-    script = Script().joined(0, 1)
-    script.live(5)
-    cursor = script.sequencer.cursor()
-    assert cursor is not None
-    assert (cursor.seq, cursor.next_seq) == (1, 2)
 
 
 def test_the_overlap_is_asked_for_and_only_what_is_missing_is_delivered() -> None:
@@ -89,67 +70,23 @@ def test_the_overlap_is_asked_for_and_only_what_is_missing_is_delivered() -> Non
     assert script.is_in(State.CONNECTING)
     assert script.connect() == [AskReplay(1, 2)]
     assert script.is_in(State.SYNCING)
-    assert delivered(script.reply(2, 3, 4)) == [3, 4]
+    assert script.reply(2, 3, 4).delivered == [3, 4]
     assert script.is_in(State.SYNCING)
     assert script.end() == [CloseReplay(1)]
     assert script.is_in(State.LIVE)
-    assert script.sequencer.applied.complete
+    assert script.live(5).delivered == [5]
+    assert script.applied.complete
     assert script.count["resumed"] == 1
     assert script.count["replayed"] == 2
-
-
-def test_nothing_was_published_meanwhile() -> None:
-    script = resumed(cursor_after(0, 1))
-    script.connect()
-    assert delivered(script.reply(1, end=True)) == []
-    assert script.is_in(State.LIVE)
-    assert delivered(script.live(2)) == [2]
 
 
 def test_live_batches_wait_for_the_proof() -> None:
     script = resumed(cursor_after(0, 1))
     script.live(2)  # came before the monitor's word that we are connected
     script.connect()
-    assert delivered(script.live(3)) == []
+    assert script.live(3).delivered == []
     assert "seq 1 is still the same" in script.sequencer.reason
-    assert delivered(script.reply(1, 2, 3, end=True)) == [2, 3]
-
-
-def test_a_publisher_that_was_started_anew_and_is_past_us_is_told_by_the_overlap() -> None:
-    script = resumed(cursor_after(0, 1))
-    script.connect()
-    out = script.reply(batch(1, life=1))
-    assert restarts(out) == ["overlap_differs"]
-    assert out == [CloseReplay(1), RankRestarted(RANK, 1, "overlap_differs"), AskReplay(2, 0)]
-    again = script.reply(*(batch(seq, life=1) for seq in range(3)), end=True)
-    assert delivered(again) == [(1, 0), (1, 1), (1, 2)]
-    assert script.sequencer.applied.complete
-
-
-def test_a_publisher_that_was_started_anew_and_is_below_us_is_told_by_the_end() -> None:
-    script = resumed(cursor_after(*range(9)))
-    script.connect()
-    assert restarts(script.end()) == ["replay_ends_below"]
-    assert asked(script.actions) == [8, 0]
-
-
-def test_a_buffer_that_no_longer_reaches_back_to_the_cursor_proves_nothing() -> None:
-    script = resumed(cursor_after(0, 1))
-    script.connect()
-    while not restarts(script.actions):
-        script.reply(7, 8)  # may be a lost first reply: asked again
-        script.pass_time(1.0)
-    assert restarts(script.actions) == ["unproven_reconnect"]
-    assert delivered(script.reply(7, 8, end=True)) == [7, 8]
-    assert not script.sequencer.applied.complete
-
-
-def test_a_silent_replay_endpoint_proves_nothing() -> None:
-    script = resumed(cursor_after(0, 1))
-    script.connect()
-    script.pass_time(100.0)
-    assert restarts(script.actions) == ["unproven_reconnect"]
-    assert delivered(script.actions) == []
+    assert script.reply(1, 2, 3, end=True).delivered == [2, 3]
 
 
 def test_without_replay_all_is_dropped_at_once() -> None:
@@ -157,8 +94,8 @@ def test_without_replay_all_is_dropped_at_once() -> None:
     assert script.actions == [RankRestarted(RANK, 1, "no_replay")]
     assert script.count["resumes_refused"] == script.count["refused_no_replay"] == 1
     script.connect()
-    assert delivered(script.live(2)) == [2]
-    assert not script.sequencer.applied.complete
+    assert script.live(2).delivered == [2]
+    assert not script.applied.complete
 
 
 @pytest.mark.parametrize(
@@ -172,46 +109,38 @@ def test_a_cursor_that_the_caller_cannot_use_is_a_restart_and_then_a_join(
     script.resume(cursor, refused=refused)
     assert script.actions == [RankRestarted(RANK, epoch, refused or "no_cursor")]
     assert script.connect() == [AskReplay(1, 0)]
-    assert delivered(script.reply(0, 1, end=True)) == [0, 1]
-    assert script.sequencer.applied.complete
+    assert script.reply(0, 1, end=True).delivered == [0, 1]
+    assert script.applied.complete
 
 
 def test_what_was_kept_over_a_loss_stays_flagged_and_is_not_kept_by_a_stricter_policy() -> None:
-    script = Script(on_loss="keep").joined(0, 1)
-    script.live(5)
-    while not lost(script.actions):
+    script = Script(on_loss="keep").joined(0, 1, live=[5])
+    while not script.actions.lost:
         script.pass_time(1.0)
         script.reply(1, 5, end=True)
-    cursor = script.sequencer.cursor()
-    assert cursor is not None
+    cursor = cursor_of(script)
     assert (cursor.seq, cursor.complete, cursor.kept_losses) == (5, False, True)
     same = resumed(cursor, on_loss="keep").joined(5, 6)
-    assert delivered(same.actions) == [6]
+    assert same.actions.delivered == [6]
     assert not same.sequencer.applied.complete
-    again = same.sequencer.cursor()
-    assert again is not None
-    assert again.kept_losses
+    assert cursor_of(same).kept_losses
     stricter = resumed(cursor, on_loss="reset")
     assert stricter.actions == [RankRestarted(RANK, 1, "kept_losses")]
 
 
 def test_a_loss_that_dropped_everything_does_not_stand_in_the_way() -> None:
-    script = Script(on_loss="reset").joined(0, 1)
-    script.live(5)
-    while not lost(script.actions):
+    script = Script(on_loss="reset").joined(0, 1, live=[5])
+    while not script.actions.lost:
         script.pass_time(1.0)
         script.reply(1, 5, end=True)
-    cursor = script.sequencer.cursor()
-    assert cursor is not None
-    assert delivered(resumed(cursor).joined(5, 6).actions) == [6]
+    assert resumed(cursor_of(script)).joined(5, 6).actions.delivered == [6]
 
 
 def test_epochs_are_counted_on() -> None:
     script = Script().joined(0, 1)
     script.live(batch(0, life=1))
     script.reply(batch(0, life=1), end=True)
-    cursor = script.sequencer.cursor()
-    assert cursor is not None
+    cursor = cursor_of(script)
     assert cursor.epoch == 1
     later = resumed(cursor)
     assert later.sequencer.applied.epoch == 1
@@ -228,12 +157,11 @@ def test_an_unproven_cursor_can_be_saved_again() -> None:
 
 
 def test_a_gap_behind_the_cursor_is_asked_for_behind_the_cursor() -> None:
-    script = resumed(cursor_after(0, 1))
-    script.connect()
-    assert delivered(script.reply(1, 3)) == []  # 2 was lost inside the replay
+    script = rejoining(cursor_after(0, 1))
+    assert script.reply(1, 3).delivered == []  # 2 was lost inside the replay
     script.end()
-    assert asked(script.pass_time(0.2)) == [1]
-    assert delivered(script.reply(1, 2, 3, end=True)) == [2, 3]
+    assert script.pass_time(0.2).asked == [1]
+    assert script.reply(1, 2, 3, end=True).delivered == [2, 3]
 
 
 def test_a_delayed_copy_of_what_was_applied_before_the_cursor_is_known() -> None:
@@ -250,13 +178,12 @@ def test_a_closed_sequencer_resumes_nothing() -> None:
 
 def test_what_was_declared_lost_stays_lost() -> None:
     script = Script(on_loss="keep").joined(0, 1)
-    while not lost(script.actions):  # nothing good follows what is damaged
+    while not script.actions.lost:  # nothing good follows what is damaged
         script.pass_time(6.0)
         script.sequencer.replayed_damaged(script.request, 2, script.now)
         script.end()
-    cursor = script.sequencer.cursor()
-    assert cursor is not None
+    cursor = cursor_of(script)
     assert (cursor.seq, cursor.next_seq) == (1, 3)
     later = resumed(cursor, on_loss="keep")
     later.connect()
-    assert delivered(later.reply(1, 2, 3, end=True)) == [3]
+    assert later.reply(1, 2, 3, end=True).delivered == [3]

@@ -9,13 +9,13 @@ from itertools import chain
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvindex.subscribe.sequencer import (
     Action,
-    AskReplay,
     Batch,
     RankBatch,
     ReplayPolicy,
@@ -23,15 +23,15 @@ from kvindex.subscribe.sequencer import (
     SequencerConfig,
 )
 from tests.examples import examples
-from tests.subscribe.sequencer.sequencer_world import RANK, Faults, Step, World
+from tests.subscribe.sequencer.sequencer_script import RANK, Script
+from tests.subscribe.sequencer.sequencer_script import batch as sent
+from tests.subscribe.sequencer.sequencer_world import World
 from tests.subscribe.sequencer.test_schedules import (
-    AMPLE,
+    Play,
     check_at_rest,
-    configs,
     live_faults,
-    run,
-    seeds,
-    sometimes,
+    plays,
+    repairable,
     steps,
     without_replay,
 )
@@ -137,52 +137,50 @@ small_configs = st.builds(
 )
 
 
-class Puppet:
-    """A sequencer led through a script; `live` is the way that live batches are given to it."""
+class Puppet(Script):
+    """A script whose live batches come several at a time, as changes from the batch before."""
 
-    def __init__(self, config: SequencerConfig, live: Any, first_seq: int) -> None:
-        self.sequencer = Sequencer(RANK, config, now=0.0, random=Random(1))
-        self.live = live
-        self.now = 0.0
-        self.request = 0
-        self.last = Batch(first_seq - 1, 1_000.0, None, 0, 10)
+    def __init__(self, config: SequencerConfig, give: Any, first_seq: int) -> None:
+        super().__init__(**msgspec.structs.asdict(config))
+        self._give = give
+        self._last = sent(first_seq - 1, ts=1_000.0)
 
     def take(self, operation: Operation) -> list[Action]:
         kind, amount = operation
-        actions = self._act(kind, amount)
-        for action in actions:
-            if isinstance(action, AskReplay):
-                self.request = action.request
-        return actions
+        done = len(self.actions)
+        getattr(self, f"_{kind}")(amount)
+        return self.actions[done:]
 
-    def _act(self, kind: str, amount: Any) -> list[Action]:
-        sequencer, now = self.sequencer, self.now
-        if kind == "live":
-            return list(self.live(sequencer, [self._next(*change) for change in amount], now))
-        if kind == "damaged":
-            return sequencer.damaged(None if amount is None else self.last.seq + amount, now)
-        if kind == "replayed":
-            replies = range(max(0, self.last.seq - amount), self.last.seq + 1)
-            taken = (sequencer.replayed(self.request, self._batch(s, 0), now) for s in replies)
-            return [action for actions in taken for action in actions]
-        if kind == "ended":
-            return sequencer.replay_ended(self.request, now)
-        if kind == "failed":
-            return sequencer.replay_failed(self.request, now)
-        if kind == "pass":
-            self.now += amount
-            return sequencer.tick(self.now)
-        return list(getattr(sequencer, kind)(now))
+    def _live(self, changes: list[tuple[int, float, int]]) -> None:
+        batches = [self._next(*change) for change in changes]
+        self._note(self._give(self.sequencer, batches, self.now))
 
     def _next(self, seq: int, ts: float, life: int) -> Batch:
-        before = self.last
-        self.last = self._batch(max(0, before.seq + seq), life, before.ts + ts)
-        return self.last
+        before = self._last
+        self._last = sent(max(0, before.seq + seq), life, ts=before.ts + ts)
+        return self._last
 
-    @staticmethod
-    def _batch(seq: int, life: int, ts: float | None = None) -> Batch:
-        when = 1_000.0 + seq if ts is None else ts
-        return Batch(seq, when, (life, seq), hash((life, seq)), 10)
+    def _connected(self, _: None) -> None:
+        self.connect()
+
+    def _disconnected(self, _: None) -> None:
+        self.disconnect()
+
+    def _damaged(self, distance: int | None) -> None:
+        self.damaged(None if distance is None else self._last.seq + distance)
+
+    def _replayed(self, count: int) -> None:
+        self.reply(*range(max(0, self._last.seq - count), self._last.seq + 1))
+
+    def _ended(self, _: None) -> None:
+        self.end()
+
+    def _failed(self, _: None) -> None:
+        self.fail()
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        self._note(self.sequencer.tick(self.now))
 
 
 @examples(150)
@@ -241,31 +239,22 @@ bursty = examples(40, nightly=2_000)
 
 
 @bursty
-@given(
-    seed=seeds,
-    faults=st.builds(Faults, **live_faults, replay_hole=sometimes, replay_sure=st.just(2)),
-    schedule=steps("restart", "unseen_restart", "cut"),
-    config=configs,
-)
-def test_bursts_over_a_faulty_network_are_repaired_alike(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
-) -> None:
-    world = BurstyWorld(seed=seed, faults=faults, config=config, buffer_steps=AMPLE)
-    if run(world, schedule):
+@given(plays(repairable, steps("restart", "unseen_restart", "cut")))
+def test_bursts_over_a_faulty_network_are_repaired_alike(play: Play) -> None:
+    if world := play.run(BurstyWorld):
         check_at_rest(world)
-        assert world.delivered == world.engine.batches
+        assert world.sink.delivered == world.engine.batches
 
 
 @bursty
 @given(
-    seed=seeds,
-    faults=st.builds(Faults, **live_faults),
-    schedule=steps("restart", "cut", "unencodable"),
-    config=configs.map(without_replay),
+    plays(
+        live_faults,
+        steps("restart", "cut", "unencodable"),
+        configs=without_replay,
+        buffer_steps=[0],
+    )
 )
-def test_bursts_without_replay_are_judged_alike(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
-) -> None:
-    world = BurstyWorld(seed=seed, faults=faults, config=config, buffer_steps=0)
-    if run(world, schedule):
+def test_bursts_without_replay_are_judged_alike(play: Play) -> None:
+    if world := play.run(BurstyWorld):
         assert world.sequencer.lag == 0

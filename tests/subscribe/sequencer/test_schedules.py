@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -23,9 +27,27 @@ schedules = examples(150)
 
 AMPLE = 10_000
 
-seeds = st.integers(min_value=0, max_value=2**32)
 often = st.sampled_from([0.0, 0.05, 0.2, 0.5])
 sometimes = st.sampled_from([0.0, 0.0, 0.1, 0.3])
+live_faults = {"drop": often, "duplicate": often, "reorder": often, "damage": sometimes}
+repairable = {**live_faults, "replay_hole": sometimes, "replay_sure": st.just(2)}
+stragglers = {"stragglers": st.booleans()}
+unanswered = {"replay_silent": often, "replay_late": sometimes, "end_lost": sometimes}
+rough = {**live_faults, **unanswered, "replay_hole": sometimes, "replay_damage": sometimes}
+
+configs = st.builds(
+    SequencerConfig,
+    has_replay=st.just(True),
+    on_loss=st.sampled_from(["reset", "keep"]),
+    max_held=st.sampled_from([1, 3, 10_000]),
+    recent=st.sampled_from([1, 4, 256]),
+    replay_policy=st.builds(ReplayPolicy, attempts=st.integers(1, 4)),
+)
+without_replay = configs.map(
+    lambda config: SequencerConfig(
+        has_replay=False, on_loss=config.on_loss, max_held=config.max_held, recent=config.recent
+    )
+)
 
 
 def steps(*kinds: str) -> st.SearchStrategy[list[Step]]:
@@ -44,37 +66,60 @@ def resumptions(*kinds: str) -> st.SearchStrategy[list[Step]]:
     parts = st.tuples(
         steps(*kinds), save, steps(*kinds), resume.map(lambda step: [step]), steps(*kinds, "resume")
     )
-    return parts.map(lambda found: [step for part in found for step in part])
+    return parts.map(lambda parts: [step for part in parts for step in part])
 
 
-configs = st.builds(
-    SequencerConfig,
-    has_replay=st.just(True),
-    on_loss=st.sampled_from(["reset", "keep"]),
-    max_held=st.sampled_from([1, 3, 10_000]),
-    recent=st.sampled_from([1, 4, 256]),
-    replay_policy=st.builds(ReplayPolicy, attempts=st.integers(1, 4)),
-)
+@dataclass(frozen=True)
+class Play:
+    """A schedule, and the world that it happens in."""
 
-live_faults = {"drop": often, "duplicate": often, "reorder": often, "damage": sometimes}
+    seed: int
+    faults: Faults
+    schedule: list[Step]
+    config: SequencerConfig
+    buffer_steps: int
+
+    def world(self, kind: type[World] = World) -> World:
+        return kind(
+            seed=self.seed,
+            faults=self.faults,
+            config=self.config,
+            buffer_steps=self.buffer_steps,
+        )
+
+    def run(self, kind: type[World] = World, *, then_publish: int = 0) -> World | None:
+        """Run to rest, publish further batches and rest again; return the world.
+
+        None if it met what no subscriber could tell.
+        """
+        world = self.world(kind)
+        try:
+            for step in self.schedule:
+                world.take(step)
+            if then_publish:
+                world.settle_and_publish(then_publish)
+            world.settle()
+        except CoincidenceError:
+            event("coincidence")
+            return None
+        return world
 
 
-def without_replay(config: SequencerConfig) -> SequencerConfig:
-    return SequencerConfig(
-        has_replay=False, on_loss=config.on_loss, max_held=config.max_held, recent=config.recent
+def plays(
+    faults: dict[str, st.SearchStrategy[Any]],
+    schedule: st.SearchStrategy[list[Step]],
+    *,
+    configs: st.SearchStrategy[SequencerConfig] = configs,
+    buffer_steps: Sequence[int] = (AMPLE,),
+) -> st.SearchStrategy[Play]:
+    return st.builds(
+        Play,
+        seed=st.integers(min_value=0, max_value=2**32),
+        faults=st.builds(Faults, **faults),
+        schedule=schedule,
+        config=configs,
+        buffer_steps=st.sampled_from(buffer_steps),
     )
-
-
-def run(world: World, schedule: list[Step]) -> bool:
-    """Run a schedule to rest; return False if it met what no subscriber could tell."""
-    try:
-        for step in schedule:
-            world.take(step)
-        world.settle()
-    except CoincidenceError:
-        event("coincidence")
-        return False
-    return True
 
 
 def check_at_rest(world: World) -> None:
@@ -85,177 +130,89 @@ def check_at_rest(world: World) -> None:
     if len(world.unseen_lives) < MAX_DISPUTES:
         assert sequencer.counters["foreign_replay"] == 0
     published = [batch for batch in engine.batches if batch is not None]
-    held = world.unbroken
+    held = world.sink.unbroken
     assert held == published[len(published) - len(held) :]
-    assert held or not published or world.losses
+    assert held or not published or world.sink.losses
     if sequencer.applied.complete:
         assert held == published == engine.batches[: len(published)]
 
 
-@schedules
-@given(
-    seed=seeds,
-    faults=st.builds(
-        Faults,
-        **live_faults,
-        replay_hole=sometimes,
-        replay_sure=st.just(2),
-        stragglers=st.booleans(),
-    ),
-    schedule=steps("restart", "unseen_restart", "cut"),
-    config=configs,
-)
-def test_whatever_replay_can_repair_is_repaired_without_loss(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
-) -> None:
-    world = World(seed=seed, faults=faults, config=config, buffer_steps=AMPLE)
-    if run(world, schedule):
-        check_at_rest(world)
-        assert world.delivered == world.engine.batches
-        assert world.losses == []
-        assert world.sequencer.applied.complete
+def check_nothing_lost(world: World) -> None:
+    check_at_rest(world)
+    assert world.sink.delivered == world.engine.batches
+    assert world.sink.losses == []
+    assert world.sequencer.applied.complete
 
 
 @schedules
-@given(
-    seed=seeds,
-    faults=st.builds(
-        Faults,
-        **live_faults,
-        replay_hole=sometimes,
-        replay_silent=often,
-        replay_late=sometimes,
-        replay_damage=sometimes,
-        end_lost=sometimes,
-    ),
-    schedule=steps("restart", "cut", "unencodable"),
-    config=configs,
-    buffer_steps=st.sampled_from([1, 2, 5, 20, AMPLE]),
-)
-def test_whatever_happens_the_rank_holds_a_true_suffix(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig, buffer_steps: int
-) -> None:
-    world = World(seed=seed, faults=faults, config=config, buffer_steps=buffer_steps)
-    if run(world, schedule):
-        check_at_rest(world)
+@given(plays({**repairable, **stragglers}, steps("restart", "unseen_restart", "cut")))
+def test_whatever_replay_can_repair_is_repaired_without_loss(play: Play) -> None:
+    if world := play.run():
+        check_nothing_lost(world)
 
 
 @schedules
-@given(
-    seed=seeds,
-    faults=st.builds(
-        Faults,
-        **live_faults,
-        replay_hole=sometimes,
-        replay_sure=st.just(2),
-        stragglers=st.booleans(),
-    ),
-    schedule=resumptions("restart", "unseen_restart", "cut"),
-    config=configs,
-)
-def test_a_process_that_goes_on_from_what_another_saved_loses_nothing(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
-) -> None:
-    world = World(seed=seed, faults=faults, config=config, buffer_steps=AMPLE)
-    if run(world, schedule):
-        check_at_rest(world)
-        assert world.delivered == world.engine.batches
-        assert world.losses == []
-        assert world.sequencer.applied.complete
+@given(plays({**repairable, **stragglers}, resumptions("restart", "unseen_restart", "cut")))
+def test_a_process_that_goes_on_from_what_another_saved_loses_nothing(play: Play) -> None:
+    if world := play.run():
+        check_nothing_lost(world)
         event(f"resumed {min(world.resumed, 2)}")
 
 
 @schedules
 @given(
-    seed=seeds,
-    faults=st.builds(
-        Faults,
-        **live_faults,
-        replay_hole=sometimes,
-        replay_silent=often,
-        replay_late=sometimes,
-        replay_damage=sometimes,
-        end_lost=sometimes,
-    ),
-    schedule=resumptions("restart", "cut", "unencodable"),
-    config=configs,
-    buffer_steps=st.sampled_from([0, 1, 2, 5, 20, AMPLE]),
+    plays(rough, steps("restart", "cut", "unencodable"), buffer_steps=[1, 2, 5, 20, AMPLE]),
 )
-def test_whatever_happens_around_a_resumption_the_rank_holds_a_true_suffix(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig, buffer_steps: int
-) -> None:
-    world = World(seed=seed, faults=faults, config=config, buffer_steps=buffer_steps)
-    if run(world, schedule):
-        if buffer_steps == 0:
-            for _ in range(3):
-                world.publish()
-            world.settle()
+def test_whatever_happens_the_rank_holds_a_true_suffix(play: Play) -> None:
+    if world := play.run():
         check_at_rest(world)
 
 
 @schedules
 @given(
-    seed=seeds,
-    faults=st.builds(Faults, **live_faults),
-    schedule=steps("restart", "cut", "unencodable"),
-    config=configs.map(without_replay),
+    plays(rough, resumptions("restart", "cut", "unencodable"), buffer_steps=[0, 1, 2, 5, 20, AMPLE])
 )
-def test_without_replay_each_gap_is_declared(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
-) -> None:
-    world = World(seed=seed, faults=faults, config=config, buffer_steps=0)
-    try:
-        for step in schedule:
-            world.take(step)
-        world.faults = Faults()
-        world.run(10.0)
-        # A lost tail shows only when something follows it.
-        for _ in range(3):
-            world.publish()
-        world.settle()
-    except CoincidenceError:
-        event("coincidence")
-        return
-    check_at_rest(world)
+def test_whatever_happens_around_a_resumption_the_rank_holds_a_true_suffix(play: Play) -> None:
+    if world := play.run(then_publish=0 if play.buffer_steps else 3):
+        check_at_rest(world)
 
 
 @schedules
 @given(
-    seed=seeds,
-    faults=st.builds(Faults, **live_faults),
-    schedule=steps("cut"),
-    config=configs,
+    plays(
+        live_faults,
+        steps("restart", "cut", "unencodable"),
+        configs=without_replay,
+        buffer_steps=[0],
+    )
 )
-def test_a_publisher_that_keeps_nothing_for_replay_still_goes_live(
-    seed: int, faults: Faults, schedule: list[Step], config: SequencerConfig
-) -> None:
-    world = World(seed=seed, faults=faults, config=config, buffer_steps=0)
-    if not run(world, schedule):
-        return
-    for _ in range(3):
-        world.publish()
-    world.settle()
-    check_at_rest(world)
-    assert world.unbroken[-3:] == world.engine.batches[-3:]
+def test_without_replay_each_gap_is_declared(play: Play) -> None:
+    if world := play.run(then_publish=3):  # a lost tail shows only when something follows it
+        check_at_rest(world)
+
+
+@schedules
+@given(plays(live_faults, steps("cut"), buffer_steps=[0]))
+def test_a_publisher_that_keeps_nothing_for_replay_still_goes_live(play: Play) -> None:
+    if world := play.run(then_publish=3):
+        check_at_rest(world)
+        assert world.sink.unbroken[-3:] == world.engine.batches[-3:]
 
 
 @schedules
 @given(
-    seed=seeds,
-    faults=st.builds(Faults, **live_faults, replay_silent=sometimes, end_lost=sometimes),
-    schedule=steps("cut", "neighbour", "neighbour", "restart"),
-    config=configs,
-    neighbour_rests=st.booleans(),
+    plays(
+        {**live_faults, "replay_silent": sometimes, "end_lost": sometimes},
+        steps("cut", "neighbour", "neighbour", "restart"),
+    ),
+    st.booleans(),
 )
 def test_nothing_of_another_publisher_stays_when_its_replay_endpoint_was_given_by_mistake(
-    seed: int,
-    faults: Faults,
-    schedule: list[Step],
-    config: SequencerConfig,
-    neighbour_rests: bool,
+    play: Play, neighbour_rests: bool
 ) -> None:
-    world = Mispaired(seed=seed, faults=faults, config=config, buffer_steps=AMPLE)
-    for step in schedule:
+    world = play.world(Mispaired)
+    assert isinstance(world, Mispaired)
+    for step in play.schedule:
         world.take(step)
     world.faults = Faults()
     for _ in range(60):  # three probes, which silence may have made as rare as 40 s
@@ -263,11 +220,10 @@ def test_nothing_of_another_publisher_stays_when_its_replay_endpoint_was_given_b
         if not neighbour_rests:
             world.publish_neighbour()
         world.run(3.0)
-    engine = world.engine.life
     assert world.sequencer.state is State.LIVE
     assert world.sequencer.lag == 0
-    assert {batch.content[0] for batch in world.delivered} == {engine}
-    held = world.unbroken
+    assert {batch.content[0] for batch in world.sink.delivered} == {world.engine.life}
+    held = world.sink.unbroken
     assert held == world.engine.batches[-len(held) :]
     if world.sequencer.applied.complete:
         assert held == world.engine.batches

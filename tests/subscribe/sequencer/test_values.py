@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,36 +15,31 @@ from tests.subscribe.sequencer.sequencer_script import batch
 
 pytestmark = pytest.mark.unit
 
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"timeout": 0.0}, "ReplayPolicy.timeout"),
-        ({"timeout": float("inf")}, "ReplayPolicy.timeout"),
-        ({"attempts": 0}, "ReplayPolicy.attempts"),
-        ({"backoff": -1.0}, "ReplayPolicy.backoff"),
-        ({"backoff": 6.0}, "ReplayPolicy.max_backoff"),
-    ],
-)
-def test_replay_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        ReplayPolicy(**options)
+REPLAY = ReplayPolicy
+CONFIG = partial(SequencerConfig, has_replay=True)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("make", "options", "words"),
     [
-        ({"on_loss": "ignore"}, "on_loss"),
-        ({"probe_interval": 0.0}, "probe_interval"),
-        ({"stale_after": float("nan")}, "stale_after"),
-        ({"max_held": 0}, "max_held"),
-        ({"max_held_bytes": 0}, "max_held_bytes"),
-        ({"recent": 0}, "recent"),
+        (REPLAY, {"timeout": 0.0}, "ReplayPolicy.timeout"),
+        (REPLAY, {"timeout": float("inf")}, "ReplayPolicy.timeout"),
+        (REPLAY, {"attempts": 0}, "ReplayPolicy.attempts"),
+        (REPLAY, {"backoff": -1.0}, "ReplayPolicy.backoff"),
+        (REPLAY, {"backoff": 6.0}, "ReplayPolicy.max_backoff"),
+        (CONFIG, {"on_loss": "ignore"}, "on_loss"),
+        (CONFIG, {"probe_interval": 0.0}, "probe_interval"),
+        (CONFIG, {"stale_after": float("nan")}, "stale_after"),
+        (CONFIG, {"max_held": 0}, "max_held"),
+        (CONFIG, {"max_held_bytes": 0}, "max_held_bytes"),
+        (CONFIG, {"recent": 0}, "recent"),
     ],
 )
-def test_config_refuses_what_cannot_work(options: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_work_are_refused(
+    make: Callable[..., object], options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        SequencerConfig(has_replay=True, **options)
+        make(**options)
 
 
 def test_states_read_as_their_names() -> None:
@@ -57,26 +54,18 @@ def entry(seq: int, size: int = 10, *, confirmed: bool = False) -> HeldBatch:
 def test_held_is_sorted_and_bounded() -> None:
     held = Held(max_batches=2, max_bytes=100)
     assert (held.first, held.highest) == (None, -1)
-    assert held.add(entry(5))
-    assert held.add(entry(3))
-    assert not held.add(entry(4))
-    assert (held.first, held.highest, len(held), held.size) == (3, 5, 2, 20)
+    assert [held.add(entry(seq, size)) for seq, size in [(5, 40), (5, 60), (3, 10), (4, 10)]] == [
+        True,
+        True,  # in place of the one before
+        True,
+        False,
+    ]
+    assert (held.first, held.highest, len(held), held.size) == (3, 5, 2, 70)
     assert held.discard_below(5) == 1
     assert held.pop(5) is not None
     assert held.pop(5) is None
     assert held.size == 0
-
-
-def test_held_counts_a_replaced_batch_once() -> None:
-    held = Held(max_batches=1, max_bytes=100)
-    assert held.add(entry(5, size=40))
-    assert held.add(entry(5, size=60))
-    assert (len(held), held.size) == (1, 60)
-
-
-def test_one_batch_is_always_held_however_large() -> None:
-    held = Held(max_batches=5, max_bytes=10)
-    assert held.add(entry(1, size=1000))
+    assert held.add(entry(1, size=1000)), "one is always held, however large"
     assert not held.add(entry(2, size=1))
 
 
