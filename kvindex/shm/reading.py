@@ -33,7 +33,7 @@ def open_reading_end(
     return RemoteReader(
         handle.remote_address,
         rank,
-        max_message_bytes=handle.max_message_bytes + 1,  # the kind
+        max_message_bytes=handle.max_message_bytes,
         curve=curve or Curve.generate(handle.remote_curve_key),
         waiting=waiting,
     )

@@ -196,10 +196,9 @@ def test_a_queue_without_remote_readers_listens_nowhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "frames",
-    [[b""], [b"\x02"], [b"\x01"], [b"\x63", b"x"], [b"\x01", b"\xc1"], [b"\x01\x01", b"\xc0"]],
+    ("kind", "frame"), [(1, b""), (2, b""), (0x63, b"x"), (1, b"\xc1"), (-1, b"x"), (2**40, b"x")]
 )
-def test_nonsense_of_a_foreign_writer_is_an_error_of_ours(frames: list[bytes]) -> None:
+def test_nonsense_of_a_foreign_writer_is_an_error_of_ours(kind: int, frame: bytes) -> None:
     keys = Curve.generate()
     with closing(RemoteSender(1, "127.0.0.1", curve=keys, waiting=Waiting())) as foreign:
         handle = Handle(
@@ -212,7 +211,7 @@ def test_nonsense_of_a_foreign_writer_is_an_error_of_ours(frames: list[bytes]) -
             max_message_bytes=100,
         )
         with MessageQueue.create_from_handle(handle, 0) as reader:
-            sending = Running(lambda: foreign.send(frames, PATIENCE))
+            sending = Running(lambda: foreign.send(kind, [frame], PATIENCE))
             try:
                 reader.dequeue(PATIENCE)
             except KVIndexError:

@@ -153,7 +153,7 @@ def test_a_reader_whose_last_packet_was_a_farewell_has_left_and_did_not_die(desk
     desk.serve()
     desk.receives(b"first", Bye())
     desk.router.ended = {b"first"}
-    assert desk.sender.send([b"message"], 0.0) == frozenset()
+    assert desk.sender.send(0, [b"message"], 0.0) == frozenset()
     assert desk.counted["left"] == 1
 
 

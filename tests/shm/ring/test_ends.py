@@ -342,10 +342,8 @@ def test_local_readers_are_ready_even_if_remote_ones_died_meanwhile(
     class Elsewhere:
         """As much of a `RemoteSender` as is asked here."""
 
-        def wait_connected(self, timeout: float | None) -> set[int]:
+        def wait_ready(self, timeout: float | None) -> set[int]:
             return {4}
-
-        def send_ready(self) -> None: ...
 
     sender, (receiver,) = ends()
     both = WritingEnd(sender, [0], Elsewhere(), WAITING, "raise")  # type: ignore[arg-type]
