@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvindex.shm.ring.layout import CLOSED, READY
 from kvindex.shm.ring.messages import CONTINUED, MORE, Assembly, Buffer
-from kvindex.shm.ring.ring import ShmRingBuffer, closed_party, parents_party
+from kvindex.shm.ring.ring import RingEnd, ShmRingBuffer
 from kvindex.shm.ring.waiting import Patience, Waiting
 from kvindex.wire.errors import (
     DecodeError,
@@ -22,6 +22,9 @@ from kvindex.wire.errors import (
     WriterDiedError,
 )
 
+if TYPE_CHECKING:
+    from kvindex.wire._native import RingReader
+
 __all__ = ["RingReceiver"]
 
 # Bytes that are copied out at once; more are decoded where they are. A copy of this many takes
@@ -31,7 +34,7 @@ _COPIED = 32 << 10
 Decode = Callable[[int, Buffer], Any]
 
 
-class RingReceiver:
+class RingReceiver(RingEnd["RingReader"]):
     """Reads every message of a ring, in order.
 
     Args:
@@ -49,7 +52,7 @@ class RingReceiver:
     def __init__(
         self, ring: ShmRingBuffer, slot: int, *, waiting: Waiting, max_message_bytes: int
     ) -> None:
-        self.ring = ring
+        super().__init__(ring, ring.reader(slot))
         self._waiting = waiting
         self._spin = waiting.spin
         self._look = waiting.look
@@ -57,8 +60,6 @@ class RingReceiver:
         self._assembly = Assembly(max_message_bytes)
         self._added: tuple[int, tuple[int, Buffer] | None] | None = None
         self._messages = 0
-        self._party = ring.reader(slot)
-        ring.segment.on_fork = self._disown
 
     def receive(
         self,
@@ -165,19 +166,11 @@ class RingReceiver:
             **self._party.statistics(),
         }
 
-    def close(self) -> None:
-        """Leave the ring; the writer no longer waits for this reader. Idempotent."""
-        party, self._party = self._party, closed_party(self._party)
-        if party is self._party:  # closed already, or in a forked child the parent's
-            return
-        self.ring.segment.on_fork = None
-        if not self.ring.segment.closed:
-            if not self.ring.writer_lives():
-                self.ring.segment.unlink()  # which the writer can do no more
-            party.leave()
-            party.interrupt()
-        del party  # and with it the memory, unless a thread is still inside
-        self.ring.close()
+    def _leave(self, party: RingReader) -> None:
+        """The writer no longer waits for this reader."""
+        if not self.ring.writer_lives():
+            self.ring.segment.unlink()  # which the writer can do no more
+        party.leave()
 
     def _chunks(
         self,
@@ -313,7 +306,3 @@ class RingReceiver:
                     "taken off while reading: the message is damaged"
                 ) from None
             raise
-
-    def _disown(self) -> None:
-        """In a forked child: this end is the parent's."""
-        self._party = parents_party(self._party)

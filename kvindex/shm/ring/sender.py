@@ -6,13 +6,16 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvindex.shm.ring.layout import CLOSED, READY, SlotState
 from kvindex.shm.ring.messages import LENGTH_BYTES, RAW, Buffer, fragments
-from kvindex.shm.ring.ring import ShmRingBuffer, closed_party, parents_party
+from kvindex.shm.ring.ring import RingEnd, ShmRingBuffer
 from kvindex.shm.ring.waiting import Patience, Waiting
 from kvindex.wire.errors import ConfigurationError, QueueTimeoutError, ReaderDiedError
+
+if TYPE_CHECKING:
+    from kvindex.wire._native import RingWriter
 
 __all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
 
@@ -38,7 +41,7 @@ def check_dead(ranks: Collection[int]) -> None:
         )
 
 
-class RingSender:
+class RingSender(RingEnd["RingWriter"]):
     """Writes messages into a ring that it made.
 
     Args:
@@ -67,15 +70,13 @@ class RingSender:
                 f"max_chunk_bytes must be at least {LENGTH_BYTES} for messages in fragments, not "
                 f"{ring.layout.max_chunk_bytes}"
             )
-        self.ring = ring
+        super().__init__(ring, ring.writer())
         self._chunk_bytes = ring.layout.max_chunk_bytes
         self._waiting = waiting
         self._on_dead_reader = on_dead_reader
         self._ranks = ranks or range(ring.layout.n_reader)
         self._dead: list[int] = []  # ranks that were removed, and are to be reported
         self._counters: Counter[str] = Counter()
-        self._party = ring.writer()
-        ring.segment.on_fork = self._disown
         for slot in reserved:
             self._party.reserve(slot)
 
@@ -194,17 +195,9 @@ class RingSender:
             **self._party.statistics(),
         }
 
-    def close(self) -> None:
-        """Notify readers that no message follows, and close the ring. Idempotent."""
-        party, self._party = self._party, closed_party(self._party)
-        if party is self._party:  # closed already, or in a forked child the parent's
-            return
-        self.ring.segment.on_fork = None
-        if not self.ring.segment.closed:
-            party.state |= CLOSED
-            party.interrupt()
-        del party  # and with it the memory, unless a thread is still inside
-        self.ring.close()
+    def _leave(self, party: RingWriter) -> None:
+        """No message follows."""
+        party.state |= CLOSED
 
     def _put_beginning(
         self, kind: int, body: Buffer | Sequence[Buffer], size: int, patience: Patience
@@ -262,7 +255,3 @@ class RingSender:
     def _slots(self, *states: SlotState) -> list[int]:
         places = range(self.ring.layout.n_reader)
         return [slot for slot in places if self._party.slot_state(slot) in states]
-
-    def _disown(self) -> None:
-        """In a forked child: this end is the parent's."""
-        self._party = parents_party(self._party)
