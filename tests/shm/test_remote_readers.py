@@ -68,12 +68,15 @@ def test_a_full_window_stops_the_writer(
     assert sender.statistics()["waits"] >= 1
 
 
-def test_a_reader_waits_for_the_others_to_join(remote: RemoteQueue) -> None:
-    sender = remote.sender(2)
+def test_a_reader_waits_for_the_others_to_join(
+    remote: RemoteQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = remote.sender(2, waiting=Waiting(warn_after=0.02))
     first = remote.reader(sender.address, 0)
     serve_until(sender, connected=1)
     with pytest.raises(QueueTimeoutError, match=r"1 remote readers .* connected: ranks \[0\]"):
-        sender.wait_ready(0.0)
+        sender.wait_ready(0.1)
+    assert "waiting for 1 remote readers to join" in caplog.text
 
     def is_reported() -> bool:
         with pytest.raises(QueueTimeoutError) as raised:
