@@ -25,6 +25,7 @@ from kvindex.index.replicas.messages import (
     Attached,
     Begin,
     End,
+    Frame,
     JoinersFrame,
     JoinRequest,
     Leave,
@@ -32,9 +33,8 @@ from kvindex.index.replicas.messages import (
     Refused,
     ReportRequest,
     ServerReport,
-    ServersFrame,
+    decode_frame,
     decode_message,
-    decode_servers,
     encode_frame,
     frame_bytes,
 )
@@ -73,10 +73,10 @@ class Link:
         """Send a frame; raises OSError."""
         self._socket.sendall(encode_frame(frame))
 
-    def receive(self) -> ServersFrame:
+    def receive(self) -> Frame:
         """Return the server's next frame. DecodeError, RefusedError, OSError."""
         head = self.read(LENGTH.size)
-        frame = decode_servers(bytes(self.read(frame_bytes(head, MAX_FRAME_BYTES))))
+        frame = decode_frame(bytes(self.read(frame_bytes(head, MAX_FRAME_BYTES))))
         if isinstance(frame, Refused):
             raise RefusedError(frame.reason, final=frame.final)
         return frame

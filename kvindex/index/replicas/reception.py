@@ -22,13 +22,13 @@ from kvindex.index.replicas.messages import (
     PROTOCOL,
     Admission,
     Attached,
-    JoinersFrame,
+    Frame,
     JoinRequest,
     Leave,
     Refused,
     ReportRequest,
     ServerReport,
-    decode_joiners,
+    decode_frame,
     encode_frame,
     frame_bytes,
 )
@@ -47,7 +47,7 @@ _MAX_FRAME_BYTES = 4096
 _STEP = 1 << 18  # bytes that must go within the patience
 
 T = TypeVar("T")
-_Frame = TypeVar("_Frame", JoinRequest, Attached, Leave)
+_Expected = TypeVar("_Expected", JoinRequest, Attached, Leave)
 
 
 class Guest:
@@ -119,9 +119,9 @@ class Guest:
         _expected(Leave, frame)
         self.left = True
 
-    async def _receive(self) -> JoinersFrame:
+    async def _receive(self) -> Frame:
         size = frame_bytes(await self._read(LENGTH.size), _MAX_FRAME_BYTES)
-        return decode_joiners(await self._read(size))
+        return decode_frame(await self._read(size))
 
     async def _read(self, size: int) -> bytes:
         receive = asyncio.get_running_loop().sock_recv
@@ -154,7 +154,7 @@ class Guest:
         raise TimeoutError(f"it took over {self._patience:g} s for a step")
 
 
-def _expected(kind: type[_Frame], frame: JoinersFrame) -> _Frame:
+def _expected(kind: type[_Expected], frame: Frame) -> _Expected:
     if not isinstance(frame, kind):
         raise DecodeError(f"{type(frame).__name__} while {kind.__name__} should come")
     return frame

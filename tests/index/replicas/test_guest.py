@@ -13,7 +13,7 @@ import pytest
 from kvindex.index.replicas.messages import (
     Admission,
     Attached,
-    JoinersFrame,
+    Frame,
     JoinRequest,
     Leave,
     Refused,
@@ -64,7 +64,7 @@ class Party:
         finally:
             self.taking = False
 
-    def says(self, *frames: JoinersFrame) -> None:
+    def says(self, *frames: Frame) -> None:
         self.joiner.sendall(b"".join(map(encode_frame, frames)))
 
     def hears(self, size: int) -> bytes:
@@ -146,9 +146,11 @@ def test_one_that_asks_gets_one_answer_and_no_place(party: Party) -> None:
 
 
 @pytest.mark.parametrize(
-    "frames", [[Attached()], [REQUEST, REQUEST]], ids=["attached", "request-again"]
+    "frames",
+    [[Attached()], [REQUEST, REQUEST], [ADMISSION]],
+    ids=["attached", "request-again", "a server's"],
 )
-def test_what_may_not_come_now_is_refused(party: Party, frames: list[JoinersFrame]) -> None:
+def test_what_may_not_come_now_is_refused(party: Party, frames: list[Frame]) -> None:
     party.says(*frames)
     with pytest.raises(DecodeError, match="should come"):
         party.ends()

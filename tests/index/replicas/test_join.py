@@ -25,8 +25,8 @@ from kvindex.index.replicas.messages import (
     RankSection,
     SectionRestored,
     StatusChanged,
+    decode_frame,
     decode_message,
-    decode_servers,
 )
 from kvindex.index.replicas.outflow import StreamTap
 from kvindex.index.replicas.snapshot import Snapshots
@@ -213,7 +213,7 @@ class Joiner:
         if part is None:
             return
         (length,) = LENGTH.unpack(part[: LENGTH.size])
-        frame = decode_servers(part[LENGTH.size : LENGTH.size + length])
+        frame = decode_frame(part[LENGTH.size : LENGTH.size + length])
         if isinstance(frame, Begin):
             self._catchup.begin(frame.number)
             self.held, self.shown, self.sections = {}, {}, set()
