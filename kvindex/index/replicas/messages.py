@@ -44,37 +44,6 @@ from kvindex.subscribe import (
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
 
-__all__ = [
-    "LENGTH",
-    "MAX_FRAME_BYTES",
-    "MAX_SECTION_BYTES",
-    "PROTOCOL",
-    "Admission",
-    "Attached",
-    "BatchApplied",
-    "Begin",
-    "End",
-    "Entry",
-    "Frame",
-    "JoinRequest",
-    "JoinersFrame",
-    "Leave",
-    "Message",
-    "RankSection",
-    "Refused",
-    "ReportRequest",
-    "SectionRestored",
-    "ServerReport",
-    "StatusChanged",
-    "decode_frame",
-    "decode_message",
-    "encode_frame",
-    "encode_message",
-    "follow_names",
-    "frame_bytes",
-    "size_of",
-]
-
 PROTOCOL = 3
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1 << 20
