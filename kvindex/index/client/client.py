@@ -182,7 +182,7 @@ class Client(Answering):
             records,
             resume_within,
             options.get("clock", time.monotonic),
-            _ignore if tap is None else tap.restored,
+            None if tap is None else tap.restored,
         )
         self.subscriber = Subscriber(
             known,
@@ -443,7 +443,3 @@ def _settings(index: Index, saved: SavedState, tap: Tap | None) -> dict[str, Any
         tap.statuses(statuses)
 
     return {"sink": on_item, "on_batch": on_batch, "decode": _keep, "on_statuses": on_statuses}
-
-
-def _ignore(rank: Rank, section: bytes) -> None:
-    """Ignore a restored rank."""

@@ -103,7 +103,7 @@ class SavedState(SavedRanks):
         records: list[SnapshotRecord],
         within: float,
         clock: Callable[[], float],
-        on_restored: Callable[[Rank, bytes], None],
+        on_restored: Callable[[Rank, bytes], None] | None,
     ) -> None:
         if not within > 0:
             raise ConfigurationError(f"resume_within must be above 0 s, not {within!r}")
@@ -176,7 +176,8 @@ class SavedState(SavedRanks):
             logger.warning("%s: its saved state is of no use: %s", record.rank, error)
             return error.reason
         self._restored += 1
-        self._on_restored(record.rank, record.section)
+        if self._on_restored is not None:
+            self._on_restored(record.rank, record.section)
         return ""
 
     def _drop(self, rank: Rank, reason: str) -> None:

@@ -173,25 +173,19 @@ class Membership:
             ring.close()
             raise
         try:
-            bodies = self._take_snapshot(buffer_bytes)
+            link.send(Attached())
+            self.copy.sent_at = time.monotonic()
+            drain = Drain(self.receiver, buffer_bytes)
+            try:
+                self._restore_all()
+            finally:
+                bodies = drain.stop()
             self.messages = len(bodies)
             for body in bodies:
                 self.copy.apply(decode_message(body))
         except BaseException:
             self.receiver.close()
             raise
-
-    def _take_snapshot(self, buffer_bytes: int) -> list[bytes]:
-        """Fill the copy; return the messages that arrived meanwhile."""
-        self._link.send(Attached())
-        drain = Drain(self.receiver, buffer_bytes)
-        try:
-            began = time.monotonic()
-            self._restore_all()
-            self.copy.sent_at = began
-        finally:
-            bodies = drain.stop()
-        return bodies
 
     def _restore_all(self) -> None:
         begun = False

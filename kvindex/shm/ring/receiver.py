@@ -77,14 +77,7 @@ class RingReceiver(RingEnd["RingReader"]):
             cancel: ends the wait when set, within the `look` of the settings.
             quiet: never warn of a long wait.
 
-        Raises:
-            QueueTimeoutError: none came in time.
-            QueueClosedError: the writer has closed the queue, and all of it was read.
-            WriterDiedError: the writer is gone, and every whole message was read.
-            ReaderEvictedError: the writer removed this reader.
-            WaitCancelledError: `cancel` was set.
-            ClosedError: this end was closed.
-            DecodeError: from `decode`; the message counts as read.
+        Raises: as `MessageQueue.dequeue`, and
             SegmentError: the ring's memory is damaged.
         """
         patience: Patience | None = None

@@ -48,8 +48,7 @@ class RingSender(RingEnd["RingWriter"]):
         ring: the ring; the sender closes it.
         reserved: places kept for readers to come: every message waits for them.
         waiting: how to wait.
-        on_dead_reader: what to do about a reader that is gone with messages unread: "remove" it and
-            go on, or "raise" as well, when all others have been sent the message.
+        on_dead_reader: as for `MessageQueue`.
         ranks: the readers' names in errors and warnings, by place; by default the places.
 
     Thread safety: one thread at a time, but `evict`, `statistics` and `close` from any.
@@ -91,11 +90,7 @@ class RingSender(RingEnd["RingWriter"]):
             size: their number.
             timeout: longest wait for room in seconds.
 
-        Raises:
-            QueueTimeoutError: there was no room in time; no reader will see the message.
-            ReaderDiedError: readers were found dead, and `on_dead_reader` is "raise"; the message
-                was sent to all others.
-            ClosedError: the queue is closed.
+        Raises: as `MessageQueue.enqueue`, but for errors of the encoding.
         """
         self._party.admit()
         if size > self._chunk_bytes:
