@@ -173,14 +173,6 @@ def test_a_message_that_the_codec_cannot_read_counts_as_read(party: Party) -> No
     assert reader.call("take", 1) == [[7]]
 
 
-def test_broadcast_object_returns_the_same_at_all_ends(party: Party) -> None:
-    writer, readers = party.ready(2)
-    for reader in readers:
-        reader.start("broadcast")
-    assert writer.broadcast_object({"epoch": 1}) == {"epoch": 1}
-    assert [reader.result() for reader in readers] == [{"epoch": 1}] * 2
-
-
 def test_memory_is_given_to_write_a_message_into_and_to_read_it_from(party: Party) -> None:
     writer, (reader,) = party.ready()
     sizes = [0, 1, CHUNK]

@@ -14,30 +14,14 @@ from kvindex.subscribe import StreamItem, Tap
 from kvindex.testing import FakeEngine, ManualClock
 from tests.index.client.conftest import RANK, replayed, resumed, save_worker, two_engines
 from tests.live import (
-    MEANWHILE,
     PROMPTS,
     assert_true,
     caught_up,
     client_of,
-    save_of,
     worker_of,
 )
 
 pytestmark = pytest.mark.e2e
-
-
-def test_a_worker_added_beside_another_one_replays_only_what_it_missed(path: Path) -> None:
-    with two_engines("engine", "other") as (engine, other):
-        save_of(engine, other, path=path)
-        saved = engine.published
-        engine.run(MEANWHILE)
-        with client_of(worker_of(other), resume=path) as client:
-            assert resumed(client) == {"aside": 1, "restored": 1, "dropped": {}}
-            client.add(worker_of(engine))
-            caught_up(client, engine, other)
-            assert replayed(client) == engine.published - saved > 0
-            assert_true(client, engine, other)
-            assert resumed(client) == {"aside": 0, "restored": 2, "dropped": {}}
 
 
 def test_nothing_is_answered_from_what_is_kept_aside(engine: FakeEngine, path: Path) -> None:
@@ -46,40 +30,6 @@ def test_nothing_is_answered_from_what_is_kept_aside(engine: FakeEngine, path: P
         assert client.ranks == client.index.ranks == ()
         assert list(client.match(PROMPTS[0])) == []
         assert len(client.index) == 0
-
-
-def test_a_worker_that_is_added_again_begins_anew(engine: FakeEngine, path: Path) -> None:
-    with client_of(resume=path) as client:
-        client.add(worker_of(engine))
-        caught_up(client, engine)
-        assert replayed(client) == 0
-        client.remove("engine")
-        assert client.index.ranks == ()
-        client.add(worker_of(engine))
-        caught_up(client, engine)
-        assert replayed(client) == engine.published
-        assert client.status(RANK).epoch == 0
-        assert_true(client, engine, prompts=PROMPTS)
-        assert resumed(client) == {"aside": 0, "restored": 1, "dropped": {}}
-
-
-def test_a_router_that_saves_before_it_knows_all_workers_loses_none(path: Path) -> None:
-    with two_engines("engine", "other") as (engine, other):
-        save_of(engine, other, path=path)
-        engine.run(MEANWHILE)
-        with client_of(worker_of(engine), resume=path) as client:
-            caught_up(client, engine)
-            assert client.save(path) == (engine.rank, other.rank)
-        with client_of(resume=path) as client:  # again, and now it knows none
-            assert client.save(path) == (engine.rank, other.rank)
-            client.add(worker_of(other))
-            client.remove("other")
-            assert client.save(path) == (engine.rank,), "what was used is not kept"
-        with client_of(worker_of(engine), worker_of(other), resume=path) as client:
-            caught_up(client, engine, other)
-            assert replayed(client, engine.rank) == 0
-            assert replayed(client, other.rank) == other.published
-            assert_true(client, engine, other)
 
 
 def test_a_worker_that_is_added_while_the_router_saves_is_in_the_file(

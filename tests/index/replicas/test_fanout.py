@@ -255,17 +255,6 @@ def test_what_was_saved_is_continued_in_every_replica_at_the_start_and_later(
     assert replica.statistics()["replica"]["rejoins"] == {}
 
 
-def test_a_message_longer_than_a_chunk_arrives(site: Site) -> None:
-    a = site.engine()
-    fanout = site.serve(worker_of(a), chunk_bytes=1024, chunks=8)
-    replica = site.join()
-    a.serve(range(2000))
-    caught_up(fanout.client, a)
-    assert_same(fanout.client, replica)
-    counts = fanout.statistics()
-    assert counts["chunks"] > counts["messages"]
-
-
 def test_a_path_with_braces_is_shown_as_it_is(site: Site, tmp_path: Path) -> None:
     path = str(tmp_path / "{kv}.sock")
     a, server = site.engine(), site.peer()
