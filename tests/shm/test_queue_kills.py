@@ -208,7 +208,7 @@ def test_a_stopped_reader_is_not_taken_for_dead_and_goes_on_where_it_was(party: 
     for number in range(8):
         writer.enqueue(number, PATIENCE)
     for _ in range(3):
-        with pytest.raises(QueueTimeoutError, match="readers \\[0\\] are 8 chunks behind"):
+        with pytest.raises(QueueTimeoutError, match="readers \\[0\\], which are 8 chunks behind"):
             writer.enqueue(b"never seen", timeout=0.05)
     assert writer.statistics()["local"]["readers_removed"] == 0
     reader.signal(signal.SIGCONT)

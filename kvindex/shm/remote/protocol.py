@@ -21,9 +21,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 import zmq
 
-from kvindex.shm.ring import Patience, Waiting
+from kvindex.shm.ring import Patience, Waiting, check_cancel
 from kvindex.wire.curve import Curve
-from kvindex.wire.errors import ClosedError, ConfigurationError, InUseError, QueueTimeoutError
+from kvindex.wire.errors import ClosedError, ConfigurationError, InUseError
 
 VERSION = 1
 MAX_RANK = 2**32 - 1
@@ -210,10 +210,6 @@ class RemoteEnd:
         """Wait a moment for the sockets, unless time is up or the wait is to end."""
         if not self._closed:  # the thread that closes waits, too
             self._check_open()
-        patience.check_cancel(cancel, awaited)
-        if patience.exhausted:
-            raise QueueTimeoutError(
-                f"waited {patience.timeout:g} s for {awaited}", timeout=patience.timeout
-            )
-        patience.warn(awaited)
+        check_cancel(cancel, awaited)
+        patience.check(awaited)
         self._poller.poll(math.ceil(1000 * patience.slice()))

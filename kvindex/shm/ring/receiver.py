@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from kvindex.shm.ring.layout import CLOSED, READY
 from kvindex.shm.ring.messages import CONTINUED, MORE, Assembly, Buffer
 from kvindex.shm.ring.ring import RingEnd, ShmRingBuffer
-from kvindex.shm.ring.waiting import Patience, Waiting
+from kvindex.shm.ring.waiting import Patience, Waiting, check_cancel
 from kvindex.wire.errors import (
     DecodeError,
     QueueClosedError,
-    QueueTimeoutError,
     ReaderEvictedError,
     SegmentError,
-    WaitCancelledError,
     WriterDiedError,
 )
 
@@ -130,12 +128,7 @@ class RingReceiver(RingEnd["RingReader"]):
         while not self._party.wait_state(READY | CLOSED, sleep):
             if not self._party.state & CLOSED and not self.ring.writer_lives():
                 self._bury_writer()
-            if patience.exhausted:
-                raise QueueTimeoutError(
-                    f"the queue was not ready in {timeout:g} s: the writer waits for other readers",
-                    timeout=patience.timeout,
-                )
-            patience.warn("the queue to be ready")
+            patience.check("the other readers of the queue to attach")
             sleep = patience.slice()
         if not self._party.state & READY and not self._party.ready():
             raise QueueClosedError("the writer closed the queue before it was ready")
@@ -195,11 +188,7 @@ class RingReceiver(RingEnd["RingReader"]):
     def _look_around(self, patience: Patience, cancel: threading.Event | None) -> None:
         """Between two waits for a message: check whether it can still come."""
         self._check_end(cancel, thoroughly=True)
-        if patience.exhausted:
-            raise QueueTimeoutError(
-                f"no message came in {patience.timeout:g} s", timeout=patience.timeout
-            )
-        patience.warn("a message")
+        patience.check("a message")
 
     def _glance(self, cancel: threading.Event | None) -> None:
         """Before the first wait for a message: check whether it is known never to come."""
@@ -216,8 +205,7 @@ class RingReceiver(RingEnd["RingReader"]):
 
     def _check_end(self, cancel: threading.Event | None, *, thoroughly: bool) -> None:
         closed = self._party.state & CLOSED
-        if cancel is not None and cancel.is_set():
-            raise WaitCancelledError("the wait for a message was cancelled")
+        check_cancel(cancel, "a message")
         if self._party.evicted:
             raise ReaderEvictedError(
                 "the writer took this reader off: it was too far behind, or was taken for dead; "

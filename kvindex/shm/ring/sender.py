@@ -12,7 +12,7 @@ from kvindex.shm.ring.layout import CLOSED, READY, SlotState
 from kvindex.shm.ring.messages import LENGTH_BYTES, RAW, Buffer, fragments
 from kvindex.shm.ring.ring import RingEnd, ShmRingBuffer
 from kvindex.shm.ring.waiting import Patience, Waiting
-from kvindex.wire.errors import ConfigurationError, QueueTimeoutError, ReaderDiedError
+from kvindex.wire.errors import ConfigurationError, ReaderDiedError
 
 if TYPE_CHECKING:
     from kvindex.wire._native import RingWriter
@@ -135,16 +135,12 @@ class RingSender(RingEnd["RingWriter"]):
             self._party.publish(RAW, length)
 
     def wait_attached(self, timeout: float | None) -> None:
-        """Return once every reserved place has its reader; QueueTimeoutError names the others."""
+        """Return once every reserved place has its reader; QueueTimeoutError has the others."""
         patience = Patience(self._waiting, timeout)
         while not self._party.wait_attached(patience.slice()):
             missing = self._named(self._slots(SlotState.RESERVED))
-            if missing and patience.exhausted:
-                raise QueueTimeoutError(
-                    f"the readers {missing} did not attach in {timeout:g} s",
-                    timeout=patience.timeout,
-                )
-            patience.warn(f"the readers {missing} to attach")
+            if missing:
+                patience.check(f"the readers {missing} to attach")
         self._party.admit()
 
     def admit(self) -> int:
@@ -223,13 +219,9 @@ class RingSender(RingEnd["RingWriter"]):
         late = self._named(slot for slot in awaited if slot not in dead)
         if self._on_dead_reader == "raise":
             self._dead += self._named(dead)
-        if late and patience.exhausted:
-            raise QueueTimeoutError(
-                f"no room in the ring for {patience.timeout:g} s: the readers {late} are "
-                f"{self.ring.layout.max_chunks} chunks behind",
-                timeout=patience.timeout,
-            )
-        patience.warn(f"the readers {late} to read")
+        if late:
+            behind = self.ring.layout.max_chunks
+            patience.check(f"the readers {late}, which are {behind} chunks behind, to read")
 
     def _remove(self, slots: Sequence[int]) -> list[int]:
         dead = [
