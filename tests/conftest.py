@@ -36,7 +36,7 @@ if not find_spec("kvindex.wire._native"):  # nothing to compare with
 if kvindex.BACKEND == "python":  # which has no snapshots
     collect_ignore += [
         "index/replicas",
-        *("index/client/test_warm_restart.py", "index/client/test_warm_restart_later.py"),
+        *(f"index/client/test_warm_restart{part}.py" for part in ("", "_files", "_later")),
         *("index/client/test_saved_state.py", "index/client/test_saved_state_histories.py"),
     ]
 _LONG = [

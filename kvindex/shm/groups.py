@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from kvindex.shm.arguments import QueueOptions, check_options
 from kvindex.shm.handle import Handle
@@ -26,6 +27,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 300.0  # seconds
+_End = TypeVar("_End", bound="MessageQueue | Handle | None")
 
 
 @runtime_checkable
@@ -101,48 +103,36 @@ def create_from_process_group(
     """
     from kvindex.shm.queue import MessageQueue
 
-    check_options(options)
-    group = _process_group(pg)
-    check_rank("writer_rank", writer_rank, group.world_size)
-    local = _gather(group, _shares_memory(group, writer_rank))
-    ranks = [rank for rank, here in enumerate(local) if here is True and rank != writer_rank]
-    queue: MessageQueue | None = None
-    handle: Handle | None = None
-    failure: KVIndexError | None = None
+    group = _checked_group(pg, options, "writer_rank", writer_rank)
+    near = _gather(group, _shares_memory(group, writer_rank))
+    ranks = [rank for rank, shares in enumerate(near) if shares is True and rank != writer_rank]
     with ExitStack() as opened:  # closed again if something goes wrong
-        if group.rank == writer_rank:
-            try:
-                if external_writer_handle is None:
-                    queue = opened.enter_context(
-                        _made(
-                            group.world_size - 1,
-                            ranks,
-                            max_chunk_bytes,
-                            max_chunks,
-                            connect_ip,
-                            options,
-                        )
-                    )
-                    handle = queue.export_handle()
-                else:
-                    handle = _checked(external_writer_handle)
-            except KVIndexError as error:  # reported first, since the other ranks wait for this one
-                failure = error
-        offer = _settle(group, handle, failure, "make the queue")[writer_rank]
-        if queue is None:
-            try:
-                queue = opened.enter_context(
-                    MessageQueue.create_from_handle(
-                        Handle.from_bytes(offer),
-                        group.rank,
-                        codec=options.get("codec", "msgpack"),
-                        waiting=options.get("waiting"),
-                    )
+
+        def make() -> MessageQueue | Handle | None:
+            if group.rank != writer_rank:
+                return None
+            if external_writer_handle is not None:
+                return _checked(external_writer_handle)
+            size = max_chunk_bytes, max_chunks
+            return opened.enter_context(
+                _made(group.world_size - 1, ranks, size, connect_ip, options)
+            )
+
+        made, offers = _settle(group, "make the queue", make)  # first, since the others wait for it
+
+        def attach() -> MessageQueue:
+            if isinstance(made, MessageQueue):
+                return made
+            return opened.enter_context(
+                MessageQueue.create_from_handle(
+                    Handle.from_bytes(offers[writer_rank]),
+                    group.rank,
+                    codec=options.get("codec", "msgpack"),
+                    waiting=options.get("waiting"),
                 )
-            except KVIndexError as error:
-                failure = error
-        _settle(group, None, failure, "open its end of the queue")
-        assert queue is not None
+            )
+
+        queue, _ = _settle(group, "open its end of the queue", attach)
         if blocking:
             queue.wait_until_ready(timeout)
         opened.pop_all()
@@ -168,33 +158,29 @@ def create_from_process_group_single_reader(
     Args: as `create_from_process_group`; with `blocking`, return when the reader is attached,
         which the reader cannot do at its own queue: it returns at once.
     """
-    check_options(options)
-    group = _process_group(pg)
-    check_rank("reader_rank", reader_rank, group.world_size)
+    group = _checked_group(pg, options, "reader_rank", reader_rank)
     ranks = [0] if _shares_memory(group, reader_rank) else []
-    handle: Handle | None = None
-    failure: KVIndexError | None = None
     with ExitStack() as opened:
-        try:
-            queue = opened.enter_context(
-                _made(1, ranks, max_chunk_bytes, max_chunks, connect_ip, options)
-            )
-            handle = queue.export_handle()
-        except KVIndexError as error:
-            failure = error
-        offers = _settle(group, handle, failure, "open its end of the queue")
+
+        def make() -> MessageQueue:
+            size = max_chunk_bytes, max_chunks
+            return opened.enter_context(_made(1, ranks, size, connect_ip, options))
+
+        queue, offers = _settle(group, "open its end of the queue", make)
+        handles = []
         if group.rank == reader_rank:
             handles = [Handle.from_bytes(offer) for offer in offers]
-        else:
-            handles = []
-            if blocking:
-                queue.wait_until_ready(timeout)
+        elif blocking:
+            queue.wait_until_ready(timeout)
         opened.pop_all()
     return queue, handles
 
 
-def _process_group(group: Any) -> ProcessGroup:
-    return group if isinstance(group, ProcessGroup) else TorchProcessGroup(group)
+def _checked_group(pg: Any, options: QueueOptions, name: str, rank: int) -> ProcessGroup:
+    check_options(options)
+    group = pg if isinstance(pg, ProcessGroup) else TorchProcessGroup(pg)
+    check_rank(name, rank, group.world_size)
+    return group
 
 
 def _gather(group: ProcessGroup, obj: Any) -> list[Any]:
@@ -237,8 +223,7 @@ def _can_attach(name: str) -> bool:
 def _made(
     n_reader: int,
     ranks: list[int],
-    max_chunk_bytes: int,
-    max_chunks: int,
+    size: tuple[int, int],
     connect_ip: str | None,
     options: QueueOptions,
 ) -> MessageQueue:
@@ -250,9 +235,7 @@ def _made(
             f"{n_reader - len(ranks)} ranks share no memory with the writer: give it "
             "connect_ip, its address that they can reach"
         )
-    return MessageQueue(
-        n_reader, len(ranks), ranks, max_chunk_bytes, max_chunks, connect_ip, **options
-    )
+    return MessageQueue(n_reader, len(ranks), ranks, *size, connect_ip, **options)
 
 
 def _checked(handle: Handle) -> Handle:
@@ -263,19 +246,24 @@ def _checked(handle: Handle) -> Handle:
     return handle
 
 
-def _settle(
-    group: ProcessGroup, handle: Handle | None, failure: KVIndexError | None, task: str
-) -> list[bytes]:
-    """Return each rank's handle, as bytes, if no rank failed. Collective.
+def _settle(group: ProcessGroup, task: str, act: Callable[[], _End]) -> tuple[_End, list[bytes]]:
+    """Act at every rank; return the result, and the handle of each rank's as bytes. Collective.
 
     Raises:
         ConfigurationError: a rank failed; at that rank, its own error.
     """
-    own = [handle and handle.to_bytes(), failure and str(failure)]
-    reports = _gather(group, own)
+    offer = failure = None
+    try:
+        result = act()
+        if result is not None:
+            handle = result if isinstance(result, Handle) else result.export_handle()
+            offer = handle.to_bytes()
+    except KVIndexError as error:
+        failure = error
+    reports = _gather(group, [offer, failure and str(failure)])
     if failure is not None:
         raise failure
     for rank, (_, reason) in enumerate(reports):
         if reason is not None:
             raise ConfigurationError(f"rank {rank} could not {task}: {reason}")
-    return [offer for offer, _ in reports]
+    return result, [offer for offer, _ in reports]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 from kvindex.shm import arguments
@@ -16,9 +16,8 @@ from kvindex.shm.groups import (
     create_from_process_group_single_reader,
 )
 from kvindex.shm.handle import Handle
-from kvindex.shm.reading import open_reading_end
 from kvindex.shm.remote import IN_USE, RemoteReader
-from kvindex.shm.ring import DeadReaderPolicy, RingReceiver, Waiting
+from kvindex.shm.ring import DeadReaderPolicy, RingReceiver, ShmRingBuffer, Waiting
 from kvindex.shm.writing import WritingEnd, open_writing_end
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
@@ -132,7 +131,7 @@ class MessageQueue:
         arguments.check_reading(handle, rank, waiting, curve)
         chosen = choose_codec(codec)
         queue = MessageQueue.__new__(MessageQueue)
-        reading = open_reading_end(handle, rank, chosen, waiting or Waiting(), curve)
+        reading = _reading_end(handle, rank, chosen, waiting or Waiting(), curve)
         queue._set_up(reading, handle, chosen)
         return queue
 
@@ -376,6 +375,36 @@ class MessageQueue:
 
     create_from_process_group = staticmethod(create_from_process_group)
     create_from_process_group_single_reader = staticmethod(create_from_process_group_single_reader)
+
+
+def _reading_end(
+    handle: Handle, rank: int, codec: Codec, waiting: Waiting, curve: Curve | None
+) -> RingReceiver | RemoteReader:
+    """Return the end of the reader of this rank; raises as `MessageQueue.create_from_handle`."""
+    if codec.name != handle.codec:
+        raise ConfigurationError(
+            f"the queue's codec is {handle.codec!r}: pass codec={handle.codec!r} if you trust "
+            f"its writer, instead of {codec.name!r}"
+        )
+    longest = handle.max_message_bytes
+    if rank in handle.local_reader_ranks:
+        if handle.buffer_handle is None:
+            raise ConfigurationError(f"the handle has no ring for local rank {rank}")
+        with ExitStack() as opened:  # closed again if something goes wrong
+            ring = opened.enter_context(ShmRingBuffer(*handle.buffer_handle))
+            place = handle.local_reader_ranks.index(rank)
+            receiver = RingReceiver(ring, place, waiting=waiting, max_message_bytes=longest)
+            opened.pop_all()
+        return receiver
+    if handle.remote_address is None or handle.remote_curve_key is None:
+        raise ConfigurationError(
+            f"rank {rank} is none of the queue's local ranks {handle.local_reader_ranks}, and it "
+            "has no remote readers"
+        )
+    keys = curve or Curve.generate(handle.remote_curve_key)
+    return RemoteReader(
+        handle.remote_address, rank, max_message_bytes=longest, curve=keys, waiting=waiting
+    )
 
 
 class _WrongEnd:

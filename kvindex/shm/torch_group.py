@@ -25,7 +25,8 @@ class TorchProcessGroup:
     group is used, not owned: end it with `torch.distributed.destroy_process_group`.
 
     gloo does not report which rank it lost or waited for; its own text is in the error's message.
-    The group keeps the timeout with which it was made.
+    The group keeps the timeout with which it was made. Its methods raise as those of
+    `ProcessGroup`.
 
     Args:
         group: the group; None for the default one.
@@ -65,10 +66,7 @@ class TorchProcessGroup:
         return len(self._global_ranks)
 
     def broadcast_object(self, obj: Any, source: int) -> Any:
-        """Return at every rank the `obj` of rank `source`. Collective.
-
-        Raises: see `ProcessGroup`.
-        """
+        """Return at every rank the `obj` of rank `source`. Collective."""
         check_rank("source", source, self.world_size)
         is_source = self._rank == source
         data = bytearray(pack_object(obj, self._max_object_bytes) if is_source else b"")
@@ -82,10 +80,7 @@ class TorchProcessGroup:
         return unpack_object(data)
 
     def barrier(self) -> None:
-        """Return when every rank has called it. Collective.
-
-        Raises: see `ProcessGroup`.
-        """
+        """Return when every rank has called it. Collective."""
         with self._collective("barrier()"):  # torch's own might choose another device's backend
             self._dist.all_reduce(self._torch.zeros(1, dtype=self._torch.int64), group=self._group)
 

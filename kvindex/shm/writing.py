@@ -108,8 +108,7 @@ class WritingEnd:
         if self._ring is not None:
             self._ring.wait_attached(timeout)
         if self._remote is not None:
-            self._note(self._remote.wait_connected(patience.remaining()))
-            self._remote.send_ready()
+            self._note(self._remote.wait_ready(patience.remaining()))
         if self._ring is not None:
             self._ring.mark_ready()
         self._check_dead()
@@ -142,8 +141,8 @@ class WritingEnd:
         self._check_open()
         if self._remote is not None:
             # A body with buffers begins with their lengths, which frames have by themselves.
-            parts = body[1:] if kind == BUFFERS else [body]
-            self._note(self._remote.send([bytes([kind]), *parts], timeout))
+            parts: Any = body[1:] if kind == BUFFERS else [body]
+            self._note(self._remote.send(kind, parts, timeout))
 
     def _note(self, dead: Collection[int]) -> None:
         if dead:

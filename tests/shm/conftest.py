@@ -11,6 +11,7 @@ import pytest
 from kvindex.shm import Handle, MessageQueue
 from tests.live import PATIENCE
 from tests.shm.queue_peers import End, Nursery, Peer, ThreadPeer, ended, is_left
+from tests.shm.remote_peers import RemoteQueue
 
 WAYS = ["threads", "processes", "remote"]
 CHUNK = 64
@@ -62,6 +63,12 @@ class Party:
         for reader in readers:
             reader.result()
         return writer, readers
+
+
+@pytest.fixture
+def remote() -> Iterator[RemoteQueue]:
+    with ExitStack() as stack:
+        yield RemoteQueue(stack)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from datetime import timedelta
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -106,17 +106,13 @@ def pipe_groups(world_size: int) -> list[PipeGroup]:
     ]
 
 
-@contextmanager
-def pipe_ranks(world_size: int, task: Task) -> Iterator[Ranks]:
+def pipe_ranks(world_size: int, task: Task) -> AbstractContextManager[Ranks]:
     """Processes that run a task in one group of pipes."""
     groups = pipe_groups(world_size)
     ranks = Ranks(world_size, _pipe_main, task, groups)
     for group in groups:
         group.close()  # the processes have them
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    return closing(ranks)
 
 
 def _pipe_main(
@@ -125,13 +121,13 @@ def _pipe_main(
     for other in groups:
         if other.rank != rank:
             other.close()  # so that the end of its process is seen
-    pipe.send(outcome(task, groups[rank], pipe))
+    pipe.send(outcome(lambda: task(groups[rank], pipe)))
 
 
-def outcome(task: Task, group: ProcessGroup, pipe: Connection) -> Any:
-    """What a task returns, or the name and text of the error that it raises."""
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the name and text of the error that it raises."""
     try:
-        return task(group, pipe)
+        return call()
     except KVIndexError as error:
         return type(error).__name__, str(error)
 
@@ -177,16 +173,11 @@ def barrier_when_told(group: ProcessGroup, pipe: Connection) -> Any:
         group.barrier()
 
 
-@contextmanager
 def torch_ranks(
     world_size: int, task: Task, store: str, backend: str, members: list[int]
-) -> Iterator[Ranks]:
+) -> AbstractContextManager[Ranks]:
     """Processes with a torch.distributed group, which run a task in a group of some of them."""
-    ranks = Ranks(world_size, _torch_main, task, store, backend, members)
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    return closing(Ranks(world_size, _torch_main, task, store, backend, members))
 
 
 def _torch_main(
@@ -209,10 +200,8 @@ def _torch_main(
     )
     subgroup = dist.new_group(members, timeout=timedelta(seconds=2))
     everyone = list(range(world_size))
-    try:
-        pipe.send(outcome(task, TorchProcessGroup(None if members == everyone else subgroup), pipe))
-    except KVIndexError as error:
-        pipe.send((type(error).__name__, str(error)))
+    chosen = None if members == everyone else subgroup
+    pipe.send(outcome(lambda: task(TorchProcessGroup(chosen), pipe)))
     pipe.close()
     os._exit(0)  # gloo ends badly, or late, once a rank was lost
 
@@ -242,43 +231,31 @@ class Apart:
         self._group.barrier()
 
 
-def pass_on(queue: MessageQueue, group: ProcessGroup, writer_rank: int) -> Any:
-    """Send all messages, or receive them; return the local readers, and the number of all."""
-    with queue:
-        if group.rank == writer_rank:
-            for message in MESSAGES:
-                queue.enqueue(message, LONG)
-        else:
-            assert [queue.dequeue(LONG) for _ in MESSAGES] == MESSAGES
-        assert queue.broadcast_object(["from", writer_rank]) == ["from", writer_rank]
-        group.barrier()
-        handle = queue.export_handle()
-        return handle.local_reader_ranks, handle.n_reader
-
-
-def from_each_rank_in_turn(group: ProcessGroup, pipe: Connection) -> Any:
+def pass_round(
+    writer_ranks: list[int],
+    elsewhere: set[int],
+    options: dict[str, Any],
+    group: ProcessGroup,
+    pipe: Connection,
+) -> Any:
+    """Have ranks write to all others in turn; the local readers of each, and the number of all."""
+    apart = Apart(group, elsewhere)
     results = []
-    for writer_rank in range(group.world_size):
-        queue = MessageQueue.create_from_process_group(group, *CHUNKS, writer_rank)
-        results.append(pass_on(queue, group, writer_rank))
+    for writer_rank in writer_ranks:
+        with MessageQueue.create_from_process_group(
+            apart, *CHUNKS, writer_rank, **options
+        ) as queue:
+            if group.rank == writer_rank:
+                for message in MESSAGES:
+                    queue.enqueue(message, LONG)
+            else:
+                assert [queue.dequeue(LONG) for _ in MESSAGES] == MESSAGES
+            last = {1, 2} if options.get("codec") == "pickle" else ["from", writer_rank]
+            assert queue.broadcast_object(last) == last
+            group.barrier()
+            handle = queue.export_handle()
+            results.append((handle.local_reader_ranks, handle.n_reader))
     return results
-
-
-def without_waiting(group: ProcessGroup, pipe: Connection) -> Any:
-    queue = MessageQueue.create_from_process_group(group, *CHUNKS, 0, blocking=False)
-    return pass_on(queue, group, 0)
-
-
-def with_pickle(group: ProcessGroup, pipe: Connection) -> Any:
-    with MessageQueue.create_from_process_group(group, *CHUNKS, codec="pickle") as queue:
-        return sorted(queue.broadcast_object({1, 2} if group.rank == 0 else None))
-
-
-def across_machines(group: ProcessGroup, pipe: Connection) -> Any:
-    """Rank 2 reads by TCP, the other by memory."""
-    apart = Apart(group, {2})
-    queue = MessageQueue.create_from_process_group(apart, *CHUNKS, 0, connect_ip="127.0.0.1")
-    return pass_on(queue, apart, 0)
 
 
 def across_machines_without_an_address(group: ProcessGroup, pipe: Connection) -> Any:

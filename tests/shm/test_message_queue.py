@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from typing import Any
 
 import pytest
@@ -22,18 +21,28 @@ from kvindex.wire.errors import (
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring
 from tests.shm.conftest import CHUNK, WINDOW, Party
+from tests.shm.queue_peers import Peer, Running
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
 
-def sent_in_background(writer: MessageQueue, messages: list[Any]) -> threading.Thread:
+def exchanged(writer: MessageQueue, readers: list[Peer], messages: list[Any]) -> list[Any]:
+    """Send messages that every reader reads meanwhile; return what all of them received."""
+    for reader in readers:
+        reader.start("take", len(messages))
+    for message in messages:
+        writer.enqueue(message, PATIENCE)
+    received, *others = [reader.result() for reader in readers]
+    assert all(other == received for other in others)
+    return list(received)
+
+
+def sending(writer: MessageQueue, messages: list[Any]) -> Running:
     def send() -> None:
         for message in messages:
             writer.enqueue(message, PATIENCE)
 
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
-    return thread
+    return Running(send)
 
 
 def fill(writer: MessageQueue) -> int:
@@ -51,25 +60,15 @@ def fill(writer: MessageQueue) -> int:
 
 @pytest.mark.parametrize("n_reader", [1, 2, 4])
 def test_every_reader_gets_every_message_in_order(party: Party, n_reader: int) -> None:
-    writer, readers = party.ready(n_reader)
     messages = [[number, "x" * (number % 90)] for number in range(300)]
-    for reader in readers:
-        reader.start("take", len(messages))
-    for message in messages:
-        writer.enqueue(message, PATIENCE)
-    for reader in readers:
-        assert reader.result() == messages
+    assert exchanged(*party.ready(n_reader), messages) == messages
 
 
 def test_messages_of_every_size(party: Party) -> None:
-    writer, (reader,) = party.ready()
     edges = (0, CHUNK, 2 * CHUNK - 8, WINDOW * CHUNK, 10 * CHUNK, 4000)
     sizes = sorted({max(0, edge + by) for edge in edges for by in range(-9, 10)})
     messages = [bytes(number % 251 for number in range(size)) for size in sizes]
-    reader.start("take", len(messages))
-    for message in messages:
-        writer.enqueue(message, PATIENCE)
-    assert reader.result() == messages
+    assert exchanged(*party.ready(), messages) == messages
 
 
 VALUES: list[Any] = [
@@ -79,25 +78,18 @@ VALUES: list[Any] = [
 
 
 def test_msgpack_brings_back_what_it_carries(party: Party) -> None:
-    writer, (reader,) = party.ready()
-    reader.start("take", len(VALUES))
-    for value in VALUES:
-        writer.enqueue(value, PATIENCE)
-    received = reader.result()
+    received = exchanged(*party.ready(), VALUES)
     assert received == VALUES
     assert [type(value) for value in received] == [type(value) for value in VALUES]
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK, 5000])
 def test_buffers_go_beside_the_object(party: Party, size: int) -> None:
-    writer, (reader,) = party.ready()
     content = bytes(range(256)) * (size // 256) + bytes(size % 256)
     buffers: list[Any] = [bytearray(content), memoryview(content), memoryview(bytearray(content))]
-    reader.start("take", 1)
-    writer.enqueue(
-        {"blocks": [pickle.PickleBuffer(buffer) for buffer in buffers], "n": 3}, PATIENCE
-    )
-    assert reader.result() == [{"blocks": [bytearray(content)] * 3, "n": 3}]
+    message = {"blocks": [pickle.PickleBuffer(buffer) for buffer in buffers], "n": 3}
+    received = exchanged(*party.ready(), [message])
+    assert received == [{"blocks": [bytearray(content)] * 3, "n": 3}]
 
 
 class Tensor:
@@ -117,13 +109,9 @@ class Tensor:
 
 def test_pickle_brings_back_everything_where_both_sides_ask_for_it(party: Party) -> None:
     curve = Curve.generate() if party.is_remote else None
-    writer, (reader,) = party.ready(codec="pickle", curve=curve)
     values = [*VALUES, (1, 2), {3, 4}, 2**200, bytearray(7), Waiting(spin=0.0)]
     values += [Tensor(bytearray(100)), [Tensor(bytearray(b"z" * 9000)), "and", bytearray(5)]]
-    reader.start("take", len(values))
-    for value in values:
-        writer.enqueue(value, PATIENCE)
-    received = reader.result()
+    received = exchanged(*party.ready(codec="pickle", curve=curve), values)
     assert received == values
     assert [type(value) for value in received] == [type(value) for value in values]
 
@@ -141,11 +129,8 @@ class Shout:
 
 
 def test_a_codec_of_ones_own(party: Party) -> None:
-    writer, (reader,) = party.ready(codec=Shout())
-    reader.start("take", 2)
-    writer.enqueue("hello", PATIENCE)
-    writer.enqueue("h" * 500, PATIENCE)
-    assert reader.result() == ["HELLO", "H" * 500]
+    received = exchanged(*party.ready(codec=Shout()), ["hello", "h" * 500])
+    assert received == ["HELLO", "H" * 500]
 
 
 def test_a_message_that_the_codec_cannot_carry_is_refused_and_the_queue_goes_on(
@@ -188,14 +173,6 @@ def test_a_message_that_the_codec_cannot_read_counts_as_read(party: Party) -> No
     assert reader.call("take", 1) == [[7]]
 
 
-def test_broadcast_object_returns_the_same_at_all_ends(party: Party) -> None:
-    writer, readers = party.ready(2)
-    for reader in readers:
-        reader.start("broadcast")
-    assert writer.broadcast_object({"epoch": 1}) == {"epoch": 1}
-    assert [reader.result() for reader in readers] == [{"epoch": 1}] * 2
-
-
 def test_memory_is_given_to_write_a_message_into_and_to_read_it_from(party: Party) -> None:
     writer, (reader,) = party.ready()
     sizes = [0, 1, CHUNK]
@@ -230,17 +207,11 @@ def test_as_much_memory_is_given_as_a_chunk_and_a_message_may_have(
         assert len(view) == length
         view[:] = b"w" * length
     assert reader.result() == [b"w" * length]
-    with pytest.raises(ConfigurationError, match=f"0 to {length} bytes"):
-        with writer.acquire_write(PATIENCE, length=length + 1):
-            raise AssertionError("refused only when all is written")
-
-
-@pytest.mark.parametrize("length", [-1, 10**9, 1.0, "1"])
-def test_a_length_that_no_message_can_have_is_refused(party: Party, length: Any) -> None:
-    writer, _ = party.ready(max_message_bytes=10_000)
-    with pytest.raises(ConfigurationError, match="length"):
-        with writer.acquire_write(length=length):
-            pass
+    wrong: list[Any] = [length + 1, -1, 10**9, 1.0, "1"]
+    for bad in wrong:
+        with pytest.raises(ConfigurationError, match=f"0 to {length} bytes"):
+            with writer.acquire_write(PATIENCE, length=bad):
+                raise AssertionError("refused only when all is written")
 
 
 # Waiting -------------------------------------------------------------------------------------
@@ -249,13 +220,12 @@ def test_a_length_that_no_message_can_have_is_refused(party: Party, length: Any)
 def test_messages_sent_before_readers_attach_wait_for_them(party: Party) -> None:
     writer = party.writer(2)
     messages = list(range(20))
-    thread = sent_in_background(writer, messages)
-    first = party.reader(writer, 0)
-    second = party.reader(writer, 1)
-    for reader in (first, second):
+    under_way = sending(writer, messages)
+    readers = [party.reader(writer, rank) for rank in range(2)]
+    for reader in readers:
         reader.start("take", len(messages))
-    assert first.result() == second.result() == messages
-    thread.join(PATIENCE)
+    assert [reader.result() for reader in readers] == [messages] * 2
+    assert under_way.finish() is None
 
 
 def test_nobody_is_ready_before_all_are(party: Party) -> None:
@@ -291,7 +261,7 @@ def test_a_full_queue_times_out_and_loses_nothing(party: Party) -> None:
 
 def test_a_read_that_times_out_consumes_nothing(party: Party) -> None:
     writer, (reader,) = party.ready()
-    for timeout in (0.0, 0.01):
+    for timeout in (-1.0, 0.0, 0.01):
         with pytest.raises(QueueTimeoutError):
             reader.call("take", 1, timeout)
     writer.enqueue("after", PATIENCE)
@@ -301,40 +271,26 @@ def test_a_read_that_times_out_consumes_nothing(party: Party) -> None:
 def test_a_writer_that_waits_goes_on_when_there_is_room(party: Party) -> None:
     writer, (reader,) = party.ready()
     sent = fill(writer)
-    thread = sent_in_background(writer, ["more"] * 10)
+    under_way = sending(writer, ["more"] * 10)
     assert reader.call("take", sent + 10) == [*range(sent), *["more"] * 10]
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-def test_negative_timeouts_are_refused_or_over_at_once(party: Party) -> None:
-    _, (reader,) = party.ready()
-    with pytest.raises((QueueTimeoutError, ConfigurationError)):
-        reader.call("take", 1, -1.0)
+    assert under_way.finish() is None
 
 
 # Coming and going ----------------------------------------------------------------------------
 
 
-def test_readers_read_what_was_sent_before_the_writer_closed(party: Party) -> None:
+@pytest.mark.parametrize("sent", [0, WINDOW])
+def test_readers_read_what_was_sent_before_the_writer_closed(party: Party, sent: int) -> None:
     writer, readers = party.ready(2)
-    for number in range(WINDOW):
+    for number in range(sent):
         writer.enqueue(number, PATIENCE)
     for reader in readers:
         reader.start("drain")
     writer.close()
     for reader in readers:
-        assert reader.result() == (list(range(WINDOW)), "QueueClosedError")
+        assert reader.result() == (list(range(sent)), "QueueClosedError")
         with pytest.raises(QueueClosedError):
             reader.call("take", 1)
-
-
-def test_readers_that_wait_get_an_error_when_the_writer_closes(party: Party) -> None:
-    writer, readers = party.ready(2)
-    for reader in readers:
-        reader.start("drain")
-    writer.close()
-    assert [reader.result() for reader in readers] == [([], "QueueClosedError")] * 2
 
 
 def test_the_writer_goes_on_without_a_reader_that_left(party: Party) -> None:
@@ -358,8 +314,7 @@ def test_a_reader_in_place_of_another_reads_on_from_one_exact_message(party: Par
     replacing = party.reader(writer, 0)
     staying.start("drain")
     replacing.start("drain")
-    thread = sent_in_background(writer, list(range(WINDOW, 500)))
-    thread.join(PATIENCE)
+    assert sending(writer, list(range(WINDOW, 500))).finish() is None
     writer.close()
     assert staying.result() == (list(range(WINDOW, 500)), "QueueClosedError")
     received, ended_by = replacing.result()
@@ -411,20 +366,6 @@ def test_a_closed_end_accepts_no_calls(party: Party) -> None:
             pass
     with pytest.raises(ClosedError):
         writer.wait_until_ready(1.0)
-
-
-def test_a_reader_cannot_write_nor_the_writer_read(party: Party) -> None:
-    writer, (reader,) = party.ready()
-    with pytest.raises((ConfigurationError, ClosedError)):
-        reader.call("send", [1])
-    for read in (lambda: writer.dequeue(0.0), lambda: _read_raw(writer)):
-        with pytest.raises((ConfigurationError, ClosedError)):
-            read()
-
-
-def _read_raw(queue: MessageQueue) -> bytes:
-    with queue.acquire_read(0.0) as body:
-        return bytes(body)
 
 
 def test_statistics_count_what_happened(party: Party) -> None:

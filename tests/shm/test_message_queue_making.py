@@ -11,12 +11,20 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from kvindex.shm import Handle, MessageQueue, MsgpackCodec, Waiting
 from kvindex.shm.remote import RemoteSender
 from kvindex.wire.curve import Curve
-from kvindex.wire.errors import ConfigurationError, DecodeError, KVIndexError, SegmentError
+from kvindex.wire.errors import (
+    ConfigurationError,
+    DecodeError,
+    KVIndexError,
+    SegmentError,
+    WriterDiedError,
+)
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring
 from tests.publish.raw_peers import RawPeer
@@ -25,50 +33,28 @@ from tests.shm.queue_peers import Running, is_left
 pytestmark = [pytest.mark.e2e, needs_ring]
 
 
-@pytest.mark.parametrize(
-    ("args", "knobs"),
-    [
-        ((-1, 0), {}),
-        ((0, 1), {}),
-        ((0, 0, [0]), {}),
-        ((1, 2), {}),
-        ((2, -1), {}),
-        (("1", 1), {}),
-        ((1.0, 1.0), {}),
-        ((True, True), {}),
-        ((None, None), {}),
-        ((1, 1, 0), {}),
-        ((2, 2, ["a", "b"]), {}),
-        ((2, 2, [0]), {}),
-        ((2, 2, [1, 1]), {}),
-        ((1, 1, None, 0), {}),
-        ((1, 1, None, 7), {}),
-        ((1, 1, None, 64, 0), {}),
-        ((1, 1), {"codec": "json"}),
-        ((1, 1), {"codec": object()}),
-        ((1, 1), {"codec": MsgpackCodec}),
-        ((1, 1), {"codec": None}),
-        ((1, 1), {"waiting": 0.5}),
-        ((1, 1), {"waiting": Waiting}),
-        ((0, 0), {"max_message_bytes": 0}),
-        ((0, 0), {"on_dead_reader": "ignore"}),
-        ((1, 0, None, 1.5, 2, "127.0.0.1"), {}),
-        ((1, 0, None, 64, 0, "127.0.0.1"), {}),
-        ((1, 0, None, 64, 2, 5), {}),
-        ((1, 0, None, 64, 2, "127.0.0.1"), {"curve": "key"}),
-        ((1, 0, None, 64, 2, "127.0.0.1"), {"curve": Curve.generate(Curve.generate().public_key)}),
-        ((1, 0, None, 64, 2, "127.0.0.1"), {"remote_window": "4"}),
-        ((1, 1), {"on_dead_reader": "ignore"}),
-        ((1, 1), {"max_message_bytes": 0}),
-        ((1, 1), {"max_message_bytes": "1"}),
-        ((1, 0, None, 64, 2, "0.0.0.0"), {}),
-        ((1, 0, None, 64, 2, "::"), {}),
-        ((1, 0, None, 64, 2, "*"), {}),
-        ((1, 0, None, 64, 2, "a.host"), {}),
-        ((2, 1, None, 64, 2, "0.0.0.0"), {}),
-        ((1, 0, None, 64, 2, "127.0.0.1"), {"remote_window": 0}),
+HERE = (1, 1)
+ELSEWHERE = (1, 0, None, 64, 2, "127.0.0.1")
+COUNTS: list[tuple[Any, ...]] = [
+    *[(-1, 0), (0, 1), (0, 0, [0]), (1, 2), (2, -1), ("1", 1), (1.0, 1.0), (True, True)],
+    *[(None, None), (1, 1, 0), (2, 2, ["a", "b"]), (2, 2, [0]), (2, 2, [1, 1])],
+    *[(1, 1, None, 0), (1, 1, None, 7), (1, 1, None, 64, 0), (1, 0, None, 1.5, 2, "127.0.0.1")],
+    *[(1, 0, None, 64, 0, "127.0.0.1"), (1, 0, None, 64, 2, 5), (2, 1, None, 64, 2, "0.0.0.0")],
+]
+KNOBS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    *[(HERE, {"codec": codec}) for codec in ("json", object(), MsgpackCodec, None)],
+    *[(HERE, {"waiting": waiting}) for waiting in (0.5, Waiting)],
+    *[(HERE, {"max_message_bytes": most}) for most in (0, "1")],
+    *[(counts, {"on_dead_reader": "ignore"}) for counts in ((0, 0), HERE)],
+    *[(ELSEWHERE, {"remote_window": window}) for window in ("4", 0)],
+    *[
+        (ELSEWHERE, {"curve": keys})
+        for keys in ("key", Curve.generate(Curve.generate().public_key))
     ],
-)
+]
+
+
+@pytest.mark.parametrize(("args", "knobs"), [*((args, {}) for args in COUNTS), *KNOBS])
 def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         MessageQueue(*args, **knobs).close()
@@ -134,27 +120,32 @@ def test_pickle_is_refused_unless_both_sides_ask_for_it() -> None:
             MessageQueue.create_from_handle(writer.export_handle(), 0, codec="pickle")
 
 
-def test_an_encrypted_queue_hangs_up_on_peers_without_its_key() -> None:
-    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=Curve.generate()) as writer:
-        address = writer.export_handle().remote_address
-        assert address is not None
-        with RawPeer(address) as peer:  # speaks in the clear
+def test_connections_are_encrypted_and_peers_without_the_key_hung_up_on() -> None:
+    keys = Curve.generate()
+    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=keys, codec="pickle") as writer:
+        handle = writer.export_handle()
+        assert (handle.remote_curve_key, bool(handle.remote_address)) == (keys.public_key, True)
+        with RawPeer(str(handle.remote_address)) as peer:  # speaks in the clear
             peer.ready(b"DEALER")
             peer.wait_closed()
-        with RawPeer(address, b"CURVE") as peer:  # has not the key to say hello with
+        with RawPeer(str(handle.remote_address), b"CURVE") as peer:  # lacks the key of a hello
             peer.command(b"HELLO", b"\1\0" + bytes(192))
             peer.wait_closed()
-
-
-def test_keys_of_ones_own_are_used() -> None:
-    server = Curve.generate()
-    with MessageQueue(1, 0, connect_ip="127.0.0.1", curve=server, codec="pickle") as writer:
-        handle = writer.export_handle()
-        keys = Curve.generate(server.public_key)
-        with MessageQueue.create_from_handle(handle, 0, codec="pickle", curve=keys) as reader:
+        foreign = msgspec.structs.replace(handle, remote_curve_key=Curve.generate().public_key)
+        with MessageQueue.create_from_handle(foreign, 0, codec="pickle") as reader:
+            with pytest.raises(WriterDiedError, match="CURVE keys"):
+                reader.dequeue(PATIENCE)
+        own = Curve.generate(keys.public_key)
+        with MessageQueue.create_from_handle(handle, 0, codec="pickle", curve=own) as reader:
             sending = Running(lambda: writer.enqueue({1, 2}, PATIENCE))
             assert reader.dequeue(PATIENCE) == {1, 2}
             assert sending.finish() is None
+
+
+def test_without_curve_there_are_no_remote_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda feature: False)
+    with pytest.raises(ConfigurationError, match="has no CURVE"):
+        MessageQueue(1, 0, connect_ip="127.0.0.1")
 
 
 def listened_addresses(port: int) -> set[str]:
@@ -196,10 +187,9 @@ def test_a_queue_without_remote_readers_listens_nowhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "frames",
-    [[b""], [b"\x02"], [b"\x01"], [b"\x63", b"x"], [b"\x01", b"\xc1"], [b"\x01\x01", b"\xc0"]],
+    ("kind", "frame"), [(1, b""), (2, b""), (0x63, b"x"), (1, b"\xc1"), (-1, b"x"), (2**40, b"x")]
 )
-def test_nonsense_of_a_foreign_writer_is_an_error_of_ours(frames: list[bytes]) -> None:
+def test_nonsense_of_a_foreign_writer_is_an_error_of_ours(kind: int, frame: bytes) -> None:
     keys = Curve.generate()
     with closing(RemoteSender(1, "127.0.0.1", curve=keys, waiting=Waiting())) as foreign:
         handle = Handle(
@@ -212,7 +202,7 @@ def test_nonsense_of_a_foreign_writer_is_an_error_of_ours(frames: list[bytes]) -
             max_message_bytes=100,
         )
         with MessageQueue.create_from_handle(handle, 0) as reader:
-            sending = Running(lambda: foreign.send(frames, PATIENCE))
+            sending = Running(lambda: foreign.send(kind, [frame], PATIENCE))
             try:
                 reader.dequeue(PATIENCE)
             except KVIndexError:
@@ -278,26 +268,10 @@ os.write(let_go, b"x")
 """
 
 
-@pytest.mark.parametrize("backend", ["python", ""])
-def test_a_forked_child_has_no_part_in_its_parents_queue(backend: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FORKED],
-        env=os.environ | {"KVINDEX_BACKEND": backend},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.stdout == "refused 12\nstill there True before\nthe death is reported\n"
-    assert done.stderr == ""
-
-
-def test_a_remote_end_is_refused_in_a_forked_child() -> None:
-    script = """
+FORKED_REMOTE = """
 import os, sys
 from kvindex.wire.errors import ClosedError
 from kvindex.shm import MessageQueue
-import tests.shm.queue_peers
 
 writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
 pid = os.fork()
@@ -305,15 +279,30 @@ if pid == 0:
     try:
         writer.enqueue(1, timeout=0.1)
     except ClosedError:
-        sys.exit(7)
-    sys.exit(8)
+        os._exit(7)
+    os._exit(8)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
+
+
+@pytest.mark.parametrize(
+    ("script", "backend", "printed"),
+    [
+        (FORKED, "python", "refused 12\nstill there True before\nthe death is reported\n"),
+        (FORKED, "", "refused 12\nstill there True before\nthe death is reported\n"),
+        (FORKED_REMOTE, "", "7\n"),
+    ],
+    ids=["here, python", "here, native", "elsewhere"],
+)
+def test_a_forked_child_has_no_part_in_its_parents_queue(
+    script: str, backend: str, printed: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-W", "error", "-c", script],
+        env=os.environ | {"KVINDEX_BACKEND": backend},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    assert done.stdout == "7\n", done.stderr
+    assert (done.stdout, done.stderr) == (printed, "")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +18,46 @@ from kvindex.wire.errors import (
     QueueTimeoutError,
 )
 from tests.native_ring import needs_ring
+from tests.shm.queue_peers import Running
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
 
-def pair(**options: int) -> tuple[MessageQueue, MessageQueue]:
-    writer = MessageQueue(1, 1, **options)  # type: ignore[arg-type]
-    return writer, MessageQueue.create_from_handle(writer.export_handle(), 0)
+@pytest.fixture
+def ends() -> Iterator[tuple[MessageQueue, MessageQueue]]:
+    """A writer and its one reader."""
+    with MessageQueue(1, 1, max_chunk_bytes=1 << 16, max_chunks=2) as writer:
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            yield writer, reader
 
 
-def test_a_message_begun_in_place_is_not_overtaken_by_another_call() -> None:
-    writer, reader = pair()
-    with writer, reader:
-        with writer.acquire_write(length=5) as view:
-            view[:] = b"hello"
-            with pytest.raises(InUseError, match="one at a time"):
-                writer.enqueue(b"other")
-        writer.enqueue(b"after")
-        assert [reader.dequeue(1.0), reader.dequeue(1.0)] == [b"hello", b"after"]
+Ends = tuple[MessageQueue, MessageQueue]
 
 
-def test_a_message_read_in_place_is_not_given_out_twice() -> None:
-    writer, reader = pair()
-    with writer, reader:
-        for body in (b"m1", b"m2"):
-            writer.enqueue(body)
-        with reader.acquire_read(1.0) as view:
-            with pytest.raises(InUseError, match="one at a time"):
-                reader.dequeue(1.0)
-            assert bytes(view) == b"m1"
-        assert reader.dequeue(1.0) == b"m2"
+def test_a_message_in_place_is_not_overtaken_by_another_call(ends: Ends) -> None:
+    writer, reader = ends
+    with writer.acquire_write(length=5) as view:
+        view[:] = b"hello"
+        with pytest.raises(InUseError, match="one at a time"):
+            writer.enqueue(b"other")
+    writer.enqueue(b"after")
+    with reader.acquire_read(1.0) as view:
+        with pytest.raises(InUseError, match="one at a time"):
+            reader.dequeue(1.0)
+        assert bytes(view) == b"hello"
+    assert reader.dequeue(1.0) == b"after"
 
 
-def test_closing_gives_the_memory_back_at_once() -> None:
-    writer, reader = pair()
+def test_closing_gives_the_memory_back_at_once(ends: Ends) -> None:
+    writer, reader = ends
     name = writer.export_handle().buffer_handle
     assert name is not None
     writer.enqueue(b"unread")
-    reader.close()
-    writer.close()
+    reader.shutdown()  # vLLM's name for `close`
+    writer.shutdown()
     assert name[3] not in Path("/proc/self/maps").read_text()
     assert writer.statistics()["messages"] == 1  # can still be asked
+    assert repr(writer) == "<MessageQueue: writer of a queue for 1 readers>"
 
 
 def test_a_reader_that_never_came_can_be_given_up() -> None:
@@ -79,43 +77,33 @@ def test_a_reader_that_never_came_can_be_given_up() -> None:
                 assert (reader.dequeue(1.0), late.dequeue(1.0)) == (3, 3)
 
 
-def test_vllms_word_for_close_closes() -> None:
-    writer, reader = pair()
-    writer.shutdown()
-    reader.shutdown()
-    assert repr(writer) == "<MessageQueue: writer of a queue for 1 readers>"
-
-
-def test_nonsense_is_refused_at_the_call() -> None:
-    writer, reader = pair()
-    with writer, reader:
-        with pytest.raises(ConfigurationError, match="NaN"):
-            reader.dequeue(float("nan"))
-        with pytest.raises(ConfigurationError, match="reads"):
-            reader.remove_reader(0)
-    with pytest.raises(ConfigurationError, match="on_dead_reader"):
-        MessageQueue(1, 0, on_dead_reader="perhaps")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("message", [b"bytes", object()])
-def test_a_reader_that_writes_gets_the_reason_whatever_it_writes(message: object) -> None:
-    writer, reader = pair()
-    with writer, reader:
-        with pytest.raises(ConfigurationError, match="this end reads"):
-            reader.enqueue(message)
+def test_an_end_that_is_used_as_the_other_one_gives_the_reason(ends: Ends, message: object) -> None:
+    writer, reader = ends
+    with pytest.raises(ConfigurationError, match="this end reads"):
+        reader.enqueue(message)
+    with pytest.raises(ConfigurationError, match="this end reads"):
+        reader.remove_reader(0)
+    with pytest.raises(ConfigurationError, match="this end writes"):
+        writer.dequeue(0.0)
+    with pytest.raises(ConfigurationError, match="this end writes"):
+        with writer.acquire_read(0.0):
+            pass
 
 
-def test_a_cancel_that_is_no_event_is_refused_and_consumes_no_message() -> None:
-    writer, reader = pair()
-    with writer, reader:
-        writer.enqueue("kept")
-        for cancel in (5, True, "now"):
-            with pytest.raises(ConfigurationError, match="cancel must be a threading"):
-                reader.dequeue(1.0, cancel)  # type: ignore[arg-type]
-            with pytest.raises(ConfigurationError, match="cancel must be a threading"):
-                with reader.acquire_read(1.0, cancel):  # type: ignore[arg-type]
-                    pass
-        assert reader.dequeue(1.0) == "kept"
+def test_a_wait_that_makes_no_sense_is_refused_and_consumes_no_message(ends: Ends) -> None:
+    writer, reader = ends
+    writer.enqueue("kept")
+    events: list[Any] = [5, True, "now"]
+    for cancel in events:
+        with pytest.raises(ConfigurationError, match="cancel must be a threading"):
+            reader.dequeue(1.0, cancel)
+        with pytest.raises(ConfigurationError, match="cancel must be a threading"):
+            with reader.acquire_read(1.0, cancel):
+                pass
+    assert reader.dequeue(1.0) == "kept"
+    with pytest.raises(ConfigurationError, match="NaN"):
+        reader.dequeue(float("nan"))
 
 
 @pytest.mark.parametrize("data", [None, "text", 5, ["list"]])
@@ -181,57 +169,46 @@ class Watched:
         self._lock.release()
 
 
-def test_another_thread_is_refused_from_the_first_moment_of_a_call_on() -> None:
-    writer, reader = pair()
-    refused: list[str] = []
-
-    def send() -> None:
-        try:
-            writer.enqueue(b"other")
-        except InUseError as error:
-            refused.append(str(error))
+def test_another_thread_is_refused_from_the_first_moment_of_a_call_on(ends: Ends) -> None:
+    writer, reader = ends
+    refused: list[BaseException | None] = []
 
     def send_elsewhere() -> None:
-        thread = threading.Thread(target=send)
-        thread.start()
-        thread.join()
+        refused.append(Running(lambda: writer.enqueue(b"other")).finish())
 
-    with writer, reader:
-        writer._user = Watched(writer._user, send_elsewhere)  # type: ignore[assignment]
-        writer.enqueue(b"mine")
-        assert len(refused) == 1
-        assert reader.dequeue(1.0) == b"mine"
-        with pytest.raises(QueueTimeoutError):
-            reader.dequeue(0.0)
+    writer._user = Watched(writer._user, send_elsewhere)  # type: ignore[assignment]
+    writer.enqueue(b"mine")
+    assert [type(error) for error in refused] == [InUseError]
+    assert reader.dequeue(1.0) == b"mine"
+    with pytest.raises(QueueTimeoutError):
+        reader.dequeue(0.0)
 
 
-def test_a_message_in_place_gives_one_up_that_has_no_end() -> None:
-    writer, reader = pair(max_chunk_bytes=1 << 16, max_chunks=2)
-    with writer, reader:
-        with pytest.raises(QueueTimeoutError):
-            writer.enqueue(bytes(1 << 18), timeout=0.01)
-        with pytest.raises(QueueTimeoutError):
-            reader.dequeue(0.01)
-        writer.enqueue(bytes(1 << 16))
-        with reader.acquire_read(1.0) as view:
-            assert len(view) == 1 << 16
-        local = reader.statistics()["local"]
-        assert (local["messages"], local["messages_given_up"]) == (1, 1)
+def test_a_message_in_place_gives_one_up_that_has_no_end(ends: Ends) -> None:
+    writer, reader = ends
+    with pytest.raises(QueueTimeoutError):
+        writer.enqueue(bytes(1 << 18), timeout=0.01)
+    with pytest.raises(QueueTimeoutError):
+        reader.dequeue(0.01)
+    writer.enqueue(bytes(1 << 16))
+    with reader.acquire_read(1.0) as view:
+        assert len(view) == 1 << 16
+    local = reader.statistics()["local"]
+    assert (local["messages"], local["messages_given_up"]) == (1, 1)
 
 
 def test_a_message_that_an_interrupt_left_unread_is_read_again_and_counted_once(
-    monkeypatch: pytest.MonkeyPatch,
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, reader = pair()
-    with writer, reader:
-        writer.enqueue(bytes(1 << 16))
-        with monkeypatch.context() as patch:
-            patch.setattr(RingReceiver, "_give_back", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                reader.dequeue()
-        assert reader.statistics()["messages"] == 0
-        assert len(reader.dequeue(1.0)) == 1 << 16
-        assert reader.statistics()["messages"] == 1
+    writer, reader = ends
+    writer.enqueue(bytes(1 << 16))
+    with monkeypatch.context() as patch:
+        patch.setattr(RingReceiver, "_give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reader.dequeue()
+    assert reader.statistics()["messages"] == 0
+    assert len(reader.dequeue(1.0)) == 1 << 16
+    assert reader.statistics()["messages"] == 1
 
 
 def interrupted(receiver: RingReceiver, whole: bool) -> None:

@@ -101,15 +101,3 @@ def test_a_long_message_for_which_one_reader_has_room_for_the_beginning_only_rea
     for reader in readers:
         assert reader.result() == [b"y" * 10 * CHUNK, "after"]
     assert writer.statistics()["messages"] == filled + 2
-
-
-def test_all_kinds_of_readers_are_notified_of_the_end(
-    mixed: Callable[..., tuple[MessageQueue, list[Peer]]],
-) -> None:
-    writer, readers = mixed()
-    writer.enqueue("last", PATIENCE)
-    for reader in readers:
-        reader.start("drain")
-    writer.close()
-    for reader in readers:
-        assert reader.result() == (["last"], "QueueClosedError")

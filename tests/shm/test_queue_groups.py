@@ -21,16 +21,13 @@ from tests.shm.group_ranks import (
     PATIENCE,
     Ranks,
     Task,
-    across_machines,
     across_machines_without_an_address,
-    from_each_rank_in_turn,
     from_outside,
+    pass_round,
     pipe_groups,
     pipe_ranks,
     to_a_single_reader,
     torch_ranks,
-    with_pickle,
-    without_waiting,
 )
 
 pytestmark = [pytest.mark.e2e, needs_ring]
@@ -53,32 +50,25 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     return start
 
 
-def test_each_rank_in_turn_writes_to_all_others(run: Run) -> None:
-    with run(3, from_each_rank_in_turn) as ranks:
-        for results in ranks.receive_all():
-            assert results == [([1, 2], 2), ([0, 2], 2), ([0, 1], 2)]
+PASSED: dict[str, tuple[int, list[int], set[int], dict[str, Any], list[tuple[list[int], int]]]] = {
+    "each rank in turn": (3, [0, 1, 2], set(), {}, [([1, 2], 2), ([0, 2], 2), ([0, 1], 2)]),
+    "a group of one": (1, [0], set(), {}, [([], 0)]),
+    "nobody waits for the others": (2, [0], set(), {"blocking": False}, [([1], 1)]),
+    "options": (2, [0], set(), {"codec": "pickle"}, [([1], 1)]),
+    "another machine": (3, [0], {2}, {"connect_ip": "127.0.0.1"}, [([1], 2)]),
+}
 
 
-def test_a_group_of_one_needs_no_other_code(run: Run) -> None:
-    with run(1, from_each_rank_in_turn) as ranks:
-        assert ranks.receive_all() == [[([], 0)]]
+@pytest.mark.parametrize("case", PASSED)
+def test_ranks_write_to_all_others(run: Run, case: str) -> None:
+    world_size, writers, elsewhere, options, expected = PASSED[case]
+    with run(world_size, partial(pass_round, writers, elsewhere, options)) as ranks:
+        assert ranks.receive_all() == [expected] * world_size
+
+
+def test_a_single_reader_may_be_alone(run: Run) -> None:
     with run(1, partial(to_a_single_reader, 0, True, set())) as ranks:
         assert ranks.receive_all() == [1]
-
-
-def test_ranks_need_not_wait_for_each_other(run: Run) -> None:
-    with run(2, without_waiting) as ranks:
-        assert ranks.receive_all() == [([1], 1)] * 2
-
-
-def test_options_reach_both_sides(run: Run) -> None:
-    with run(2, with_pickle) as ranks:
-        assert ranks.receive_all() == [[1, 2]] * 2
-
-
-def test_ranks_on_another_machine_read_by_tcp(run: Run) -> None:
-    with run(3, across_machines) as ranks:
-        assert ranks.receive_all() == [([1], 2)] * 3
 
 
 def test_ranks_on_another_machine_need_an_address(run: Run) -> None:
@@ -137,31 +127,33 @@ def failures(single_reader: bool, codecs: list[str], **options: Any) -> list[str
     return raised
 
 
-def test_a_reader_with_another_codec_ends_the_making_at_every_rank() -> None:
-    writer, reader, wrong = failures(False, ["msgpack", "msgpack", "pickle"])
-    assert wrong.startswith("the queue's codec is 'msgpack'")
-    assert writer == reader
-    assert writer.startswith("rank 2 could not open its end of the queue: the queue's codec")
+SAME = ["msgpack"] * RANKS
+OPEN = "could not open its end of the queue"
 
 
-def test_a_writer_that_cannot_make_its_queue_ends_the_making_at_every_rank() -> None:
-    first, wrong, third = failures(True, ["msgpack", "nonsense", "msgpack"])
-    assert wrong.startswith("codec must be")
-    assert first == third
-    assert first.startswith("rank 1 could not open its end of the queue: codec must be")
-
-
-def test_an_external_handle_that_is_none_ends_the_making_at_every_rank() -> None:
-    raised = failures(False, ["msgpack"] * RANKS, external_writer_handle=("a", "tuple"))
-    wrong, *others = raised
-    assert wrong == "external_writer_handle must be a Handle or None, not a tuple"
-    assert set(others) == {f"rank 0 could not make the queue: {wrong}"}
-
-
-def test_an_option_of_the_wrong_kind_ends_the_making_at_every_rank() -> None:
-    wrong, *others = failures(False, ["msgpack"] * RANKS, max_message_bytes="1 GiB")
-    assert wrong == "max_message_bytes must be a positive int, not '1 GiB'"
-    assert set(others) == {f"rank 0 could not make the queue: {wrong}"}
+@pytest.mark.parametrize(
+    ("single", "codecs", "options", "culprit", "task", "reason"),
+    [
+        (False, ["msgpack", "msgpack", "pickle"], {}, 2, OPEN, "the queue's codec is 'msgpack'"),
+        (True, ["msgpack", "nonsense", "msgpack"], {}, 1, OPEN, "codec must be"),
+        (
+            *(False, SAME, {"external_writer_handle": ("a", "tuple")}, 0),
+            *("could not make the queue", "external_writer_handle must be a Handle or None, not a"),
+        ),
+        (
+            *(False, SAME, {"max_message_bytes": "1 GiB"}, 0),
+            *("could not make the queue", "max_message_bytes must be a positive int, not '1 GiB'"),
+        ),
+    ],
+    ids=["another codec", "no codec", "no handle", "no length"],
+)
+def test_a_rank_that_cannot_open_its_end_ends_the_making_at_every_rank(
+    single: bool, codecs: list[str], options: Any, culprit: int, task: str, reason: str
+) -> None:
+    raised = failures(single, codecs, **options)
+    wrong = raised.pop(culprit)
+    assert wrong.startswith(reason)
+    assert set(raised) == {f"rank {culprit} {task}: {wrong}"}
 
 
 def test_a_writer_without_shared_memory_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +161,7 @@ def test_a_writer_without_shared_memory_needs_an_address(monkeypatch: pytest.Mon
         raise SegmentError("no room")
 
     monkeypatch.setattr(Segment, "make", refuse)
-    writer, *_ = failures(False, ["msgpack"] * RANKS)
+    writer, *_ = failures(False, SAME)
     assert writer.startswith("2 ranks share no memory with the writer")
 
 
@@ -190,6 +182,6 @@ def test_a_name_that_no_segment_has_is_no_shared_memory(name: Any) -> None:
 @pytest.mark.parametrize("rank", [3, -1, True, "0"])
 def test_a_rank_that_the_group_does_not_have_is_refused(rank: Any) -> None:
     assert (
-        failures(False, ["msgpack"] * RANKS, writer_rank=rank)
+        failures(False, SAME, writer_rank=rank)
         == [f"writer_rank={rank!r} is no rank of this group: it has 3, from 0"] * RANKS
     )

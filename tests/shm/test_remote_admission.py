@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import pytest
@@ -40,134 +39,119 @@ class Router:
             self._to = part
 
 
-class Desk:
-    """A sender whose socket is a `Router`, and which probes its readers each time."""
-
-    def __init__(self, n_remote: int = 1) -> None:
-        self.sender = RemoteSender(
-            n_remote, "127.0.0.1", curve=None, waiting=Waiting(), window=4, linger=0.0
-        )
-        self.router = Router()
-        self._socket, self.sender._socket = self.sender._socket, self.router  # type: ignore[assignment]
-
-    def receives(self, name: bytes, packet: Hello | Bye) -> None:
-        self.router.mail.append([name, encode(packet)])
-
-    def serve(self) -> frozenset[int]:
-        self.sender._probe_at = 0.0
-        dead = self.sender.serve()
-        self.router.sent = [sent for sent in self.router.sent if sent[1] != "Probe"]
-        return dead
-
-    @property
-    def counted(self) -> dict[str, int]:
-        return {name: count for name, count in self.sender.statistics().items() if count}
-
-    def close(self) -> None:
-        self.sender._socket = self._socket
-        self.sender.close()
+@pytest.fixture
+def router() -> Router:
+    return Router()
 
 
 @pytest.fixture
-def desks() -> Iterator[Any]:
-    made: list[Desk] = []
-
-    def make(n_remote: int = 1) -> Desk:
-        made.append(Desk(n_remote))
-        return made[-1]
-
-    yield make
-    for desk in made:
-        desk.close()
+def sender(router: Router) -> Iterator[RemoteSender]:
+    """A writer for two readers, whose socket is the router."""
+    sender = RemoteSender(2, "127.0.0.1", curve=None, waiting=Waiting(), window=4, linger=0.0)
+    socket, sender._socket = sender._socket, router  # type: ignore[assignment]
+    yield sender
+    sender._socket = socket
+    sender.close()
 
 
-def test_so_many_different_ranks_are_let_in(desks: Any) -> None:
-    desk = desks(2)
-    for rank in (8, 1, 2):
-        desk.receives(b"%d" % rank, Hello(VERSION, rank))
-    desk.serve()
-    assert desk.sender.connected == {1, 8}
-    assert desk.counted == {"joined": 2, "refused": 1, "connected": 2}
-    assert desk.router.sent == [(b"8", "Welcome"), (b"1", "Welcome"), (b"2", "Refused")]
+def hello(name: str, rank: int, version: int = VERSION) -> list[bytes]:
+    return [name.encode(), encode(Hello(version, rank))]
 
 
-def test_a_rank_is_free_again_when_its_reader_left(desks: Any) -> None:
-    desk = desks()
-    desk.receives(b"first", Hello(VERSION, 4))
-    desk.serve()
-    desk.receives(b"second", Hello(VERSION, 4))
-    desk.serve()
-    assert desk.router.sent == [(b"first", "Welcome")]  # the other waits for its rank
-    desk.receives(b"first", Bye())
-    desk.receives(b"third", Hello(VERSION, 5))
-    desk.serve()
-    assert desk.router.sent[1:] == [(b"second", "Welcome"), (b"third", "Refused")]
-    assert desk.counted == {"joined": 2, "left": 1, "refused": 1, "connected": 1}
+def bye(name: str) -> list[bytes]:
+    return [name.encode(), encode(Bye())]
 
 
-def test_a_rank_that_stays_taken_is_refused(desks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvindex.shm.remote.sender._HANDOVER", 0.0)
-    desk = desks()
-    desk.receives(b"first", Hello(VERSION, 4))
-    desk.serve()
-    desk.receives(b"second", Hello(VERSION, 4))
-    desk.serve()
-    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Refused")]
+FIRST, SECOND = hello("first", 4), hello("second", 4)
+WELCOME, REFUSED = "Welcome", "Refused"
 
 
-def test_a_reader_that_joins_before_the_farewell_of_its_predecessor_is_read_replaces_it(
-    desks: Any,
+# The packets that arrive before each turn, and the connections that have ended by then.
+@pytest.mark.parametrize(
+    ("turns", "ended", "sent", "counted"),
+    [
+        pytest.param(
+            [[hello("a", 8), hello("b", 1), hello("c", 2)]],
+            [],
+            [("a", WELCOME), ("b", WELCOME), ("c", REFUSED)],
+            {"joined": 2, "refused": 1, "connected": 2},
+            id="so many different ranks are admitted",
+        ),
+        pytest.param(
+            [[FIRST], [SECOND]],
+            [],
+            [("first", WELCOME)],
+            {"joined": 1, "connected": 1},
+            id="another reader waits for its rank",
+        ),
+        pytest.param(
+            [[FIRST, hello("other", 5)], [SECOND], [bye("first"), hello("third", 6)]],
+            [],
+            [("first", WELCOME), ("other", WELCOME), ("second", WELCOME), ("third", REFUSED)],
+            {"joined": 3, "left": 1, "refused": 1, "connected": 2},
+            id="a rank is free again when its reader left",
+        ),
+        pytest.param(
+            [[FIRST], [SECOND, bye("first")]],
+            [],
+            [("first", WELCOME), ("second", WELCOME)],
+            {"joined": 2, "left": 1, "connected": 1},
+            id="a hello before the farewell of the predecessor is read",
+        ),
+        pytest.param(
+            [[FIRST, bye("first")]], [], [], {}, id="one that leaves before admission is no reader"
+        ),
+        pytest.param(
+            [[FIRST]], ["first"], [], {}, id="one that dies before admission is no reader"
+        ),
+        pytest.param(
+            [[FIRST], [SECOND]],
+            ["", "first"],
+            [("first", WELCOME), ("second", WELCOME)],
+            {"joined": 2, "died": 1, "connected": 1},
+            id="the place of a dead reader is free",
+        ),
+        pytest.param(
+            [[FIRST], [bye("first")]],
+            ["", "first"],
+            [("first", WELCOME)],
+            {"joined": 1, "left": 1},
+            id="one whose last packet was a farewell has left and did not die",
+        ),
+        pytest.param(
+            [[hello("other", 0, VERSION + 1)]],
+            [],
+            [("other", REFUSED)],
+            {"refused": 1},
+            id="another version is refused",
+        ),
+    ],
+)
+def test_readers_are_admitted_refused_and_removed(
+    sender: RemoteSender,
+    router: Router,
+    turns: list[list[list[bytes]]],
+    ended: list[str],
+    sent: list[tuple[str, str]],
+    counted: dict[str, int],
 ) -> None:
-    desk = desks()
-    desk.receives(b"first", Hello(VERSION, 4))
-    desk.serve()
-    desk.receives(b"second", Hello(VERSION, 4))
-    desk.receives(b"first", Bye())
-    assert desk.serve() == frozenset()
-    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Welcome")]
+    dead: set[int] = set()
+    for number, packets in enumerate(turns):
+        router.mail += packets
+        router.ended = {name.encode() for name in ended[number : number + 1]}
+        sender._probe_at = 0.0  # probes its readers each time
+        dead |= sender.serve()
+    assert sender.serve() == frozenset()
+    answers = [(name.decode(), packet) for name, packet in router.sent if packet != "Probe"]
+    assert answers == sent
+    assert {name: count for name, count in sender.statistics().items() if count} == counted
+    assert dead == ({4} if counted.get("died") else set())
 
 
-def test_a_reader_that_leaves_before_admission_counts_as_no_reader(desks: Any) -> None:
-    desk = desks()
-    desk.receives(b"first", Hello(VERSION, 4))
-    desk.receives(b"first", Bye())
-    desk.serve()
-    assert (desk.router.sent, desk.counted) == ([], {})
-
-
-def test_a_reader_whose_connection_ends_is_dead_and_its_place_is_free(desks: Any) -> None:
-    desk = desks()
-    desk.receives(b"first", Hello(VERSION, 4))
-    desk.serve()
-    desk.receives(b"second", Hello(VERSION, 4))
-    desk.router.ended = {b"first"}
-    assert desk.serve() == {4}
-    assert desk.serve() == frozenset()
-    assert desk.router.sent == [(b"first", "Welcome"), (b"second", "Welcome")]
-    assert desk.counted == {"joined": 2, "died": 1, "connected": 1}
-
-
-def test_a_reader_whose_last_packet_was_a_farewell_has_left_and_did_not_die(desks: Any) -> None:
-    desk = desks()
-    desk.receives(b"first", Hello(VERSION, 4))
-    desk.serve()
-    desk.receives(b"first", Bye())
-    desk.router.ended = {b"first"}
-    assert desk.sender.send([b"message"], 0.0) == frozenset()
-    assert desk.counted["left"] == 1
-
-
-def test_a_connection_that_ends_before_admission_counts_as_no_reader(desks: Any) -> None:
-    desk = desks()
-    desk.receives(b"first", Hello(VERSION, 4))
-    desk.router.ended = {b"first"}
-    assert desk.serve() == frozenset()
-    assert desk.counted == {}
-
-
-def test_a_reader_of_another_version_is_refused(desks: Any) -> None:
-    desk = desks()
-    desk.receives(b"other", Hello(VERSION + 1, 0))
-    desk.serve()
-    assert desk.counted == {"refused": 1}
-    assert desk.router.sent == [(b"other", "Refused")]
+def test_a_rank_that_stays_taken_is_refused(
+    sender: RemoteSender, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvindex.shm.remote.sender._HANDOVER", 0.0)
+    router.mail += [FIRST, SECOND]
+    sender.serve()
+    assert router.sent == [(b"first", WELCOME), (b"second", REFUSED)]

@@ -23,66 +23,33 @@ def window_of(*, messages: int = 8, size: int = 1000, first: int = 0) -> SendWin
     return window
 
 
-def sent(count: int, *, first: int = 0) -> SendWindow:
-    window = window_of(first=first)
-    for _ in range(count):
-        window.record(10)
-    return window
-
-
-def test_a_window_admits_so_many_messages() -> None:
-    window = window_of(messages=3)
-    for _ in range(3):
-        assert window.admits(1)
-        window.record(1)
-    assert not window.admits(0)
-    assert window.acknowledge(0, 1)
-    assert window.admits(1)
-
-
-def test_a_window_admits_so_many_bytes() -> None:
-    window = window_of(messages=100, size=100)
-    window.record(60)
-    assert window.admits(40)
-    assert not window.admits(41)
-
-
-def test_a_message_larger_than_the_window_goes_alone() -> None:
-    window = window_of(messages=4, size=100)
-    assert window.admits(10_000)
-    window.record(10_000)
-    assert not window.admits(0)
-    assert window.acknowledge(0, 1)
-    assert window.admits(10_000)
-
-
-def test_a_window_shows_what_is_unread() -> None:
-    window = sent(5, first=100)
-    assert window.acknowledge(0, 102)
-    assert (window.unread, window.unread_bytes) == (3, 30)
-
-
 @pytest.mark.parametrize(
-    ("next_seq", "why"),
-    [
-        (106, "more messages than were sent"),
-        (101, "messages went back"),
-        (-1, "a negative number"),
-        (2**64 - 1, "a hostile number"),
-    ],
+    ("messages", "size", "sent", "admitted", "refused"),
+    [(3, 1000, [1, 1, 1], None, 0), (100, 100, [60], 40, 41), (4, 100, [10_000], None, 0)],
+    ids=["messages", "bytes", "a message larger than the window goes alone"],
 )
-def test_an_impossible_acknowledgement_changes_nothing(next_seq: int, why: str) -> None:
-    window = sent(5, first=100)
-    assert window.acknowledge(0, 102)
-    assert not window.acknowledge(0, next_seq), why
+def test_a_window_admits_so_much(
+    messages: int, size: int, sent: list[int], admitted: int | None, refused: int
+) -> None:
+    window = window_of(messages=messages, size=size)
+    for each in sent:
+        assert window.admits(each)
+        window.record(each)
+    assert admitted is None or window.admits(admitted)
+    assert not window.admits(refused)
+    assert window.acknowledge(0, 1)
+    assert window.admits(sent[0])
+
+
+@pytest.mark.parametrize("next_seq", [106, 101, -1, 2**64 - 1])
+def test_an_impossible_acknowledgement_changes_nothing(next_seq: int) -> None:
+    window = window_of(first=100)
+    for _ in range(5):
+        window.record(10)
+    for _ in range(2):  # a repeated one is harmless
+        assert window.acknowledge(0, 102)
+    assert not window.acknowledge(0, next_seq)
     assert (window.unread, window.unread_bytes) == (3, 30)
-
-
-def test_a_repeated_acknowledgement_is_harmless() -> None:
-    window = sent(5)
-    assert window.acknowledge(0, 3)
-    assert window.acknowledge(0, 3)
-    assert window.unread == 2
 
 
 def test_the_slowest_reader_decides_for_all() -> None:

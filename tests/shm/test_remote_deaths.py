@@ -1,4 +1,4 @@
-"""A queue over TCP whose parties die, freeze, or never were what they seemed."""
+"""A queue over TCP whose parties die, freeze, or send what no party of a queue sends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
+from kvindex.shm import Handle, MessageQueue
+from kvindex.shm.codec import BUFFERS
 from kvindex.shm.remote import RemoteSender
 from kvindex.shm.remote.protocol import (
     VERSION,
@@ -24,182 +25,129 @@ from kvindex.shm.remote.protocol import (
 )
 from kvindex.wire.errors import (
     ConfigurationError,
+    KVIndexError,
     QueueTimeoutError,
+    ReaderEvictedError,
     WriterDiedError,
 )
-from tests.live import PATIENCE
-from tests.publish.publish_peers import wait_until
-from tests.shm.remote_peers import MILLISECONDS, Process, Queue, drain, small
+from tests.live import PATIENCE, until
+from tests.shm.conftest import WINDOW, Party
+from tests.shm.remote_peers import (
+    MILLISECONDS,
+    RemoteQueue,
+    received,
+    send,
+    serve_until,
+    small,
+)
 
-pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture
-def queue() -> Iterator[Queue]:
-    queue = Queue()
-    yield queue
-    queue.close()
-
-
-def test_a_killed_reader_is_removed_and_the_others_get_all(queue: Queue) -> None:
-    sender = queue.sender(2, window=16)
-    collector = queue.collect(queue.reader(sender, 0))
-    process = queue.process(sender, 1)
-    sender.wait_connected(PATIENCE)
-    sender.send_ready()
-    assert process.line() == "ready"
-    dead: set[int] = set()
-    for number in range(500):
-        if number == 200:
-            process.kill()
-        dead |= sender.send([b"%d" % number], PATIENCE)
-    wait_until(lambda: len(collector.messages) == 500, "the other reader has all")
-    assert dead == {1}
-    assert sender.connected == {0}
-    assert sender.statistics()["died"] == 1
+pytestmark = pytest.mark.faults
 
 
-def test_a_reader_killed_while_the_writer_waits_for_it_frees_the_writer(queue: Queue) -> None:
-    sender = queue.sender(1, window=32)
-    process = queue.process(sender, 0, "stuck")
-    sender.wait_connected(PATIENCE)
-    sender.send_ready()
-    for number in range(32):
-        sender.send([b"%d" % number], PATIENCE)
-    assert (process.line(), process.line()) == ("ready", "stuck")
-    with pytest.raises(QueueTimeoutError):
-        _fill(sender)
-    threading.Timer(0.1, process.kill).start()
-    assert sender.send([b"goes on"], PATIENCE) == {0}
+def sender_of(writer: MessageQueue) -> RemoteSender:
+    sender = writer._writing._remote
+    assert isinstance(sender, RemoteSender)
+    return sender
 
 
-def _fill(sender: RemoteSender) -> None:
-    while True:
-        sender.send([b"more"], 0.1)
+remotely = pytest.mark.parametrize("party", ["remote"], indirect=True)
 
 
-def test_a_reader_in_place_of_a_killed_one_begins_with_the_next_message(queue: Queue) -> None:
-    sender = queue.sender(1)
-    process = queue.process(sender, 0)
-    sender.wait_connected(PATIENCE)
-    sender.send_ready()
-    assert process.line() == "ready"
-    sender.send([b"0"], PATIENCE)
-    process.kill()
-    reader = queue.reader(sender, 0)
-    ended = threading.Event()
-    dead: set[int] = set()
-    thread = threading.Thread(target=lambda: _serve_until(ended, sender, dead))
-    thread.start()
-    reader.wait_ready(PATIENCE)
-    ended.set()
-    thread.join(PATIENCE)
-    assert dead == {0}
-    sender.send([b"1"], PATIENCE)
-    assert reader.frames(PATIENCE) == [b"1"]
+@remotely
+def test_a_reader_killed_while_the_writer_waits_for_it_frees_the_writer(party: Party) -> None:
+    writer, (reader,) = party.ready()
+    for number in range(WINDOW):
+        writer.enqueue(number, PATIENCE)
+    threading.Timer(0.1, reader.end).start()
+    writer.enqueue("goes on", PATIENCE)
+    assert writer.statistics()["remote"]["died"] == 1
 
 
-def _serve_until(ended: threading.Event, sender: RemoteSender, dead: set[int]) -> None:
-    while not ended.wait(0.005):
-        dead |= sender.serve()
+@remotely
+def test_a_reader_in_place_of_a_killed_one_begins_with_the_next_message(party: Party) -> None:
+    writer, (reader,) = party.ready()
+    writer.enqueue("old", PATIENCE)
+    reader.end()
+    replacing = party.reader(writer)
+    assert serve_until(sender_of(writer), died=1, joined=2) == {0}
+    writer.enqueue("new", PATIENCE)
+    assert replacing.call("take", 1) == ["new"]
 
 
-def test_readers_of_a_killed_writer_read_what_was_sent_and_get_an_error(queue: Queue) -> None:
-    process = queue.writer_process(200)
-    address = process.line()
-    reader = queue.reader_at(address)
-    reader.wait_ready(PATIENCE)
-    assert process.line() == "sent"
-    _has_left_the_writer(queue, process, address)
-    process.kill()
-    messages: list[int] = []
-    with pytest.raises(WriterDiedError, match="broke before message 200"):
-        messages.extend(int(message[0]) for message in drain(reader))
-    assert messages == list(range(200))
-    with pytest.raises(WriterDiedError):  # and again
-        reader.frames(None)
-
-
-def _has_left_the_writer(queue: Queue, process: Process, address: str) -> None:
-    """Wait until what a writer has sent is with the system: its ZeroMQ works in order."""
-    stranger = queue.stranger_at(address)
-    stranger.send(encode(Hello(99)))
-
-    def is_answered() -> bool:
-        process.tell("serve")
-        return bool(stranger.poll(0))
-
-    wait_until(is_answered, "the stranger is refused")
-
-
-def test_a_writer_killed_while_a_reader_waits_wakes_it(queue: Queue) -> None:
-    process = queue.writer_process(0)
-    address = process.line()
-    reader = queue.reader_at(address)
-    assert process.line() == "sent"
-    threading.Timer(0.1, process.kill).start()
-    with pytest.raises(WriterDiedError):
-        reader.frames(None)
-
-
-def test_a_frozen_reader_is_not_dead_but_can_be_removed(queue: Queue) -> None:
-    sender = queue.sender(1, window=4)
-    process = queue.process(sender, 0)
-    sender.wait_connected(PATIENCE)
-    sender.send_ready()
-    assert process.line() == "ready"
-    process.signal(signal.SIGSTOP)
-    for number in range(4):
-        assert sender.send([b"%d" % number], PATIENCE) == frozenset()
-    with pytest.raises(QueueTimeoutError, match="remote reader 0 to read"):
-        sender.send([b"4"], 2.5)  # several probes
-    assert sender.evict(0)
-    assert sender.send([b"4"], PATIENCE) == frozenset()
-    process.signal(signal.SIGCONT)
-    assert process.line() == "ReaderEvictedError 4"
-
-
-def test_a_slow_reader_with_a_full_window_does_not_count_as_dead(queue: Queue) -> None:
-    sender, reader = queue.pair(window=4096)
-    for number in range(4096):
-        sender.send([b"%d" % number], PATIENCE)
-    with pytest.raises(QueueTimeoutError):  # several probes
-        sender.send([b"4096"], 2.5)
-    queue.collect(reader)
-    assert sender.send([b"4096"], PATIENCE) == frozenset()
-
-
-def test_a_writer_that_nobody_is_at_is_dead_at_once(queue: Queue) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and does not listen
-        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
-        reader = queue.reader_at(address)
-        with pytest.raises(WriterDiedError, match=r"no connection to tcp://127\.0\.0\.1:"):
-            reader.wait_ready(PATIENCE)
+@remotely
+def test_readers_of_a_killed_writer_read_what_was_sent_and_get_an_error(party: Party) -> None:
+    writer = party.peer()
+    handle = writer.call("make", 2, 0, None, 64, 4, "127.0.0.1")
+    slow = MessageQueue.create_from_handle(Handle.from_bytes(handle), 0)
+    with slow, MessageQueue.create_from_handle(Handle.from_bytes(handle), 1) as quick:
+        writer.start("send", list(range(100)))
+        # What the second reader has was sent to the first one before.
+        assert [quick.dequeue(PATIENCE) for _ in range(100)] == list(range(100))
+        writer.result()
+        threading.Timer(0.1, writer.end).start()
         with pytest.raises(WriterDiedError):
-            reader.frames(PATIENCE)
+            quick.dequeue()  # which waits when the writer dies
+        assert [slow.dequeue(PATIENCE) for _ in range(100)] == list(range(100))
+        for _ in range(2):
+            with pytest.raises(WriterDiedError, match="broke before message 100"):
+                slow.dequeue()
 
 
+@remotely
+def test_a_frozen_reader_is_not_dead_but_can_be_removed(party: Party) -> None:
+    writer, (reader,) = party.ready()
+    reader.signal(signal.SIGSTOP)  # type: ignore[attr-defined]  # a process
+    for number in range(WINDOW):
+        writer.enqueue(number, PATIENCE)
+    with pytest.raises(QueueTimeoutError, match="remote reader 0 to read"):
+        writer.enqueue("never", 2.5)  # several probes
+    assert writer.remove_reader(0)
+    writer.enqueue("to nobody", PATIENCE)
+    reader.signal(signal.SIGCONT)  # type: ignore[attr-defined]
+    assert reader.call("take", WINDOW) == list(range(WINDOW))
+    with pytest.raises(ReaderEvictedError):
+        reader.call("take", 1)
+
+
+@remotely
 def test_a_reader_that_dies_with_all_read_is_no_loss(
-    queue: Queue, caplog: pytest.LogCaptureFixture
+    party: Party, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender = queue.sender(1)
-    process = queue.process(sender, 0)
-    sender.wait_connected(PATIENCE)
-    sender.send_ready()
-    assert process.line() == "ready"
-    sender.send([b"0"], PATIENCE)
-    wait_until(lambda: not sender.serve() and sender.statistics()["unread"] == 0, "it was read")
+    writer, (reader,) = party.ready()
+    writer.enqueue("read", PATIENCE)
+    reader.call("take", 1)
+    serve_until(sender_of(writer), unread=0)
     with caplog.at_level(logging.INFO, "kvindex.shm"):
-        process.kill()
-        wait_until(lambda: sender.serve() == {0}, "its death is noticed")
+        reader.end()
+        assert serve_until(sender_of(writer), died=1) == {0}
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "died, 0 messages unread" in caplog.text
 
 
-def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    stranger = queue.stranger(sender)
+def test_a_slow_reader_with_a_full_window_does_not_count_as_dead(remote: RemoteQueue) -> None:
+    sender, reader = remote.pair(window=4096)
+    for number in range(4096):
+        send(sender, b"%d" % number)
+    with pytest.raises(QueueTimeoutError):  # several probes
+        send(sender, b"4096", timeout=2.5)
+    for _ in range(4096):
+        received(reader)
+    assert send(sender, b"4096") == frozenset()
+
+
+def test_a_writer_that_nobody_is_at_is_dead_at_once(remote: RemoteQueue) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        reader = remote.reader(f"tcp://127.0.0.1:{unused.getsockname()[1]}")
+        with pytest.raises(WriterDiedError, match=r"no connection to tcp://127\.0\.0\.1:"):
+            reader.wait_ready(PATIENCE)
+        with pytest.raises(WriterDiedError):
+            received(reader)
+
+
+def test_garbage_from_strangers_is_counted_and_harms_nobody(remote: RemoteQueue) -> None:
+    sender, reader = remote.pair()
+    stranger = remote.stranger(sender)
     for parts in (
         [b""],
         [b"garbage"],
@@ -210,83 +158,63 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(queue: Queue) -> Non
         [encode(Hello(99))],
     ):
         stranger.send_multipart(parts)
-    wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 7, "all was read")
+    serve_until(sender, refused=7)
     assert stranger.poll(MILLISECONDS)
     answer = decode(stranger.recv())
     assert answer == Refused(f"the writer speaks version {VERSION}, the reader 99")
     stranger.send(bytes(1 << 20))  # more than ZeroMQ takes there: it closes the connection
-    sender.send([b"unharmed"], PATIENCE)
-    assert reader.frames(PATIENCE) == [b"unharmed"]
+    host, port = sender.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as web:
+        # ZeroMQ takes it for a peer of its first protocol, and its words for frames.
+        web.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
+        until(lambda: not sender.serve() and sender.statistics()["refused"] > 7)
+    send(sender, b"unharmed")
+    assert received(reader) == [b"unharmed"]
     statistics = sender.statistics()
     assert (statistics["connected"], statistics["died"]) == (1, 0)
 
 
-def test_a_stranger_who_does_not_speak_zeromq_is_counted_and_harms_nobody(queue: Queue) -> None:
-    sender, reader = queue.pair()
-    host, port = sender.address.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), PATIENCE) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
-
-        # ZeroMQ takes it for a peer of its first protocol, and its words for frames.
-        wait_until(lambda: not sender.serve() and sender.statistics()["refused"] > 0, "refused")
-    sender.send([b"unharmed"], PATIENCE)
-    assert reader.frames(PATIENCE) == [b"unharmed"]
-
-
-def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(queue: Queue) -> None:
-    sender = queue.sender(1, window=1)
-    liar = queue.stranger(sender)
+def test_a_reader_that_acknowledges_what_it_was_not_sent_is_counted(remote: RemoteQueue) -> None:
+    sender = remote.sender(1, window=1)
+    liar = remote.stranger(sender)
     liar.send(encode(Hello(VERSION, 0)))
-    sender.wait_connected(PATIENCE)
-    sender.send([b"unread"], PATIENCE)
+    serve_until(sender, connected=1)
+    send(sender, b"unread")
     liar.send(encode(Hello(VERSION, 0)))
     liar.send(encode(Acknowledgement(1000)))
-    wait_until(lambda: not sender.serve() and sender.statistics()["refused"] == 2, "counted")
+    serve_until(sender, refused=2)
     with pytest.raises(QueueTimeoutError):
-        sender.send([b"no credit"], 0.0)
+        send(sender, b"no credit", timeout=0.0)
+
+
+WELCOME = [encode(Welcome(5, 16, True))]
+FIRST = [small(5, b"a")]
+HEADER = encode(Message(6, BUFFERS, []))
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("parts", "error", "message"),
     [
-        ([[small(5, b"a")], [small(7, b"c")]], "message 7 came, but 6 was next"),
-        ([[small(5, b"a")], [small(5, b"a")]], "message 5 came, but 6 was next"),
-        ([[small(5, b"a")], [encode(Closed(9))]], "message 6 is missing"),
-        ([[small(5, b"a")], [encode(Welcome(7, 1, True))]], "an unexpected Welcome"),
-        ([[small(5, b"a")], [b"HTTP/1.1 200 OK"]], "no packet of this protocol"),
-        ([[small(5, b"a")], [encode(Message(6, []))]], "a message without frames"),
-        ([[small(5, b"a")], [encode(Message(6, [])), bytes(9), bytes(9)]], "18 bytes"),
-        ([[small(5, b"a")], [small(6, bytes(11))]], "11 bytes"),
+        ([WELCOME, FIRST, [small(7, b"c")]], WriterDiedError, "message 7 came, but 6 was next"),
+        ([WELCOME, FIRST, FIRST], WriterDiedError, "message 5 came, but 6 was next"),
+        ([WELCOME, FIRST, [encode(Closed(9))]], WriterDiedError, "message 6 is missing"),
+        ([WELCOME, FIRST, WELCOME], WriterDiedError, "an unexpected Welcome"),
+        ([WELCOME, FIRST, [b"HTTP/1.1 200 OK"]], WriterDiedError, "no packet of this protocol"),
+        ([WELCOME, FIRST, [HEADER]], WriterDiedError, "a message without frames"),
+        ([WELCOME, FIRST, [HEADER, bytes(9), bytes(9)]], WriterDiedError, "18 bytes"),
+        ([WELCOME, FIRST, [small(6, bytes(11))]], WriterDiedError, "11 bytes"),
+        ([FIRST], WriterDiedError, "an unexpected Message"),
+        ([[encode(Refused("it has version 9"))]], ConfigurationError, "it has version 9"),
     ],
 )
-def test_a_writer_that_skips_or_lies_is_found_out(
-    queue: Queue, parts: list[list[bytes]], message: str
+def test_a_writer_that_skips_or_lies_is_reported_each_time(
+    remote: RemoteQueue, parts: list[list[bytes]], error: type[KVIndexError], message: str
 ) -> None:
-    impostor = queue.impostor()
-    reader = queue.reader_at(impostor.address, max_message_bytes=10)
-    impostor.meet()
-    impostor.welcome(5)
+    impostor, reader = remote.fooled(max_message_bytes=10)
     for part in parts:
-        impostor.say(*part)
-    assert reader.frames(PATIENCE) == [b"a"]
+        impostor.send(*part)
+    if parts[0] is WELCOME:
+        assert received(reader) == [b"a"]
     for _ in range(2):
-        with pytest.raises(WriterDiedError, match=message):
-            reader.frames(PATIENCE)
-
-
-def test_a_message_before_the_welcome_is_none(queue: Queue) -> None:
-    impostor = queue.impostor()
-    reader = queue.reader_at(impostor.address, max_message_bytes=10)
-    impostor.meet()
-    impostor.say(small(0, b"a"))
-    with pytest.raises(WriterDiedError, match="an unexpected Message"):
-        reader.wait_ready(PATIENCE)
-
-
-def test_a_writer_of_another_version_is_named(queue: Queue) -> None:
-    impostor = queue.impostor()
-    reader = queue.reader_at(impostor.address, max_message_bytes=10)
-    impostor.meet()
-    impostor.say(encode(Refused("it speaks version 9")))
-    with pytest.raises(ConfigurationError, match="it speaks version 9"):
-        reader.wait_ready(PATIENCE)
+        with pytest.raises(error, match=message):
+            received(reader)

@@ -21,7 +21,6 @@ from kvindex.shm.remote.protocol import (
     Message,
     Packet,
     Probe,
-    Ready,
     Refused,
     Welcome,
     decode,
@@ -39,11 +38,10 @@ pytestmark = pytest.mark.unit
         Bye(),
         Welcome(9, 64, True),
         Refused("why"),
-        Ready(),
-        Probe(),
+        Probe(ready=True),
         Evicted(),
         Closed(12),
-        Message(4, []),
+        Message(4, 2, []),
     ],
 )
 def test_a_packet_comes_out_as_it_went_in(packet: Packet) -> None:
@@ -73,8 +71,8 @@ def test_a_hello_of_another_version_has_the_version() -> None:
         msgspec.msgpack.encode(["Refused", 99]),
         encode(Refused("x" * 501)),
         encode(Welcome(0, 0, False)),
-        encode(Message(0, [memoryview(b"whole")]))[:-1],
-        encode(Message(0, [memoryview(b"")] * 65_539)),
+        encode(Message(0, 0, [memoryview(b"whole")]))[:-1],
+        encode(Message(0, 0, [memoryview(b"")] * 65_538)),
         b"HTTP/1.1 400 Bad Request",
     ],
 )
@@ -85,7 +83,7 @@ def test_other_bytes_are_no_packet(part: bytes) -> None:
 
 @given(seq=st.integers(0, 2**63), frames=st.lists(st.binary(max_size=40), min_size=1))
 def test_a_small_message_comes_out_as_it_went_in(seq: int, frames: list[bytes]) -> None:
-    decoded = decode(encode(Message(seq, [memoryview(frame) for frame in frames])))
+    decoded = decode(encode(Message(seq, 1, [memoryview(frame) for frame in frames])))
     assert isinstance(decoded, Message)
     assert (decoded.seq, [bytes(frame) for frame in decoded.frames]) == (seq, frames)
 

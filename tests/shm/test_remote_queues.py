@@ -9,22 +9,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
 
 from kvindex.shm import Handle, MessageQueue, Waiting
 from kvindex.shm.ring import RingSender
-from kvindex.wire.curve import Curve
 from kvindex.wire.errors import (
     ConfigurationError,
     QueueClosedError,
     QueueTimeoutError,
     ReaderEvictedError,
-    WriterDiedError,
 )
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
+from tests.shm.queue_peers import Running
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
@@ -44,12 +41,12 @@ class Parties:
     def reader(self, handle: Handle, rank: int = 0, **knobs: Any) -> MessageQueue:
         return self._stack.enter_context(MessageQueue.create_from_handle(handle, rank, **knobs))
 
-    def ready(self, *ranks: int, **knobs: Any) -> tuple[MessageQueue, list[MessageQueue]]:
-        """A writer and the readers of these ranks, which have joined."""
-        writer = self.writer(len(ranks), **knobs)
-        readers = [self.reader(writer.export_handle(), rank) for rank in ranks]
+    def pair(self) -> tuple[MessageQueue, MessageQueue]:
+        """A writer and its only reader, which has joined."""
+        writer = self.writer()
+        reader = self.reader(writer.export_handle())
         writer.wait_until_ready(PATIENCE)
-        return writer, readers
+        return writer, reader
 
     def serving(self, writer: MessageQueue) -> None:
         """Have the writer call `wait_until_ready` again and again, as one at work would."""
@@ -59,9 +56,7 @@ class Parties:
             while not ended.is_set():
                 writer.wait_until_ready(PATIENCE)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        self._stack.callback(thread.join, PATIENCE)
+        self._stack.callback(Running(serve).finish)
         self._stack.callback(ended.set)
 
 
@@ -92,23 +87,10 @@ def test_a_writer_that_is_in_no_call_is_named_when_time_is_up(
         reader.dequeue(0.01)
 
 
-def test_a_writer_that_waits_long_for_remote_readers_warns(
-    parties: Parties, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = parties.writer(waiting=Waiting(warn_after=0.02))
-
-    def warned() -> bool:
-        with pytest.raises(QueueTimeoutError, match="1 remote readers to join"):
-            writer.enqueue(b"nobody is here", timeout=0.1)
-        return "waiting for 1 remote readers to join" in caplog.text
-
-    until(warned)
-
-
 def test_a_warning_has_the_length_of_a_short_wait(
     parties: Parties, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, (reader,) = parties.ready(0)
+    _, reader = parties.pair()
     impatient = parties.reader(reader.export_handle(), 1, waiting=Waiting(warn_after=0.02))
 
     def waited() -> list[float]:
@@ -120,7 +102,7 @@ def test_a_warning_has_the_length_of_a_short_wait(
 
 
 def test_a_stranger_to_the_queue_gets_the_reason_at_its_next_call(parties: Parties) -> None:
-    writer, _ = parties.ready(0)
+    writer, _ = parties.pair()
     handle = writer.export_handle()
     parties.serving(writer)
     for rank, why in (
@@ -149,7 +131,7 @@ def test_a_writer_that_is_dropped_is_closed() -> None:
 def test_a_reader_that_was_removed_is_not_waited_for_either(
     parties: Parties, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer, (reader,) = parties.ready(0)
+    writer, reader = parties.pair()
     writer.enqueue("unread", PATIENCE)
     assert writer.remove_reader(0)
     with caplog.at_level(logging.WARNING, "kvindex.shm"):
@@ -181,19 +163,3 @@ def test_a_close_that_is_interrupted_at_the_local_readers_still_notifies_the_rem
             writer.close()
         with pytest.raises(QueueClosedError):
             remote.dequeue(PATIENCE)
-
-
-def test_connections_to_remote_readers_are_encrypted(parties: Parties) -> None:
-    keys = Curve.generate()
-    assert parties.writer(curve=keys).export_handle().remote_curve_key == keys.public_key
-    handle = parties.writer().export_handle()
-    assert handle.remote_curve_key is not None
-    foreign = msgspec.structs.replace(handle, remote_curve_key=keys.public_key)
-    with pytest.raises(WriterDiedError, match="CURVE keys"):
-        parties.reader(foreign).dequeue(PATIENCE)
-
-
-def test_without_curve_there_are_no_remote_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq, "has", lambda feature: False)
-    with pytest.raises(ConfigurationError, match="has no CURVE"):
-        MessageQueue(1, 0, connect_ip="127.0.0.1")

@@ -182,7 +182,7 @@ class Client(Answering):
             records,
             resume_within,
             options.get("clock", time.monotonic),
-            _ignore if tap is None else tap.restored,
+            None if tap is None else tap.restored,
         )
         self.subscriber = Subscriber(
             known,
@@ -246,12 +246,10 @@ class Client(Answering):
         Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`,
         those that are not found yet, and why.
         """
-        if self.discovery is None:
-            super().wait_live(timeout, ranks=ranks, complete=complete)
-            return
-        until = time.monotonic() + timeout
-        ranks = _listed(ranks)
-        missing = self.discovery.wait_found(timeout, partial(self._knows, ranks))
+        until, ranks = time.monotonic() + timeout, _listed(ranks)
+        missing = {}
+        if self.discovery is not None:
+            missing = self.discovery.wait_found(timeout, partial(self._knows, ranks))
         with _naming_missing(timeout, missing if ranks is None else {}):
             left = max(until - time.monotonic(), 0.0)
             super().wait_live(left, ranks=ranks, complete=complete)
@@ -267,12 +265,10 @@ class Client(Answering):
 
         The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
         """
-        if self.discovery is None:
-            await super().wait_live_async(timeout, ranks=ranks, complete=complete)
-            return
-        until = time.monotonic() + timeout
-        ranks = _listed(ranks)
-        missing = await self.discovery.wait_found_async(timeout, partial(self._knows, ranks))
+        until, ranks = time.monotonic() + timeout, _listed(ranks)
+        missing = {}
+        if self.discovery is not None:
+            missing = await self.discovery.wait_found_async(timeout, partial(self._knows, ranks))
         with _naming_missing(timeout, missing if ranks is None else {}):
             left = max(until - time.monotonic(), 0.0)
             await super().wait_live_async(left, ranks=ranks, complete=complete)
@@ -443,7 +439,3 @@ def _settings(index: Index, saved: SavedState, tap: Tap | None) -> dict[str, Any
         tap.statuses(statuses)
 
     return {"sink": on_item, "on_batch": on_batch, "decode": _keep, "on_statuses": on_statuses}
-
-
-def _ignore(rank: Rank, section: bytes) -> None:
-    """Ignore a restored rank."""

@@ -103,7 +103,7 @@ class SavedState(SavedRanks):
         records: list[SnapshotRecord],
         within: float,
         clock: Callable[[], float],
-        on_restored: Callable[[Rank, bytes], None],
+        on_restored: Callable[[Rank, bytes], None] | None,
     ) -> None:
         if not within > 0:
             raise ConfigurationError(f"resume_within must be above 0 s, not {within!r}")
@@ -111,26 +111,20 @@ class SavedState(SavedRanks):
         self._clock = clock
         self._on_restored = on_restored
         self._until = clock() + within
+        # Records without a cursor are of no use; they are reported once their worker is added.
         self._workers: dict[str, dict[int, SnapshotRecord]] = {}
-        self._without_cursor: dict[
-            str, list[int]
-        ] = {}  # of no use; reported once the worker is added
         self._restored = 0
         self._dropped: Counter[str] = Counter()
         for record in records:
             if record.cursor is None:
                 self._drop(record.rank, "no_cursor")
-                without = self._without_cursor.setdefault(record.rank.worker, [])
-                without.append(record.rank.dp_rank)
-            else:
-                self._workers.setdefault(record.rank.worker, {})[record.rank.dp_rank] = record
+                record = record._replace(section=b"")
+            self._workers.setdefault(record.rank.worker, {})[record.rank.dp_rank] = record
 
     def cursors(self, worker: str) -> Mapping[int, bytes | None]:
         """Return the cursors of a worker's ranks, by the dp_ranks that they had."""
-        cursors: dict[int, bytes | None] = dict.fromkeys(self._without_cursor.get(worker, ()))
-        for dp_rank, record in self._workers.get(worker, {}).items():
-            cursors[dp_rank] = record.cursor
-        return cursors
+        saved = self._workers.get(worker, {})
+        return {dp_rank: record.cursor for dp_rank, record in saved.items()}
 
     def restore(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
         """Restore the saved states of these ranks; drop those that are refused.
@@ -140,12 +134,9 @@ class SavedState(SavedRanks):
         """
         failed: dict[Rank, str] = {}
         saved = self._workers.get(worker, {})
-        without = self._without_cursor.get(worker, [])
         for rank, reason in refused.items():
             record = saved.pop(rank.dp_rank, None)
-            if record is None:
-                if rank.dp_rank in without:
-                    without.remove(rank.dp_rank)
+            if record is None or record.cursor is None:
                 continue
             if not reason:
                 reason = failed[rank] = self._restore(record)
@@ -155,17 +146,17 @@ class SavedState(SavedRanks):
 
     def expire(self) -> None:
         """Drop everything, once `within` is over."""
-        if (self._workers or self._without_cursor) and self._clock() >= self._until:
+        if self._workers and self._clock() >= self._until:
             records = self.records()
             self._workers.clear()
-            self._without_cursor.clear()
             for record in records:
                 self._drop(record.rank, "expired")
 
     def records(self) -> list[SnapshotRecord]:
         """Return the records that are kept aside, by rank."""
         workers = list(self._workers.values())  # at once: the owner may go on
-        return sorted(record for saved in workers for record in saved.values())
+        kept = [record for saved in workers for record in list(saved.values())]
+        return sorted(record for record in kept if record.cursor is not None)
 
     def statistics(self) -> dict[str, Any]:
         """Return how many ranks and bytes are kept aside, and what became of the others."""
@@ -185,7 +176,8 @@ class SavedState(SavedRanks):
             logger.warning("%s: its saved state is of no use: %s", record.rank, error)
             return error.reason
         self._restored += 1
-        self._on_restored(record.rank, record.section)
+        if self._on_restored is not None:
+            self._on_restored(record.rank, record.section)
         return ""
 
     def _drop(self, rank: Rank, reason: str) -> None:

@@ -87,6 +87,8 @@ class Follower:
         self._link: Link | None = None
         self._membership: Membership | None = None
         self._counters: Counter[str] = Counter()
+        self._rejoins: Counter[str] = Counter()  # by reason, as the failures
+        self._failures: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="kvindex-replica", daemon=True)
         self._thread.start()
 
@@ -101,14 +103,10 @@ class Follower:
             "batches": self.copy.applied,
             "entries_passed": self.copy.catchup.passed,
             "backlog": 0 if membership is None else membership.backlog,
-            "rejoins": self._by_reason("rejoin_"),
-            "join_failures": self._by_reason("failure_"),
+            "rejoins": dict(self._rejoins),
+            "join_failures": dict(self._failures),
             "thread_failures": self._counters["thread_failures"],
         }
-
-    def _by_reason(self, prefix: str) -> dict[str, int]:
-        counters = list(self._counters.items())
-        return {k.removeprefix(prefix): n for k, n in counters if k.startswith(prefix)}
 
     def close(self) -> None:
         """End the thread and give the place up. Idempotent."""
@@ -156,7 +154,7 @@ class Follower:
 
     def _live_once(self) -> None:
         """Join and follow until that ends; note why."""
-        kind = "failure_"
+        followed = False
         try:
             self._link = link = Link(self.path)
             try:
@@ -164,7 +162,7 @@ class Follower:
                     return
                 self.trouble = "connected, but its snapshot is not complete yet"
                 membership = Membership(link, self._buffer_bytes)
-                kind = "rejoin_"
+                followed = True
                 try:
                     self._take_over(membership)
                     self._follow(membership)
@@ -175,7 +173,7 @@ class Follower:
                 link.close()
         except Exception as error:
             if not self._stop.is_set():
-                self._note_end(kind, error)
+                self._note_end(error, followed=followed)
 
     def _take_over(self, membership: Membership) -> None:
         """Use the new copy for answers from now on."""
@@ -219,18 +217,18 @@ class Follower:
             self._counters["silences"] += 1
         self._show_stale(f"the fan-out server at {self.path} is silent: it is stopped or stuck")
 
-    def _note_end(self, kind: str, error: Exception) -> None:
+    def _note_end(self, error: Exception, *, followed: bool) -> None:
         reason = next((word for type_, word in _REASONS if isinstance(error, type_)), "error")
-        self._counters[kind + reason] += 1
+        (self._rejoins if followed else self._failures)[reason] += 1
         if isinstance(error, RefusedError) and error.final and not self._counters["joins"]:
             self.failed = error
             self._stop.set()
         if reason == "error":
             logger.error("the replica of %s failed and joins anew", self.path, exc_info=error)
-        log = logger.warning if kind == "rejoin_" else logger.debug
+        log = logger.warning if followed else logger.debug
         log("the fan-out at %s: %s", self.path, error)
         cause = f"({reason}): {error}"
-        if kind == "rejoin_":
+        if followed:
             what = self._lost = f"lost {cause}"
         elif self._lost:
             what = f"{self._lost}; cannot be joined again {cause}"

@@ -25,6 +25,7 @@ from kvindex.index.replicas.messages import (
     Attached,
     Begin,
     End,
+    Frame,
     JoinersFrame,
     JoinRequest,
     Leave,
@@ -32,9 +33,8 @@ from kvindex.index.replicas.messages import (
     Refused,
     ReportRequest,
     ServerReport,
-    ServersFrame,
+    decode_frame,
     decode_message,
-    decode_servers,
     encode_frame,
     frame_bytes,
 )
@@ -73,10 +73,10 @@ class Link:
         """Send a frame; raises OSError."""
         self._socket.sendall(encode_frame(frame))
 
-    def receive(self) -> ServersFrame:
+    def receive(self) -> Frame:
         """Return the server's next frame. DecodeError, RefusedError, OSError."""
         head = self.read(LENGTH.size)
-        frame = decode_servers(bytes(self.read(frame_bytes(head, MAX_FRAME_BYTES))))
+        frame = decode_frame(bytes(self.read(frame_bytes(head, MAX_FRAME_BYTES))))
         if isinstance(frame, Refused):
             raise RefusedError(frame.reason, final=frame.final)
         return frame
@@ -173,25 +173,19 @@ class Membership:
             ring.close()
             raise
         try:
-            bodies = self._take_snapshot(buffer_bytes)
+            link.send(Attached())
+            self.copy.sent_at = time.monotonic()
+            drain = Drain(self.receiver, buffer_bytes)
+            try:
+                self._restore_all()
+            finally:
+                bodies = drain.stop()
             self.messages = len(bodies)
             for body in bodies:
                 self.copy.apply(decode_message(body))
         except BaseException:
             self.receiver.close()
             raise
-
-    def _take_snapshot(self, buffer_bytes: int) -> list[bytes]:
-        """Fill the copy; return the messages that arrived meanwhile."""
-        self._link.send(Attached())
-        drain = Drain(self.receiver, buffer_bytes)
-        try:
-            began = time.monotonic()
-            self._restore_all()
-            self.copy.sent_at = began
-        finally:
-            bodies = drain.stop()
-        return bodies
 
     def _restore_all(self) -> None:
         begun = False

@@ -26,7 +26,8 @@ ReportRequest() ─────────────────────�
 from __future__ import annotations
 
 import struct
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import TypeAlias
 
 import msgspec
 
@@ -42,38 +43,6 @@ from kvindex.subscribe import (
 )
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
-
-__all__ = [
-    "LENGTH",
-    "MAX_FRAME_BYTES",
-    "MAX_SECTION_BYTES",
-    "PROTOCOL",
-    "Admission",
-    "Attached",
-    "BatchApplied",
-    "Begin",
-    "End",
-    "Entry",
-    "JoinRequest",
-    "JoinersFrame",
-    "Leave",
-    "Message",
-    "RankSection",
-    "Refused",
-    "ReportRequest",
-    "SectionRestored",
-    "ServerReport",
-    "ServersFrame",
-    "StatusChanged",
-    "decode_joiners",
-    "decode_message",
-    "decode_servers",
-    "encode_frame",
-    "encode_message",
-    "follow_names",
-    "frame_bytes",
-    "size_of",
-]
 
 PROTOCOL = 3
 LENGTH = struct.Struct(">I")
@@ -234,28 +203,24 @@ class ServerReport(msgspec.Struct, frozen=True, tag=True):
 
 JoinersFrame: TypeAlias = JoinRequest | Attached | Leave | ReportRequest
 ServersFrame: TypeAlias = Admission | Refused | Begin | RankSection | End | ServerReport
-
-_Frame = TypeVar("_Frame")
+Frame: TypeAlias = JoinersFrame | ServersFrame
 
 _encode = msgspec.msgpack.Encoder().encode
-_joiners: msgspec.msgpack.Decoder[JoinersFrame] = msgspec.msgpack.Decoder(JoinersFrame)
-_servers: msgspec.msgpack.Decoder[ServersFrame] = msgspec.msgpack.Decoder(ServersFrame)
+_decode_frame: Callable[[bytes], Frame] = msgspec.msgpack.Decoder(Frame).decode
 
 
-def encode_frame(frame: JoinersFrame | ServersFrame) -> bytes:
+def encode_frame(frame: Frame) -> bytes:
     """Return a frame as it is sent."""
     body = _encode(frame)
     return LENGTH.pack(len(body)) + body
 
 
-def decode_joiners(body: bytes) -> JoinersFrame:
-    """Return a joiner's frame; raises DecodeError."""
-    return _decoded(_joiners, body)
-
-
-def decode_servers(body: bytes) -> ServersFrame:
-    """Return a server's frame; raises DecodeError."""
-    return _decoded(_servers, body)
+def decode_frame(body: bytes) -> Frame:
+    """Return a frame of either side, which the receiver checks; raises DecodeError."""
+    try:
+        return _decode_frame(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(f"no frame of a fan-out: {error}", size=len(body)) from error
 
 
 def frame_bytes(head: bytes | bytearray, most: int) -> int:
@@ -264,10 +229,3 @@ def frame_bytes(head: bytes | bytearray, most: int) -> int:
     if length > most:
         raise DecodeError(f"a frame of {length} bytes: at most {most} are read", size=length)
     return int(length)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[_Frame], body: bytes) -> _Frame:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DecodeError(f"no frame of a fan-out: {error}", size=len(body)) from error

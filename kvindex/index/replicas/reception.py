@@ -22,13 +22,13 @@ from kvindex.index.replicas.messages import (
     PROTOCOL,
     Admission,
     Attached,
-    JoinersFrame,
+    Frame,
     JoinRequest,
     Leave,
     Refused,
     ReportRequest,
     ServerReport,
-    decode_joiners,
+    decode_frame,
     encode_frame,
     frame_bytes,
 )
@@ -47,7 +47,7 @@ _MAX_FRAME_BYTES = 4096
 _STEP = 1 << 18  # bytes that must go within the patience
 
 T = TypeVar("T")
-_Frame = TypeVar("_Frame", JoinRequest, Attached, Leave)
+_Expected = TypeVar("_Expected", JoinRequest, Attached, Leave)
 
 
 class Guest:
@@ -119,9 +119,9 @@ class Guest:
         _expected(Leave, frame)
         self.left = True
 
-    async def _receive(self) -> JoinersFrame:
+    async def _receive(self) -> Frame:
         size = frame_bytes(await self._read(LENGTH.size), _MAX_FRAME_BYTES)
-        return decode_joiners(await self._read(size))
+        return decode_frame(await self._read(size))
 
     async def _read(self, size: int) -> bytes:
         receive = asyncio.get_running_loop().sock_recv
@@ -154,7 +154,7 @@ class Guest:
         raise TimeoutError(f"it took over {self._patience:g} s for a step")
 
 
-def _expected(kind: type[_Frame], frame: JoinersFrame) -> _Frame:
+def _expected(kind: type[_Expected], frame: Frame) -> _Expected:
     if not isinstance(frame, kind):
         raise DecodeError(f"{type(frame).__name__} while {kind.__name__} should come")
     return frame
@@ -193,6 +193,7 @@ class Reception:
         self._on_failure = on_failure
         self._snapshots = Snapshots(client, tap)
         self._counters: Counter[str] = Counter()
+        self._turned_away: Counter[str] = Counter()  # by reason
         self._log_rate = LogRate()
         self._guests: dict[Guest, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -203,18 +204,13 @@ class Reception:
     def statistics(self) -> dict[str, Any]:
         """Return how many replicas there are, and how many came and went in which way."""
         guests = list(self._guests)
-        counters = list(self._counters.items())  # at once: the thread goes on counting
         return {
             "replicas": sum(self._follows(guest) for guest in guests),
             "joining": sum(not (guest.following or guest.answered) for guest in guests),
             **{name: self._counters[name] for name in ("joined", "left", "died")},
             "sections_taken": self._snapshots.counters["sections_taken"],
             "snapshots_begun_again": self._snapshots.counters["snapshots_begun_again"],
-            "turned_away": {
-                name.removeprefix("away_"): count
-                for name, count in counters
-                if name.startswith("away_")
-            },
+            "turned_away": dict(self._turned_away),
         }
 
     def close(self) -> None:
@@ -262,7 +258,7 @@ class Reception:
         while True:
             connection = await self._listener.accept()
             if len(self._guests) >= len(self._places) + _EXTRA_GUESTS:
-                self._counters["away_crowded"] += 1
+                self._turned_away["crowded"] += 1
                 connection.close()
                 continue
             guest = Guest(
@@ -303,7 +299,7 @@ class Reception:
         """Give a joiner a place, or refuse it with the reason."""
         refusal = self._refusal(request)
         if refusal is not None:
-            self._counters["away_refused"] += 1
+            self._turned_away["refused"] += 1
             return refusal
         taken = {guest.place for guest in self._guests}
         for place in self._places:
@@ -311,7 +307,7 @@ class Reception:
                 index = self._client.index
                 seed = index.seed.to_bytes(16, "little")
                 return Admission(place, self._outflow.handle, seed, index.max_blocks_per_rank)
-        self._counters["away_full"] += 1
+        self._turned_away["full"] += 1
         return Refused(
             f"all {len(self._places)} places are taken: start the server with a larger "
             "max_replicas",
@@ -339,7 +335,7 @@ class Reception:
 
     def _turn_away(self, guest: Guest, kind: str, reason: Exception) -> None:
         """End a connection because of its peer's error."""
-        self._counters[f"away_{kind}"] += 1
+        self._turned_away[kind] += 1
         if self._log_rate.allows(kind):
             logger.warning("process %d could not join: %s", guest.pid, reason)
 
@@ -348,7 +344,7 @@ class Reception:
         if guest.place in self._outflow.evicted or guest.answered:
             pass  # counted as such
         elif not guest.following:
-            self._counters["away_gave_up"] += 1
+            self._turned_away["gave_up"] += 1
         elif guest.left:
             self._counters["left"] += 1
         else:

@@ -20,14 +20,6 @@ class SendWindow:
     Attributes:
         next_seq: the seq of the next message; a reader that joins now begins with it.
         sent_bytes: the bytes of all messages before it.
-
-    Examples:
-        >>> window = SendWindow(messages=2, size=100)
-        >>> window.join(0)
-        >>> window.record(60), window.admits(60), window.admits(40)
-        (None, False, True)
-        >>> window.acknowledge(0, 1), window.admits(500)
-        (True, True)
     """
 
     def __init__(self, *, messages: int, size: int) -> None:

@@ -14,13 +14,11 @@ import zmq
 
 from kvindex.shm.codec import BUFFERS
 from kvindex.shm.remote import protocol
-from kvindex.shm.remote.end import RemoteEnd, close_socket, open_socket
-from kvindex.shm.remote.protocol import Malformed, Message, encode
+from kvindex.shm.remote.protocol import NOBLOCK, Malformed, Message, Packet, RemoteEnd, encode
 from kvindex.shm.ring import Buffer, Patience, Waiting
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import (
     ConfigurationError,
-    DecodeError,
     KVIndexError,
     QueueClosedError,
     ReaderEvictedError,
@@ -29,7 +27,6 @@ from kvindex.wire.errors import (
 
 __all__ = ["RemoteReader"]
 
-_NOBLOCK = int(zmq.NOBLOCK)
 _POLLIN = int(zmq.POLLIN)
 _EVENT = struct.Struct("=Hi")
 _HANDSHAKE_FAILED = int(
@@ -75,7 +72,10 @@ class RemoteReader(RemoteEnd):
     ) -> None:
         if not 0 <= rank <= protocol.MAX_RANK:
             raise ConfigurationError(f"rank must be 0 to {protocol.MAX_RANK}, not {rank!r}")
-        super().__init__(waiting)
+        if not address.startswith("tcp://"):
+            raise ConfigurationError(f"a writer's address is tcp://host:port, not {address!r}")
+        limit = max(max_message_bytes, protocol.SMALL_BYTES)
+        super().__init__(zmq.DEALER, address, curve, waiting, max_bytes=limit)
         self._address = address
         self._rank = rank
         self._max_message_bytes = max_message_bytes
@@ -84,15 +84,22 @@ class RemoteReader(RemoteEnd):
         self._acknowledged = 0  # all messages before this seq
         self._acknowledge_every = 1  # small messages, while others wait
         self._ready = False
-        self._ahead: protocol.Packet | None = None  # received, and not applied or returned yet
+        self._ahead: Packet | None = None  # received, and not applied or returned yet
         self._obstacle = "its connection"  # why the writer has not admitted this reader yet
         self._connected = False
         self._lost_at = math.inf
         self._end: KVIndexError | None = None  # what every call raises from now on
-        limit = max(max_message_bytes, protocol.SMALL_BYTES)
-        self._socket, self._monitor = _connect(address, curve, max_part_bytes=limit)
-        self._poller.register(self._socket, _POLLIN)
+        # Connects once. Not -1: with that, libzmq 4.3.5 drops received messages that are unread.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._monitor.rcvhwm = 0  # a full monitor would stop ZeroMQ's thread
         self._poller.register(self._monitor, _POLLIN)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._monitor.close(linger=0)
+            self._close_socket(0.0)
+            raise ConfigurationError(f"cannot connect to {address!r}: {error}") from error
         self._send(protocol.Hello(protocol.VERSION, rank))
 
     def receive(
@@ -105,10 +112,15 @@ class RemoteReader(RemoteEnd):
     ) -> Any:
         """Return `decode` of the next message's kind and body; `quiet`: warn of no long wait.
 
+        The body of a message with buffers is the list of its frames, whose memory is the caller's.
+
+        If no other message waits, the reader acknowledges this one at once: the writer can close
+        while the reader is busy with it.
+
         Raises: as `MessageQueue.dequeue`. An error that ends the queue for this reader is raised
             after the messages that arrived before it, and by each later call.
         """
-        kind, frames = self._next(timeout, cancel, quiet)
+        kind, frames = self._receive(timeout, cancel, quiet)
         return decode(kind, frames if kind == BUFFERS else _joined(frames))
 
     @contextmanager
@@ -116,42 +128,17 @@ class RemoteReader(RemoteEnd):
         self, timeout: float | None, cancel: threading.Event | None, *, quiet: bool
     ) -> Iterator[memoryview]:
         """Give the next message's bytes, read-only, until the `with` ends; raises as `receive`."""
-        _, frames = self._next(timeout, cancel, quiet)
+        _, frames = self._receive(timeout, cancel, quiet)
         yield memoryview(_joined(frames)).toreadonly()
 
-    def frames(
-        self,
-        timeout: float | None = None,
-        cancel: threading.Event | None = None,
-        *,
-        quiet: bool = False,
-    ) -> list[memoryview]:
-        """Return the frames of the next message. Their memory is the caller's.
-
-        If no other message waits, the reader acknowledges this one at once: the writer can close
-        while the reader is busy with it.
-
-        Raises: as `receive`.
-        """
-        with self._one_user():
-            if self._next_message() is None:
-                patience = Patience(self._waiting, timeout, quiet=quiet)
-                self._wait_until(self._next_message, patience, cancel)
-            frames = self._consume()
-            if not isinstance(self._next_packet(), Message):
-                self._acknowledge()  # the caller may never call again
-            return frames
-
-    def wait_ready(
-        self, timeout: float | None = None, cancel: threading.Event | None = None
-    ) -> None:
+    def wait_ready(self, timeout: float | None) -> None:
         """Wait until the writer reports that all readers have joined, or sends a message.
 
         Raises: as `receive`.
         """
         with self._one_user():
             patience = Patience(self._waiting, timeout)
-            self._wait_until(lambda: self._next_message() or self._ready, patience, cancel)
+            self._wait_until(lambda: self._next_message() or self._ready, patience, None)
 
     def statistics(self) -> dict[str, int]:
         """Return the count of `messages`. Any thread."""
@@ -165,25 +152,29 @@ class RemoteReader(RemoteEnd):
         finally:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            close_socket(self._socket, _FLUSH if usable else 0.0)
+            self._close_socket(_FLUSH if usable else 0.0)
 
     # Receiving -----------------------------------------------------------------------------------
 
-    def _next(
+    def _receive(
         self, timeout: float | None, cancel: threading.Event | None, quiet: bool
     ) -> tuple[int, list[memoryview]]:
-        """Return the next message's kind and its other frames, of which there is at least one."""
-        head, *frames = self.frames(timeout, cancel, quiet=quiet)
-        if len(head) != 1 or not frames:
-            raise DecodeError("a message that does not say its kind", size=len(head))
-        self._messages += 1
-        return head[0], frames
+        """Return the next message's kind and frames, of which there is at least one."""
+        with self._one_user():
+            if self._next_message() is None:
+                patience = Patience(self._waiting, timeout, quiet=quiet)
+                self._wait_until(self._next_message, patience, cancel)
+            message = self._consume()
+            if not isinstance(self._next_packet(), Message):
+                self._acknowledge()  # the caller may never call again
+            self._messages += 1
+            return message
 
-    def _next_packet(self) -> protocol.Packet | None:
+    def _next_packet(self) -> Packet | None:
         """Return the next packet, still unread; None if there is none."""
         if self._ahead is None and self._end is None:
             try:
-                self._ahead = protocol.decode(self._socket.recv(_NOBLOCK))
+                self._ahead = protocol.decode(self._socket.recv(NOBLOCK))
             except zmq.Again:
                 pass
             except Malformed as error:
@@ -204,7 +195,7 @@ class RemoteReader(RemoteEnd):
             raise type(self._end)(*self._end.args)
         return None
 
-    def _apply(self, packet: protocol.Packet) -> None:
+    def _apply(self, packet: Packet) -> None:
         """Apply a packet of the writer; raise if it ends the queue for this reader."""
         match packet:
             case protocol.Welcome() if self._next_seq is None:
@@ -212,10 +203,8 @@ class RemoteReader(RemoteEnd):
                 self._acknowledge_every = max(1, packet.window // 4)
                 self._ready = packet.ready
                 self._obstacle = "other readers to join"
-            case protocol.Ready():
-                self._ready = True
             case protocol.Probe():
-                pass
+                self._ready |= packet.ready
             case protocol.Refused():
                 raise ConfigurationError(f"the writer at {self._address} refused: {packet.reason}")
             case protocol.Evicted():
@@ -228,8 +217,8 @@ class RemoteReader(RemoteEnd):
             case _:
                 raise self._broken(f"an unexpected {type(packet).__name__}")
 
-    def _consume(self) -> list[memoryview]:
-        """Return the frames of the next message, and count it as consumed."""
+    def _consume(self) -> tuple[int, list[memoryview]]:
+        """Return the next message's kind and frames, and count it as consumed."""
         message, self._ahead = self._ahead, None
         assert isinstance(message, Message)
         try:
@@ -249,13 +238,13 @@ class RemoteReader(RemoteEnd):
         large = not message.frames
         if large or self._next_seq - self._acknowledged >= self._acknowledge_every:
             self._acknowledge()
-        return frames
+        return message.kind, frames
 
     def _receive_frames(self) -> list[memoryview]:
         """Return the frames of a large message, which arrived with its header."""
         frames: list[memoryview] = []
         while self._socket.getsockopt(zmq.RCVMORE):
-            frames.append(self._socket.recv(_NOBLOCK, copy=False).buffer)
+            frames.append(self._socket.recv(NOBLOCK, copy=False).buffer)
         if not frames:
             raise Malformed("a message without frames")
         return frames
@@ -265,9 +254,9 @@ class RemoteReader(RemoteEnd):
             self._acknowledged = self._next_seq
             self._send(protocol.Acknowledgement(self._next_seq))
 
-    def _send(self, packet: protocol.Packet) -> None:
+    def _send(self, packet: Packet) -> None:
         try:
-            self._socket.send(encode(packet), _NOBLOCK)
+            self._socket.send(encode(packet), NOBLOCK)
         except zmq.Again:
             pass  # the connection has ended, as `_is_lost` will notice
 
@@ -291,11 +280,11 @@ class RemoteReader(RemoteEnd):
     def _is_lost(self) -> bool:
         """Return whether the connection has ended, and every packet from it can be received.
 
-        ZeroMQ announces this by CONNECT_RETRIED (it never connects again, see `_connect`). After an
-        error of protocol it only announces DISCONNECTED, a moment too early.
+        ZeroMQ announces this by CONNECT_RETRIED (it never connects again). After an error of
+        protocol it only announces DISCONNECTED, a moment too early.
         """
         while int(self._monitor.get(zmq.EVENTS)) & _POLLIN:
-            event, _ = _EVENT.unpack(self._monitor.recv_multipart(_NOBLOCK)[0])
+            event, _ = _EVENT.unpack(self._monitor.recv_multipart(NOBLOCK)[0])
             if event == zmq.EVENT_CONNECTED:
                 self._connected = True
                 self._obstacle = (
@@ -327,23 +316,3 @@ class RemoteReader(RemoteEnd):
 
 def _joined(frames: list[memoryview]) -> Buffer:
     return frames[0] if len(frames) == 1 else b"".join(frames)
-
-
-def _connect(
-    address: str, curve: Curve | None, *, max_part_bytes: int
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Return a DEALER that connects to this address, once only, and its monitor."""
-    if not address.startswith("tcp://"):
-        raise ConfigurationError(f"a writer's address is tcp://host:port, not {address!r}")
-    socket = open_socket(zmq.DEALER, address, curve, max_part_bytes=max_part_bytes)
-    # Never, and not -1: with that, libzmq 4.3.5 drops messages that were received and not read yet.
-    socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
-    monitor = socket.get_monitor_socket(_EVENTS)
-    monitor.rcvhwm = 0  # a full monitor would stop ZeroMQ's thread
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as error:
-        monitor.close(linger=0)
-        close_socket(socket, 0.0)
-        raise ConfigurationError(f"cannot connect to {address!r}: {error}") from error
-    return socket, monitor

@@ -13,8 +13,16 @@ import zmq
 
 from kvindex.shm.remote import protocol
 from kvindex.shm.remote.credit import SendWindow
-from kvindex.shm.remote.end import RemoteEnd, close_socket, open_socket
-from kvindex.shm.remote.protocol import Acknowledgement, Bye, Hello, Message, Refused, encode
+from kvindex.shm.remote.protocol import (
+    NOBLOCK,
+    Acknowledgement,
+    Bye,
+    Hello,
+    Message,
+    Refused,
+    RemoteEnd,
+    encode,
+)
 from kvindex.shm.ring import Buffer, Patience, Waiting
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ClosedError, ConfigurationError, QueueTimeoutError
@@ -24,7 +32,6 @@ __all__ = ["RemoteSender"]
 
 logger = logging.getLogger(__name__)
 
-_NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _TURN = 1000  # packets applied in a row, however many readers and strangers send
 _MAX_QUEUED = 2 * protocol.MAX_WINDOW  # packets of one reader that ZeroMQ queues
@@ -36,9 +43,8 @@ _FLUSH = 0.1  # seconds in which ZeroMQ may send the last packets
 class RemoteSender(RemoteEnd):
     """Sends each message to every remote reader, and loses none silently.
 
-    A reader has credit: at most `window` messages, and `max_window_bytes`, that it has not
-    acknowledged. Without credit `send` waits. There is no thread but ZeroMQ's: readers are
-    admitted, and their acknowledgements read, during the calls of this class.
+    Without credit `send` waits. There is no thread but ZeroMQ's: readers are admitted, and their
+    acknowledgements read, during the calls of this class.
 
     ROUTER refuses to send to a connection that has ended. So a reader's death is noticed by the
     next message or, where the writer waits, by a probe each second.
@@ -46,7 +52,8 @@ class RemoteSender(RemoteEnd):
     Args:
         n_remote: how many readers are expected; `send` waits until each of them has joined once.
         connect_ip: the address to listen on.
-        window, max_window_bytes: a reader's credit; 1 to 4096 messages.
+        window, max_window_bytes: the messages and bytes that a reader may have unread; 1 to 4096
+            messages.
         curve: the writer's keys: only readers that know the public one are admitted. Without keys,
             everyone is, and messages travel in the clear.
         linger: seconds that `close` waits at most for readers to read the rest.
@@ -76,7 +83,10 @@ class RemoteSender(RemoteEnd):
             raise ConfigurationError(
                 f"window must be 1 to {protocol.MAX_WINDOW} messages, not {window!r}"
             )
-        super().__init__(waiting)
+        host = _host(connect_ip)
+        endpoint = f"tcp://{host}:*"
+        limit = protocol.MAX_READER_BYTES
+        super().__init__(zmq.ROUTER, endpoint, curve, waiting, max_bytes=limit)
         self._n_remote = n_remote
         self._linger = linger
         self._window = SendWindow(messages=window, size=max_window_bytes)
@@ -92,30 +102,38 @@ class RemoteSender(RemoteEnd):
         self._interrupted = False  # something is sent in part, or to some readers only
         self._counters = dict.fromkeys(("waits", "joined", "left", "died", "evicted", "refused"), 0)
         self._log_rate = LogRate()
-        self._socket, self.address = _listen(_host(connect_ip), curve)
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.rcvhwm = _MAX_QUEUED  # strangers have no window
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._close_socket(0.0)
+            raise ConfigurationError(f"cannot bind to {endpoint!r}: {error}") from error
+        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self.address = f"tcp://{host}:{port}"
 
     @property
     def connected(self) -> frozenset[int]:
         """The ranks of the readers that joined and, as far as is known, are still connected."""
         return frozenset(self._ranks.values())
 
-    def wait_connected(self, timeout: float | None = None) -> frozenset[int]:
-        """Wait until all readers are connected; return the ranks that died meanwhile.
+    def wait_ready(self, timeout: float | None) -> frozenset[int]:
+        """Wait until all readers are connected, and notify them, and those that join later.
+
+        Returns:
+            The ranks that died meanwhile.
 
         Raises: as `send`.
         """
         with self._one_user():
             self._wait_until(lambda: len(self._ranks) == self._n_remote, timeout)
+            self._ready = True
+            self._send_to_all(protocol.Probe(ready=True))
             return self._take_dead()
 
-    def send_ready(self) -> None:
-        """Notify all readers, present and future, that all have joined: `wait_ready` returns."""
-        with self._one_user():
-            self._ready = True
-            self._send_to_all(protocol.Ready())
-
-    def send(self, frames: Sequence[Buffer], timeout: float | None = None) -> frozenset[int]:
+    def send(
+        self, kind: int, frames: Sequence[Buffer], timeout: float | None = None
+    ) -> frozenset[int]:
         """Send a message, one or more runs of bytes, to every reader; return the ranks found dead.
 
         The frames are copied. Either every living reader is sent the message or, if an error is
@@ -133,10 +151,10 @@ class RemoteSender(RemoteEnd):
             if not self._has_credit(size):
                 self._counters["waits"] += 1
                 self._wait_until(lambda: self._has_credit(size), timeout)
-            parts = self._parts(frames, size)
+            parts = self._parts(kind, frames, size)
             self._interrupted = True
             for routing_id in self._ranks:
-                self._transmit(routing_id, parts)
+                self._transmit_parts(routing_id, parts)
             self._window.record(size)
             self._interrupted = False
             self._unserved += 1
@@ -153,11 +171,11 @@ class RemoteSender(RemoteEnd):
     def evict(self, rank: int) -> bool:
         """Remove the reader of this rank, and notify it; return whether there was one."""
         with self._one_user():
-            for routing_id in [key for key, value in self._ranks.items() if value == rank]:
-                self._transmit(routing_id, [encode(protocol.Evicted())])
+            routing_id = {value: key for key, value in self._ranks.items()}.get(rank)
+            if routing_id is not None:
+                self._transmit(routing_id, protocol.Evicted())
                 self._remove(routing_id, "evicted")
-                return True
-            return False
+            return routing_id is not None
 
     def statistics(self) -> dict[str, int]:
         """Return the counters since the start, and the state now.
@@ -192,27 +210,30 @@ class RemoteSender(RemoteEnd):
                         "closed while remote reader %d had not read %d messages", rank, unread
                     )
         finally:
-            close_socket(self._socket, _FLUSH)
+            self._close_socket(_FLUSH)
 
     # Sending -------------------------------------------------------------------------------------
 
     def _has_credit(self, size: int) -> bool:
         return len(self._joined) == self._n_remote and self._window.admits(size)
 
-    def _parts(self, frames: Sequence[Buffer], size: int) -> Sequence[bytes | zmq.Frame]:
+    def _parts(self, kind: int, frames: Sequence[Buffer], size: int) -> Sequence[bytes | zmq.Frame]:
         seq = self._window.next_seq
         if size + 8 * len(frames) <= protocol.SMALL_BYTES:
             views = cast("list[memoryview]", frames)  # to msgpack all buffers are the same
-            return [encode(Message(seq, views))]
+            return [encode(Message(seq, kind, views))]
         # One copy, which the connections of all readers share.
         copies = [zmq.Frame(frame, copy=True) for frame in frames]
-        return [encode(Message(seq, [])), *copies]
+        return [encode(Message(seq, kind, [])), *copies]
 
     def _send_to_all(self, packet: protocol.Packet) -> None:
         for routing_id in self._ranks:
-            self._transmit(routing_id, [encode(packet)])
+            self._transmit(routing_id, packet)
 
-    def _transmit(self, routing_id: bytes, parts: Sequence[bytes | zmq.Frame]) -> bool:
+    def _transmit(self, routing_id: bytes, packet: protocol.Packet) -> bool:
+        return self._transmit_parts(routing_id, [encode(packet)])
+
+    def _transmit_parts(self, routing_id: bytes, parts: Sequence[bytes | zmq.Frame]) -> bool:
         """Send to one reader, never waiting; return whether its connection is there."""
         # After an exception, ZeroMQ would append the next part to this message.
         interrupted, self._interrupted = self._interrupted, True
@@ -221,7 +242,7 @@ class RemoteSender(RemoteEnd):
             send(routing_id, _MORE)
             for part in parts[:-1]:
                 send(part, _MORE, copy=type(part) is bytes)
-            send(parts[-1], _NOBLOCK, copy=type(parts[-1]) is bytes)
+            send(parts[-1], NOBLOCK, copy=type(parts[-1]) is bytes)
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
@@ -265,7 +286,7 @@ class RemoteSender(RemoteEnd):
         now = time.monotonic()
         if now >= self._probe_at:
             self._probe_at = now + _PROBE_EVERY
-            self._send_to_all(protocol.Probe())
+            self._send_to_all(protocol.Probe(self._ready))
         if self._unreachable:
             self._receive()  # the last packet of a reader may be a Bye
             self._remove_dead()
@@ -275,7 +296,7 @@ class RemoteSender(RemoteEnd):
     def _receive(self) -> None:
         for _ in range(_TURN):
             try:
-                routing_id, *parts = self._socket.recv_multipart(_NOBLOCK)
+                routing_id, *parts = self._socket.recv_multipart(NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -315,9 +336,9 @@ class RemoteSender(RemoteEnd):
         del self._hellos[routing_id]
         if reason is not None:
             self._refuse(reason)
-            self._transmit(routing_id, [encode(Refused(reason))])
+            self._transmit(routing_id, Refused(reason))
         elif self._closed:
-            self._transmit(routing_id, [encode(protocol.Closed(self._window.next_seq))])
+            self._transmit(routing_id, protocol.Closed(self._window.next_seq))
         else:
             self._admit(routing_id, rank)
 
@@ -325,7 +346,7 @@ class RemoteSender(RemoteEnd):
         window = self._window
         welcome = protocol.Welcome(window.next_seq, window.messages, self._ready)
         self._interrupted = True
-        if self._transmit(routing_id, [encode(welcome)]):  # else it has left again
+        if self._transmit(routing_id, welcome):  # else it has left again
             self._joined.add(rank)
             self._ranks = {**self._ranks, routing_id: rank}
             window.join(rank)
@@ -359,22 +380,6 @@ class RemoteSender(RemoteEnd):
         if self._log_rate.allows():
             count = self._counters["refused"]
             logger.warning("refused %d packets of readers or strangers; now: %s", count, reason)
-
-
-def _listen(host: str, curve: Curve | None) -> tuple[zmq.Socket[bytes], str]:
-    """Return a ROUTER that listens at a free port of this host, and its address."""
-    endpoint = f"tcp://{host}:*"
-    limit = protocol.MAX_READER_BYTES
-    socket = open_socket(zmq.ROUTER, endpoint, curve, max_part_bytes=limit)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.rcvhwm = _MAX_QUEUED  # strangers have no window
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        close_socket(socket, 0.0)
-        raise ConfigurationError(f"cannot bind to {endpoint!r}: {error}") from error
-    port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    return socket, f"tcp://{host}:{port}"
 
 
 def _host(connect_ip: str) -> str:

@@ -19,7 +19,7 @@ from kvindex.shm.ring.receiver import RingReceiver
 from kvindex.shm.ring.ring import RingHandle, ShmRingBuffer, check_native
 from kvindex.shm.ring.segment import Segment
 from kvindex.shm.ring.sender import DeadReaderPolicy, RingSender, check_dead, check_policy
-from kvindex.shm.ring.waiting import Patience, Waiting
+from kvindex.shm.ring.waiting import Patience, Waiting, check_cancel
 
 __all__ = [
     "RAW",
@@ -33,6 +33,7 @@ __all__ = [
     "Segment",
     "ShmRingBuffer",
     "Waiting",
+    "check_cancel",
     "check_dead",
     "check_native",
     "check_policy",

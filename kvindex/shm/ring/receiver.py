@@ -6,21 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvindex.shm.ring.layout import CLOSED, READY
 from kvindex.shm.ring.messages import CONTINUED, MORE, Assembly, Buffer
-from kvindex.shm.ring.ring import ShmRingBuffer, closed_party, parents_party
-from kvindex.shm.ring.waiting import Patience, Waiting
+from kvindex.shm.ring.ring import RingEnd, ShmRingBuffer
+from kvindex.shm.ring.waiting import Patience, Waiting, check_cancel
 from kvindex.wire.errors import (
     DecodeError,
     QueueClosedError,
-    QueueTimeoutError,
     ReaderEvictedError,
     SegmentError,
-    WaitCancelledError,
     WriterDiedError,
 )
+
+if TYPE_CHECKING:
+    from kvindex.wire._native import RingReader
 
 __all__ = ["RingReceiver"]
 
@@ -31,7 +32,7 @@ _COPIED = 32 << 10
 Decode = Callable[[int, Buffer], Any]
 
 
-class RingReceiver:
+class RingReceiver(RingEnd["RingReader"]):
     """Reads every message of a ring, in order.
 
     Args:
@@ -49,7 +50,7 @@ class RingReceiver:
     def __init__(
         self, ring: ShmRingBuffer, slot: int, *, waiting: Waiting, max_message_bytes: int
     ) -> None:
-        self.ring = ring
+        super().__init__(ring, ring.reader(slot))
         self._waiting = waiting
         self._spin = waiting.spin
         self._look = waiting.look
@@ -57,8 +58,6 @@ class RingReceiver:
         self._assembly = Assembly(max_message_bytes)
         self._added: tuple[int, tuple[int, Buffer] | None] | None = None
         self._messages = 0
-        self._party = ring.reader(slot)
-        ring.segment.on_fork = self._disown
 
     def receive(
         self,
@@ -76,14 +75,7 @@ class RingReceiver:
             cancel: ends the wait when set, within the `look` of the settings.
             quiet: never warn of a long wait.
 
-        Raises:
-            QueueTimeoutError: none came in time.
-            QueueClosedError: the writer has closed the queue, and all of it was read.
-            WriterDiedError: the writer is gone, and every whole message was read.
-            ReaderEvictedError: the writer removed this reader.
-            WaitCancelledError: `cancel` was set.
-            ClosedError: this end was closed.
-            DecodeError: from `decode`; the message counts as read.
+        Raises: as `MessageQueue.dequeue`, and
             SegmentError: the ring's memory is damaged.
         """
         patience: Patience | None = None
@@ -136,12 +128,7 @@ class RingReceiver:
         while not self._party.wait_state(READY | CLOSED, sleep):
             if not self._party.state & CLOSED and not self.ring.writer_lives():
                 self._bury_writer()
-            if patience.exhausted:
-                raise QueueTimeoutError(
-                    f"the queue was not ready in {timeout:g} s: the writer waits for other readers",
-                    timeout=patience.timeout,
-                )
-            patience.warn("the queue to be ready")
+            patience.check("the other readers of the queue to attach")
             sleep = patience.slice()
         if not self._party.state & READY and not self._party.ready():
             raise QueueClosedError("the writer closed the queue before it was ready")
@@ -165,19 +152,11 @@ class RingReceiver:
             **self._party.statistics(),
         }
 
-    def close(self) -> None:
-        """Leave the ring; the writer no longer waits for this reader. Idempotent."""
-        party, self._party = self._party, closed_party(self._party)
-        if party is self._party:  # closed already, or in a forked child the parent's
-            return
-        self.ring.segment.on_fork = None
-        if not self.ring.segment.closed:
-            if not self.ring.writer_lives():
-                self.ring.segment.unlink()  # which the writer can do no more
-            party.leave()
-            party.interrupt()
-        del party  # and with it the memory, unless a thread is still inside
-        self.ring.close()
+    def _leave(self, party: RingReader) -> None:
+        """The writer no longer waits for this reader."""
+        if not self.ring.writer_lives():
+            self.ring.segment.unlink()  # which the writer can do no more
+        party.leave()
 
     def _chunks(
         self,
@@ -209,11 +188,7 @@ class RingReceiver:
     def _look_around(self, patience: Patience, cancel: threading.Event | None) -> None:
         """Between two waits for a message: check whether it can still come."""
         self._check_end(cancel, thoroughly=True)
-        if patience.exhausted:
-            raise QueueTimeoutError(
-                f"no message came in {patience.timeout:g} s", timeout=patience.timeout
-            )
-        patience.warn("a message")
+        patience.check("a message")
 
     def _glance(self, cancel: threading.Event | None) -> None:
         """Before the first wait for a message: check whether it is known never to come."""
@@ -230,8 +205,7 @@ class RingReceiver:
 
     def _check_end(self, cancel: threading.Event | None, *, thoroughly: bool) -> None:
         closed = self._party.state & CLOSED
-        if cancel is not None and cancel.is_set():
-            raise WaitCancelledError("the wait for a message was cancelled")
+        check_cancel(cancel, "a message")
         if self._party.evicted:
             raise ReaderEvictedError(
                 "the writer took this reader off: it was too far behind, or was taken for dead; "
@@ -313,7 +287,3 @@ class RingReceiver:
                     "taken off while reading: the message is damaged"
                 ) from None
             raise
-
-    def _disown(self) -> None:
-        """In a forked child: this end is the parent's."""
-        self._party = parents_party(self._party)

@@ -17,9 +17,10 @@ atomics, so without the native module there is no ring.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvindex.shm.ring.layout import Layout
 from kvindex.shm.ring.segment import MAKER, Segment, check_platform
@@ -29,11 +30,10 @@ if TYPE_CHECKING:
     from kvindex.wire._native import RingReader, RingWriter
 
 __all__ = [
+    "RingEnd",
     "RingHandle",
     "ShmRingBuffer",
     "check_native",
-    "closed_party",
-    "parents_party",
 ]
 
 RingHandle = tuple[int, int, int, str]
@@ -126,9 +126,7 @@ class ShmRingBuffer:
     def get_metadata(self, current_idx: int) -> Iterator[memoryview]:
         """Give a chunk's flags, writable: one byte "written", then one "read" for each reader.
 
-        Raises:
-            IndexError: no such chunk.
-            ClosedError: the ring is closed in this process.
+        Raises: as `get_data`.
         """
         at = self.layout.flags(self._checked(current_idx))
         with memoryview(self.segment.memory)[at : at + 1 + self.layout.n_reader] as view:
@@ -208,7 +206,7 @@ def _lock_of(slot: int) -> int:
 
 
 class _Gone:
-    """An end's substitute for its party, whose memory it must not keep."""
+    """An end's substitute for its party, whose memory it must not keep: it refuses every use."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -217,20 +215,44 @@ class _Gone:
         raise ClosedError(self._why)
 
 
-def closed_party(party: Party) -> Party:
-    """Return a closed end's substitute for its party: only the counters can be read."""
-    if isinstance(party, _Gone):
-        return party
-    gone: Any = _Gone("this end of the queue is closed")
-    counted = party.statistics()
-    gone.seq, gone.behind, gone.statistics = party.seq, 0, lambda: counted
-    return cast("Party", gone)
+class RingEnd(Generic[Party]):
+    """One party's end of a ring; it owns the ring."""
 
+    _party: Party
 
-def parents_party(_: Party) -> Party:
-    """Return a forked child's substitute for its parent's party: it refuses every use."""
-    why = "this end of the queue belongs to the parent process; attach one by the queue's handle"
-    return cast("Party", _Gone(why))
+    def __init__(self, ring: ShmRingBuffer, party: Party) -> None:
+        self.ring = ring
+        self._party = party
+        ring.segment.on_fork = self._disown
+
+    def close(self) -> None:
+        """Notify the other parties that this one ends, and close the ring. Idempotent.
+
+        The counters can still be read.
+        """
+        party = self._party
+        if isinstance(party, _Gone):  # closed already, or in a forked child the parent's
+            return
+        gone: Any = _Gone("this end of the queue is closed")
+        counted = party.statistics()
+        gone.seq, gone.behind, gone.statistics = party.seq, 0, lambda: counted
+        self._party = gone
+        self.ring.segment.on_fork = None
+        if not self.ring.segment.closed:
+            self._leave(party)
+            party.interrupt()
+        del party  # and with it the memory, unless a thread is still inside
+        self.ring.close()
+
+    @abstractmethod
+    def _leave(self, party: Party) -> None: ...
+
+    def _disown(self) -> None:
+        """In a forked child: this end is the parent's."""
+        gone: Any = _Gone(
+            "this end of the queue belongs to the parent process; attach one by the queue's handle"
+        )
+        self._party = gone
 
 
 def check_native() -> None:

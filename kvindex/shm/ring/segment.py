@@ -229,9 +229,8 @@ class _Locks:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
-        self._using = (
-            threading.RLock()
-        )  # a signal handler may close the descriptor that its thread uses
+        # Reentrant: a signal handler may close the descriptor that its thread uses.
+        self._using = threading.RLock()
 
     def take(self, party: int) -> bool:
         try:

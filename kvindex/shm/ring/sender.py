@@ -6,13 +6,16 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvindex.shm.ring.layout import CLOSED, READY, SlotState
 from kvindex.shm.ring.messages import LENGTH_BYTES, RAW, Buffer, fragments
-from kvindex.shm.ring.ring import ShmRingBuffer, closed_party, parents_party
+from kvindex.shm.ring.ring import RingEnd, ShmRingBuffer
 from kvindex.shm.ring.waiting import Patience, Waiting
-from kvindex.wire.errors import ConfigurationError, QueueTimeoutError, ReaderDiedError
+from kvindex.wire.errors import ConfigurationError, ReaderDiedError
+
+if TYPE_CHECKING:
+    from kvindex.wire._native import RingWriter
 
 __all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
 
@@ -38,15 +41,14 @@ def check_dead(ranks: Collection[int]) -> None:
         )
 
 
-class RingSender:
+class RingSender(RingEnd["RingWriter"]):
     """Writes messages into a ring that it made.
 
     Args:
         ring: the ring; the sender closes it.
         reserved: places kept for readers to come: every message waits for them.
         waiting: how to wait.
-        on_dead_reader: what to do about a reader that is gone with messages unread: "remove" it and
-            go on, or "raise" as well, when all others have been sent the message.
+        on_dead_reader: as for `MessageQueue`.
         ranks: the readers' names in errors and warnings, by place; by default the places.
 
     Thread safety: one thread at a time, but `evict`, `statistics` and `close` from any.
@@ -67,15 +69,13 @@ class RingSender:
                 f"max_chunk_bytes must be at least {LENGTH_BYTES} for messages in fragments, not "
                 f"{ring.layout.max_chunk_bytes}"
             )
-        self.ring = ring
+        super().__init__(ring, ring.writer())
         self._chunk_bytes = ring.layout.max_chunk_bytes
         self._waiting = waiting
         self._on_dead_reader = on_dead_reader
         self._ranks = ranks or range(ring.layout.n_reader)
         self._dead: list[int] = []  # ranks that were removed, and are to be reported
         self._counters: Counter[str] = Counter()
-        self._party = ring.writer()
-        ring.segment.on_fork = self._disown
         for slot in reserved:
             self._party.reserve(slot)
 
@@ -90,11 +90,7 @@ class RingSender:
             size: their number.
             timeout: longest wait for room in seconds.
 
-        Raises:
-            QueueTimeoutError: there was no room in time; no reader will see the message.
-            ReaderDiedError: readers were found dead, and `on_dead_reader` is "raise"; the message
-                was sent to all others.
-            ClosedError: the queue is closed.
+        Raises: as `MessageQueue.enqueue`, but for errors of the encoding.
         """
         self._party.admit()
         if size > self._chunk_bytes:
@@ -139,16 +135,12 @@ class RingSender:
             self._party.publish(RAW, length)
 
     def wait_attached(self, timeout: float | None) -> None:
-        """Return once every reserved place has its reader; QueueTimeoutError names the others."""
+        """Return once every reserved place has its reader; QueueTimeoutError has the others."""
         patience = Patience(self._waiting, timeout)
         while not self._party.wait_attached(patience.slice()):
             missing = self._named(self._slots(SlotState.RESERVED))
-            if missing and patience.exhausted:
-                raise QueueTimeoutError(
-                    f"the readers {missing} did not attach in {timeout:g} s",
-                    timeout=patience.timeout,
-                )
-            patience.warn(f"the readers {missing} to attach")
+            if missing:
+                patience.check(f"the readers {missing} to attach")
         self._party.admit()
 
     def admit(self) -> int:
@@ -194,17 +186,9 @@ class RingSender:
             **self._party.statistics(),
         }
 
-    def close(self) -> None:
-        """Notify readers that no message follows, and close the ring. Idempotent."""
-        party, self._party = self._party, closed_party(self._party)
-        if party is self._party:  # closed already, or in a forked child the parent's
-            return
-        self.ring.segment.on_fork = None
-        if not self.ring.segment.closed:
-            party.state |= CLOSED
-            party.interrupt()
-        del party  # and with it the memory, unless a thread is still inside
-        self.ring.close()
+    def _leave(self, party: RingWriter) -> None:
+        """No message follows."""
+        party.state |= CLOSED
 
     def _put_beginning(
         self, kind: int, body: Buffer | Sequence[Buffer], size: int, patience: Patience
@@ -235,13 +219,9 @@ class RingSender:
         late = self._named(slot for slot in awaited if slot not in dead)
         if self._on_dead_reader == "raise":
             self._dead += self._named(dead)
-        if late and patience.exhausted:
-            raise QueueTimeoutError(
-                f"no room in the ring for {patience.timeout:g} s: the readers {late} are "
-                f"{self.ring.layout.max_chunks} chunks behind",
-                timeout=patience.timeout,
-            )
-        patience.warn(f"the readers {late} to read")
+        if late:
+            behind = self.ring.layout.max_chunks
+            patience.check(f"the readers {late}, which are {behind} chunks behind, to read")
 
     def _remove(self, slots: Sequence[int]) -> list[int]:
         dead = [
@@ -262,7 +242,3 @@ class RingSender:
     def _slots(self, *states: SlotState) -> list[int]:
         places = range(self.ring.layout.n_reader)
         return [slot for slot in places if self._party.slot_state(slot) in states]
-
-    def _disown(self) -> None:
-        """In a forked child: this end is the parent's."""
-        self._party = parents_party(self._party)

@@ -8,9 +8,9 @@ import time
 
 import msgspec
 
-from kvindex.wire.errors import ConfigurationError, WaitCancelledError
+from kvindex.wire.errors import ConfigurationError, QueueTimeoutError, WaitCancelledError
 
-__all__ = ["Patience", "Waiting"]
+__all__ = ["Patience", "Waiting", "check_cancel"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +73,22 @@ class Patience:
         """Return the seconds left, or None without an end."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the time is up."""
-        return self._deadline is not None and time.monotonic() >= self._deadline
-
-    def check_cancel(self, cancel: threading.Event | None, awaited: str) -> None:
-        """Raise WaitCancelledError if the event is set; `awaited` says what the wait is for."""
-        if cancel is not None and cancel.is_set():
-            raise WaitCancelledError(f"the wait for {awaited} was cancelled")
-
-    def warn(self, awaited: str) -> None:
-        """Log a warning if the wait has become long; `awaited` says for what."""
+    def check(self, awaited: str) -> None:
+        """Raise QueueTimeoutError if the time is up; log a warning if the wait has become long."""
         now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            raise QueueTimeoutError(
+                f"waited {self.timeout:g} s for {awaited}", timeout=self.timeout
+            )
         if now >= self._warn_at:
             self._warn_at = now + self._warn_after
             logger.warning("waiting for %s for %s", awaited, _seconds(now - self._started))
+
+
+def check_cancel(cancel: threading.Event | None, awaited: str) -> None:
+    """Raise WaitCancelledError if the event is set; `awaited` is what the wait is for."""
+    if cancel is not None and cancel.is_set():
+        raise WaitCancelledError(f"the wait for {awaited} was cancelled")
 
 
 def _seconds(waited: float) -> str:

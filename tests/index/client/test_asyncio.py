@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvindex import (
+    BACKEND,
     Client,
     ClosedError,
     EventStream,
@@ -110,6 +111,7 @@ def test_a_client_is_waited_for_watched_asked_and_closed_in_tasks() -> None:
         run(main(engine))
 
 
+@pytest.mark.skipif(BACKEND == "python", reason="a fan-out needs the native module")
 def test_a_replica_is_waited_for_and_watched_too(tmp_path: Path) -> None:
     path = str(tmp_path / "kvindex.sock")
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -54,6 +57,28 @@ def batch(number: int = 0, dp_rank: int | None = None) -> EventBatch:
     return EventBatch(time.time(), [stored], dp_rank)
 
 
+Publish = Callable[..., ZmqEventPublisher]
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publish]:
+    """Make a publisher at ports that the system chooses, closed with the test."""
+    with ExitStack() as stack:
+
+        def make(dp_rank: int = 0, *endpoints: str, **options: Any) -> ZmqEventPublisher:
+            live, replay = endpoints or ("tcp://*:0", "tcp://*:0")
+            return stack.enter_context(ZmqEventPublisher(dp_rank, live, replay, **options))
+
+        yield make
+
+
+def worker_at(*publishers: ZmqEventPublisher, **options: Any) -> Worker:
+    """A worker with these publishers, in the order of its dp ranks."""
+    name = options.pop("worker", "engine")
+    replay = [str(publisher.replay_endpoint) for publisher in publishers]
+    return Worker(name, [publisher.endpoint for publisher in publishers], replay=replay, **options)
+
+
 def test_two_lines_connect_and_one_asks() -> None:
     with FakeEngine("engine") as engine:
         engine.serve(PROMPT)
@@ -83,33 +108,31 @@ def test_live_workload_in_an_old_and_a_new_dialect_equals_the_engine(dialect: st
             assert_true(client, engine)
 
 
-def test_dp_ranks_are_found_at_port_plus_rank() -> None:
-    first = ZmqEventPublisher(endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
-    try:
-        port = int(first.endpoint.rpartition(":")[2])
-        replay_port = int(str(first.replay_endpoint).rpartition(":")[2])
-        worker = Worker(
-            "engine",
-            f"tcp://127.0.0.1:{port - 3}",
-            replay=f"tcp://127.0.0.1:{replay_port - 3}",
-            dp_size=4,
-        )
-        assert worker.publishers()[3].endpoint == first.endpoint
-        assert worker.publishers()[3].replay == first.replay_endpoint
-    finally:
-        first.shutdown()
+def test_dp_ranks_are_found_at_port_plus_rank(publisher: Publish) -> None:
+    first = publisher()
+    port = int(first.endpoint.rpartition(":")[2])
+    replay_port = int(str(first.replay_endpoint).rpartition(":")[2])
+    worker = Worker(
+        "engine",
+        f"tcp://127.0.0.1:{port - 3}",
+        replay=f"tcp://127.0.0.1:{replay_port - 3}",
+        dp_size=4,
+    )
+    assert worker.publishers()[3].endpoint == first.endpoint
+    assert worker.publishers()[3].replay == first.replay_endpoint
 
 
 def test_the_whole_path_in_one_process_over_inproc() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    publishers = [
-        ZmqEventPublisher(rank, "inproc://kv", "inproc://kv-replay", context=context)
-        for rank in range(2)
-    ]
-    try:
+    endpoints = "inproc://kv", "inproc://kv-replay"
+    with ExitStack() as stack:
+        publishers = [
+            stack.enter_context(ZmqEventPublisher(rank, *endpoints, context=context))
+            for rank in range(2)
+        ]
         for publisher in publishers:
             publisher.publish(batch())
-        worker = Worker("engine", "inproc://kv", replay="inproc://kv-replay", dp_size=2)
+        worker = Worker("engine", endpoints[0], replay=endpoints[1], dp_size=2)
         with client_of(worker, context=context) as client:
             client.wait_live(PATIENCE)
             for publisher in publishers:
@@ -117,36 +140,29 @@ def test_the_whole_path_in_one_process_over_inproc() -> None:
             for rank in client.ranks:
                 wait_status(client, rank, seq=1, complete=True)
             assert client.match(list(range(16)))[Rank("engine", 1)].tokens == 16
-    finally:
-        for publisher in publishers:
-            publisher.shutdown()
-        context.term()
+    context.term()
 
 
-def test_ipc_endpoints(tmp_path: Path) -> None:
+def test_ipc_endpoints(publisher: Publish, tmp_path: Path) -> None:
     live, replay = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay"
-    with ZmqEventPublisher(endpoint=live, replay_endpoint=replay) as publisher:
-        publisher.publish(batch())
-        with client_of(Worker("engine", live, replay=replay)) as client:
-            client.wait_live(PATIENCE)
-            publisher.publish(batch(1))
-            wait_status(client, RANK, seq=1, complete=True)
+    published = publisher(0, live, replay)
+    published.publish(batch())
+    with client_of(Worker("engine", live, replay=replay)) as client:
+        client.wait_live(PATIENCE)
+        published.publish(batch(1))
+        wait_status(client, RANK, seq=1, complete=True)
 
 
-def test_curve_connects_with_the_right_keys_and_not_without() -> None:
+def test_curve_connects_with_the_right_keys_and_not_without(publisher: Publish) -> None:
     server = Curve.generate()
-    curve = Curve.generate(server.public_key)
-    with ZmqEventPublisher(
-        endpoint="tcp://*:0", replay_endpoint="tcp://*:0", curve=server
-    ) as publisher:
-        publisher.publish(batch())
-        live, replay = publisher.endpoint, publisher.replay_endpoint
-        plain = Worker("plain", live, replay=replay)
-        with client_of(Worker("engine", live, replay=replay, curve=curve), plain) as client:
-            client.wait_live(PATIENCE, ranks=[RANK])
-            assert client.status(RANK).seq == 0
-            with pytest.raises(TimeoutError, match="plain/0"):
-                client.wait_live(0.3)
+    published = publisher(curve=server)
+    published.publish(batch())
+    keyed = worker_at(published, curve=Curve.generate(server.public_key))
+    with client_of(keyed, worker_at(published, worker="plain")) as client:
+        client.wait_live(PATIENCE, ranks=[RANK])
+        assert client.status(RANK).seq == 0
+        with pytest.raises(TimeoutError, match="plain/0"):
+            client.wait_live(0.3)
 
 
 def test_we_bind_for_a_publisher_that_connects() -> None:
@@ -187,78 +203,52 @@ def test_workers_are_added_and_removed_while_others_run() -> None:
         assert client.match(PROMPT)[Rank("b", 0)].tokens == 64
 
 
-def test_dp_rank_in_the_batches_wins_over_the_ports() -> None:
-    with ZmqEventPublisher(
-        data_parallel_rank=5, endpoint="tcp://*:0", replay_endpoint="tcp://*:0"
-    ) as publisher:
-        publisher.publish(batch())
-        worker = Worker("engine", publisher.endpoint, replay=publisher.replay_endpoint)
-        with client_of(worker) as client:
-            wait_status(client, Rank("engine", 5), seq=0)
-            assert client.ranks == (Rank("engine", 5),)
-            assert client.match(list(range(16)))[Rank("engine", 5)].tokens == 16
-            assert client.status(RANK).rank == Rank("engine", 5)  # still found by its port's
+def test_dp_rank_in_the_batches_wins_over_the_ports(publisher: Publish) -> None:
+    published = publisher(5)
+    published.publish(batch())
+    with client_of(worker_at(published)) as client:
+        wait_status(client, Rank("engine", 5), seq=0)
+        assert client.ranks == (Rank("engine", 5),)
+        assert client.match(list(range(16)))[Rank("engine", 5)].tokens == 16
+        assert client.status(RANK).rank == Rank("engine", 5)  # still found by its port's
 
 
-def test_swapped_ports_are_sorted_out_by_the_batches() -> None:
-    publishers = [
-        ZmqEventPublisher(rank, endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
-        for rank in (1, 0)  # rank 1 where rank 0 is expected
-    ]
-    try:
-        for number, publisher in enumerate(publishers):
-            publisher.publish(batch(number))
-        worker = Worker(
-            "engine",
-            [p.endpoint for p in publishers],
-            replay=[str(p.replay_endpoint) for p in publishers],
-        )
-        with client_of(worker) as client:
-            for rank in (0, 1):
-                wait_status(client, Rank("engine", rank), seq=0, complete=True)
-            assert client.status(Rank("engine", 1)).endpoint == publishers[0].endpoint
-            first = client.match(list(range(16)))
-            assert [first[Rank("engine", rank)].tokens for rank in (0, 1)] == [0, 16]
-    finally:
-        for publisher in publishers:
-            publisher.shutdown()
+def test_swapped_ports_are_sorted_out_by_the_batches(publisher: Publish) -> None:
+    publishers = publisher(1), publisher(0)  # rank 1 where rank 0 is expected
+    for number, published in enumerate(publishers):
+        published.publish(batch(number))
+    with client_of(worker_at(*publishers)) as client:
+        for rank in (0, 1):
+            wait_status(client, Rank("engine", rank), seq=0, complete=True)
+        assert client.status(Rank("engine", 1)).endpoint == publishers[0].endpoint
+        first = client.match(list(range(16)))
+        assert [first[Rank("engine", rank)].tokens for rank in (0, 1)] == [0, 16]
 
 
-def test_two_publishers_that_claim_one_dp_rank_stay_apart() -> None:
-    publishers = [
-        ZmqEventPublisher(0, endpoint="tcp://*:0", replay_endpoint="tcp://*:0") for _ in range(2)
-    ]
-    try:
-        for number, publisher in enumerate(publishers):
-            publisher.publish(batch(number))
-        worker = Worker(
-            "engine",
-            [p.endpoint for p in publishers],
-            replay=[str(p.replay_endpoint) for p in publishers],
-        )
-        with client_of(worker) as client:
-            for rank in client.ranks:
-                wait_status(client, rank, seq=0)
-            counters = [client.status(rank).counters for rank in client.ranks]
-            assert sum(c.get("dp_rank_conflicts", 0) for c in counters) == 1
-    finally:
-        for publisher in publishers:
-            publisher.shutdown()
+def test_two_publishers_that_claim_one_dp_rank_stay_apart(publisher: Publish) -> None:
+    publishers = publisher(0), publisher(0)
+    for number, published in enumerate(publishers):
+        published.publish(batch(number))
+    with client_of(worker_at(*publishers)) as client:
+        for rank in client.ranks:
+            wait_status(client, rank, seq=0)
+        counters = [client.status(rank).counters for rank in client.ranks]
+        assert sum(c.get("dp_rank_conflicts", 0) for c in counters) == 1
 
 
-def test_message_over_the_maximum_size_is_refused_and_the_rank_recovers() -> None:
-    with ZmqEventPublisher(endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
-        worker = Worker("engine", publisher.endpoint, replay=publisher.replay_endpoint)
-        with client_of(
-            worker, socket_options=SocketOptions(max_message_bytes=10_000, reconnect=0.02)
-        ) as client:
-            publisher.publish(batch())
-            wait_status(client, RANK, seq=0)
-            huge = BlockStored(block_hashes=[99], token_ids=[1] * 20_000, block_size=20_000)
-            publisher.publish(EventBatch(time.time(), [huge]))
-            publisher.publish(batch(2))
-            wait_counter(client, RANK, "disconnects")
-            assert client.match([1] * 20_000)[RANK].tokens == 0
+def test_message_over_the_maximum_size_is_refused_and_the_rank_recovers(
+    publisher: Publish,
+) -> None:
+    published = publisher()
+    options = SocketOptions(max_message_bytes=10_000, reconnect=0.02)
+    with client_of(worker_at(published), socket_options=options) as client:
+        published.publish(batch())
+        wait_status(client, RANK, seq=0)
+        huge = BlockStored(block_hashes=[99], token_ids=[1] * 20_000, block_size=20_000)
+        published.publish(EventBatch(time.time(), [huge]))
+        published.publish(batch(2))
+        wait_counter(client, RANK, "disconnects")
+        assert client.match([1] * 20_000)[RANK].tokens == 0
 
 
 def test_events_as_an_iterator_with_a_restart_as_a_value() -> None:
@@ -319,15 +309,6 @@ def test_a_full_event_stream_still_serves_its_consumers_calls() -> None:
             assert seen == list(range(last + 1))
 
 
-def test_calls_after_close_say_so() -> None:
-    client = connect()
-    client.close()
-    with pytest.raises(ClosedError):
-        client.add(Worker("engine", "tcp://127.0.0.1:1"))
-    with pytest.raises(ClosedError):
-        client.wait_live(0.1)
-
-
 def test_a_closed_client_answers_no_question_and_its_router_chooses_no_rank() -> None:
     client = connect([Worker("engine", "tcp://127.0.0.1:1")])
     router = Router(client)
@@ -338,25 +319,27 @@ def test_a_closed_client_answers_no_question_and_its_router_chooses_no_rank() ->
     for ask in (client.match, client.explain, router.select, router.reserve):
         with pytest.raises(ClosedError, match="this Client is closed"):
             ask([1, 2, 3])
-    with pytest.raises(ClosedError):
-        client.match_many([])
-    with pytest.raises(ClosedError):
-        router.place(booking.rank, [1, 2, 3])
+    calls: list[Callable[[], object]] = [
+        lambda: client.match_many([]),
+        lambda: client.add(Worker("other", "tcp://127.0.0.1:1")),
+        lambda: client.wait_live(0.1),
+        lambda: router.place(booking.rank, [1, 2, 3]),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError):
+            call()
     booking.finish()
     assert client.index.match([1, 2, 3]).best is None
     assert client.status("engine").state is State.CLOSED
     assert router.statistics()["bookings"]["finished"] == 1
 
 
-def test_a_bad_worker_leaves_no_thread_behind() -> None:
+def test_workers_that_cannot_work_leave_no_thread_behind(tmp_path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(ConfigurationError, match="cannot bind"):
         connect([Worker("engine", "tcp://203.0.113.77:5557", bind=True)])
     assert threading.active_count() == before
-
-
-def test_a_source_that_cannot_work_leaves_no_thread_behind(tmp_path: Path) -> None:
-    before, source = threading.active_count(), FileSource(tmp_path / "engines.toml")
+    source = FileSource(tmp_path / "engines.toml")
     with pytest.raises(ConfigurationError) as refused:
         connect([source, source])
     assert threading.active_count() == before, refused.value

@@ -30,8 +30,10 @@ def filled(*ranks: Rank, blocks: int = 2) -> Index:
     return index
 
 
-def records_of(*ranks: Rank, cursor: bytes | None = b"cursor") -> list[SnapshotRecord]:
-    index = filled(*ranks)
+def records_of(
+    *ranks: Rank, cursor: bytes | None = b"cursor", blocks: int = 2
+) -> list[SnapshotRecord]:
+    index = filled(*ranks, blocks=blocks)
     return [SnapshotRecord(rank, index.dump(rank), cursor) for rank in ranks]
 
 
@@ -61,9 +63,10 @@ def test_cursors_are_those_of_one_worker_and_asking_uses_nothing_up() -> None:
     assert kept.counts() == (3, 0, {})
 
 
-def test_each_rank_is_restored_once_and_told() -> None:
+def test_each_rank_is_restored_once_and_reported() -> None:
     records = records_of(A0, A1, B)
     kept = Kept(*records)
+    assert kept.state.statistics()["aside_bytes"] == sum(len(r.section) for r in records)
     assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "", A1: ""}
     assert set(kept.index.ranks) == {A0, A1}
     assert kept.index.match(list(range(8)))[A0].blocks == 2
@@ -74,74 +77,50 @@ def test_each_rank_is_restored_once_and_told() -> None:
     assert set(kept.index.ranks) == {A1}
     assert kept.counts() == (1, 2, {})
     assert kept.state.records() == [records[2]]
+    assert kept.state.statistics()["aside_bytes"] == len(records[2].section)
 
 
-def test_what_is_refused_is_dropped_unrestored_and_what_has_no_publisher_yet_waits() -> None:
-    kept = Kept(*records_of(A0, A1))
-    assert kept.state.restore("a", {A0: "unreadable_cursor"}) == {}
-    assert not kept.index.ranks
-    assert kept.restored == []
-    assert kept.counts() == (1, 0, {"unreadable_cursor": 1})
+DAMAGED = records_of(A0)[0]._replace(section=b"damaged" * 20)
+
+
+@pytest.mark.parametrize(
+    ("record", "max_blocks", "refused", "reason"),
+    [
+        (records_of(A0)[0], None, "unreadable_cursor", "unreadable_cursor"),
+        (DAMAGED, None, "", "format"),
+        (records_of(A0, blocks=3)[0], 2, "", "room"),
+        (records_of(A0, cursor=None)[0], None, "no_cursor", "no_cursor"),
+    ],
+    ids=["unreadable_cursor", "format", "room", "no_cursor"],
+)
+def test_a_rank_that_cannot_be_restored_is_dropped_with_its_reason_and_no_other(
+    record: SnapshotRecord, max_blocks: int | None, refused: str, reason: str
+) -> None:
+    kept = Kept(record, *records_of(A1), max_blocks=max_blocks)
+    failed = {} if refused else {A0: reason}
+    assert kept.state.restore("a", {A0: refused}) == failed
+    assert list(kept.index.ranks) == []
+    assert kept.state.cursors("a") == {1: b"cursor"}  # waits for its publisher
     assert kept.state.restore("a", {A1: ""}) == {A1: ""}
-    assert kept.index.ranks == (A1,)
-    assert kept.counts() == (0, 1, {"unreadable_cursor": 1})
-
-
-def test_a_section_that_cannot_be_restored_is_refused_and_no_other() -> None:
-    damaged = records_of(A0)[0]._replace(section=b"damaged" * 20)
-    kept = Kept(damaged, *records_of(A1))
-    assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "format", A1: ""}
-    assert kept.index.ranks == (A1,)
+    assert list(kept.index.ranks) == [A1]
     assert [rank for rank, _ in kept.restored] == [A1]
-    assert kept.counts() == (0, 1, {"format": 1})
-
-
-def test_a_rank_beyond_max_blocks_is_refused() -> None:
-    kept = Kept(*records_of(A0, A1), max_blocks=3)
-    assert kept.state.restore("a", {A0: "", A1: ""}) == {A0: "", A1: "room"}
-    assert kept.counts() == (0, 1, {"room": 1})
+    assert kept.counts() == (0, 1, {reason: 1})
 
 
 def test_everything_goes_when_the_time_is_over() -> None:
-    kept = Kept(*records_of(A0, B))
+    kept = Kept(*records_of(A0, B), *records_of(A1, cursor=None))
+    for _ in range(2):
+        assert kept.state.cursors("a") == {0: b"cursor", 1: None}
     kept.clock.advance(59.0)
     kept.state.expire()
-    assert kept.counts() == (2, 0, {})
+    assert kept.counts() == (2, 0, {"no_cursor": 1})
     kept.clock.advance(1.0)
     kept.state.expire()
     kept.state.expire()
-    assert kept.counts() == (0, 0, {"expired": 2})
+    assert kept.counts() == (0, 0, {"no_cursor": 1, "expired": 2})
     assert kept.state.records() == []
     assert kept.state.cursors("a") == {}
     assert kept.state.restore("a", {}) == {}
-
-
-def test_its_size_is_that_of_its_sections() -> None:
-    records = records_of(A0, B)
-    kept = Kept(*records)
-    assert kept.state.statistics()["aside_bytes"] == sum(len(r.section) for r in records)
-    kept.state.restore("a", {A0: ""})
-    assert kept.state.statistics()["aside_bytes"] == len(records[1].section)
-
-
-def test_a_rank_without_a_cursor_is_not_kept_but_its_worker_is_told_once() -> None:
-    kept = Kept(*records_of(A0, cursor=None), *records_of(A1))
-    assert kept.counts() == (1, 0, {"no_cursor": 1})
-    assert kept.state.records() == records_of(A1)
-    for _ in range(2):
-        assert kept.state.cursors("a") == {0: None, 1: b"cursor"}
-    assert kept.state.restore("a", {A0: "no_cursor", A1: ""}) == {A1: ""}
-    assert kept.index.ranks == (A1,)
-    assert kept.state.cursors("a") == {}
-    assert kept.counts() == (0, 1, {"no_cursor": 1})
-
-
-def test_that_there_was_no_cursor_is_forgotten_when_the_time_is_over() -> None:
-    kept = Kept(*records_of(A0, cursor=None))
-    kept.clock.advance(60.0)
-    kept.state.expire()
-    assert kept.state.cursors("a") == {}
-    assert kept.counts() == (0, 0, {"no_cursor": 1})
 
 
 @pytest.mark.parametrize("within", [0.0, -1.0, float("nan")])
@@ -174,35 +153,28 @@ def test_what_is_no_path_is_refused(given: Any) -> None:
         read_saved(given, None)
 
 
-def test_a_new_index_has_the_seed_of_the_file(tmp_path: Path) -> None:
+def test_a_new_index_has_the_seed_of_the_file_and_an_index_of_another_seed_is_refused(
+    tmp_path: Path,
+) -> None:
     records = records_of(A0, B)
-    index, restored = read_saved(written(tmp_path / "file", *records), None)
+    path = written(tmp_path / "file", *records)
+    index, restored = read_saved(path, None)
     assert index is not None
     assert index.seed == SEED
     assert index.ranks == ()
     assert restored == records
-
-
-def test_an_index_of_another_seed_is_refused_whoever_is_added(tmp_path: Path) -> None:
-    path = written(tmp_path / "file", *records_of(A0))
-    assert read_saved(path, Index(seed=SEED))[1] != []
+    assert read_saved(path, Index(seed=SEED))[1] == records
     with pytest.raises(SnapshotError, match="seed") as refused:
         read_saved(path, Index(seed=SEED + 1))
     assert refused.value.reason == "backend"
 
 
-def test_a_file_that_ends_too_early_is_refused_before_anything_is_restored(tmp_path: Path) -> None:
-    path = written(tmp_path / "file", *records_of(A0, B))
-    path.write_bytes(path.read_bytes()[:-1])
-    index = Index(seed=SEED)
-    with pytest.raises(SnapshotError):
-        read_saved(path, index)
-    assert index.ranks == ()
-
-
 def test_a_file_without_cursors_is_warned_of_once_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    read_saved(written(tmp_path / "whole", *records_of(A0, B)), None)
+    read_saved(written(tmp_path / "empty"), None)
+    assert not caplog.records
     path = written(tmp_path / "file", *records_of(A0, A1, cursor=None), *records_of(B))
     read_saved(path, None)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -211,19 +183,17 @@ def test_a_file_without_cursors_is_warned_of_once_with_what_to_do(
     assert "Client.save" in warning
 
 
-def test_a_whole_file_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    read_saved(written(tmp_path / "file", *records_of(A0, B)), None)
-    read_saved(written(tmp_path / "empty"), None)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("damage", ["noise", "cut off"])
-def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path, damage: str) -> None:
-    path = written(tmp_path / "file", *records_of(A0))
+def test_a_damaged_file_is_refused_with_its_path_before_anything_is_restored(
+    tmp_path: Path, damage: str
+) -> None:
+    path = written(tmp_path / "file", *records_of(A0, B))
     path.write_bytes(b"noise" * 20 if damage == "noise" else path.read_bytes()[:-1])
+    index = Index(seed=SEED)
     with pytest.raises(SnapshotError, match=re.escape(str(path))) as refused:
-        read_saved(path, None)
+        read_saved(path, index)
     assert refused.value.reason == {"noise": "format", "cut off": "truncated"}[damage]
+    assert index.ranks == ()
 
 
 def test_records_survive_being_written_again(tmp_path: Path) -> None:

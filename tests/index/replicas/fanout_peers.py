@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from kvindex import Client, ClosedError, Match, Rank, RankStatus, Worker
 from kvindex.index.replicas import FanOut, Replica, join
 from kvindex.subscribe import State
-from kvindex.testing import Workload
+from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, REPLAYS
 from tests.shm.queue_peers import Nursery, Peer, ProcessPeer
 
@@ -161,31 +161,57 @@ class FanOutEnd:
         return held(self.fanout.client)
 
 
-@contextmanager
-def ended(peers: list[ProcessPeer]) -> Iterator[list[ProcessPeer]]:
-    """End all peers of a list afterwards, those too that were added meanwhile."""
-    try:
-        yield peers
-    finally:
+class Site:
+    """One path, and who meets there: engines, servers, and replicas here and in processes."""
+
+    def __init__(self, path: str, nursery: Nursery, stack: ExitStack) -> None:
+        self.path = path
+        self._nursery = nursery
+        self._stack = stack
+
+    def engine(self, name: str = "a", **options: Any) -> FakeEngine:
+        return self._stack.enter_context(FakeEngine(name, **options))
+
+    def serve(self, *workers: Worker, **options: Any) -> FanOut:
+        return self._stack.enter_context(fan_out(self.path, *workers, **options))
+
+    def join(self, **options: Any) -> Replica:
+        return self._stack.enter_context(join(self.path, PATIENCE, **options))
+
+    def peer(self) -> ProcessPeer:
+        peer = self._nursery.fork()
+        self._stack.callback(peer.end)
+        return peer
+
+    def peers(self, count: int, **options: Any) -> list[ProcessPeer]:
+        """So many processes that have joined."""
+        peers = [self.peer() for _ in range(count)]
         for peer in peers:
-            peer.end()
+            peer.start("join", self.path, **options)
+        for peer in peers:
+            peer.result()
+        return peers
 
 
-def stop(peer: ProcessPeer) -> None:
-    """Stop a replica's process."""
-    peer.signal(signal.SIGSTOP)
+def counted(fanout: FanOut, **counts: Any) -> None:
+    """Wait until the server's statistics have these values."""
+
+    def reached(_: Any) -> bool:
+        return counts.items() <= fanout.statistics().items()
+
+    assert fanout.client.wait_for(reached, PATIENCE), fanout.statistics()
 
 
-def go_on(peer: ProcessPeer) -> None:
-    """Let a replica go on that was stopped."""
-    peer.signal(signal.SIGCONT)
+def assert_same(client: Client, replica: Replica) -> None:
+    """Wait until a replica here is as far as the server; it holds and answers the same."""
+    wanted = mark(client.subscriber.statuses())
+    assert replica.wait_for(lambda statuses: mark(statuses) == wanted, PATIENCE)
+    assert replica.ranks == client.ranks
+    assert held(replica) == held(client)
+    assert answers(replica, PROMPTS) == answers(client, PROMPTS)
 
 
-def nursery() -> Nursery:
-    return Nursery("tests.index.replicas.fanout_peers:FanOutEnd")
-
-
-def assert_equal(client: Client, *peers: Peer, prompts: list[Any]) -> None:
+def assert_equal(client: Client, *peers: Peer, prompts: list[Any] = PROMPTS) -> None:
     """Assert that each replica is, holds and answers what the server's own client does."""
     wanted = mark(client.subscriber.statuses())
     for peer in peers:

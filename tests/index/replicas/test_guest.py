@@ -13,7 +13,7 @@ import pytest
 from kvindex.index.replicas.messages import (
     Admission,
     Attached,
-    JoinersFrame,
+    Frame,
     JoinRequest,
     Leave,
     Refused,
@@ -64,7 +64,7 @@ class Party:
         finally:
             self.taking = False
 
-    def says(self, *frames: JoinersFrame) -> None:
+    def says(self, *frames: Frame) -> None:
         self.joiner.sendall(b"".join(map(encode_frame, frames)))
 
     def hears(self, size: int) -> bytes:
@@ -128,43 +128,38 @@ def test_nothing_more_is_taken_for_one_that_is_gone(party: Party) -> None:
     assert not party.guest.following
 
 
-def test_one_that_is_refused_is_told_why_and_that_is_all() -> None:
-    refused = Refused("full", False)
-    party = Party(refused)
-    party.says(REQUEST)
+REFUSED = Refused("full", False)
+
+
+@pytest.mark.parametrize(
+    ("request_frame", "answer"),
+    [(REQUEST, encode_frame(REFUSED)), (ReportRequest(), encode_frame(ServerReport(2)) + b"{}")],
+    ids=["refused", "report"],
+)
+def test_one_that_gets_its_only_answer_has_no_place(request_frame: Frame, answer: bytes) -> None:
+    party = Party(REFUSED)
+    party.says(request_frame)
     party.ends()
-    assert party.hears(4096) == encode_frame(refused)
+    assert party.hears(4096) == answer
     assert (party.guest.answered, party.guest.place) == (True, None)
     party.close()
 
 
-def test_one_that_asks_gets_one_answer_and_no_place(party: Party) -> None:
-    party.says(ReportRequest())
-    party.ends()
-    assert party.hears(4096) == encode_frame(ServerReport(2)) + b"{}"
-    assert (party.guest.answered, party.guest.place) == (True, None)
-
-
 @pytest.mark.parametrize(
-    "frames", [[Attached()], [REQUEST, REQUEST]], ids=["attached", "request-again"]
+    "frames",
+    [[Attached()], [REQUEST, REQUEST], [ADMISSION]],
+    ids=["attached", "request-again", "a server's"],
 )
-def test_what_may_not_come_now_is_refused(party: Party, frames: list[JoinersFrame]) -> None:
+def test_what_may_not_come_now_is_refused(party: Party, frames: list[Frame]) -> None:
     party.says(*frames)
     with pytest.raises(DecodeError, match="should come"):
         party.ends()
 
 
-def test_one_that_takes_too_long_for_a_step_is_given_up() -> None:
+@pytest.mark.parametrize("frames", [[REQUEST], [REQUEST, Attached()]], ids=["silent", "unread"])
+def test_one_that_takes_too_long_for_a_step_is_given_up(frames: list[Frame]) -> None:
     party = Party(ADMISSION, patience=0.05)
-    party.says(REQUEST)
-    with pytest.raises(TimeoutError, match=r"0\.05 s for a step"):
-        party.ends()
-    party.close()
-
-
-def test_one_that_does_not_read_its_snapshot_is_given_up() -> None:
-    party = Party(ADMISSION, patience=0.05)
-    party.says(REQUEST, Attached())
+    party.says(*frames)
     with pytest.raises(TimeoutError, match=r"0\.05 s for a step"):
         party.ends()
     assert not party.taking

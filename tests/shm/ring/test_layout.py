@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from kvindex.shm import ShmRingBuffer
 from kvindex.shm.ring.layout import HEADER_BYTES, Layout, SlotState
-from kvindex.wire.errors import ConfigurationError, SegmentError
+from kvindex.wire.errors import ClosedError, ConfigurationError, SegmentError
 from tests.native_ring import KIND, LENGTH, NEXT_SEQ, SEQ, SLOT_STATE, STATE, needs_ring
 
 if TYPE_CHECKING:
@@ -24,19 +24,14 @@ GEOMETRIES = [(1, 1, 1), (2, 3, 64), (3, 4, 65), (39, 2, 100), (40, 5, 4097), (2
 
 
 @pytest.fixture
-def ring_of() -> Iterator[Callable[..., ShmRingBuffer]]:
-    rings = []
-
-    def make(n_reader: int, max_chunks: int, max_chunk_bytes: int) -> ShmRingBuffer:
-        rings.append(ShmRingBuffer(n_reader, max_chunk_bytes, max_chunks))
-        return rings[-1]
-
-    yield make
-    for ring in rings:
-        ring.close()
+def ring(request: pytest.FixtureRequest) -> Iterator[ShmRingBuffer]:
+    """A ring of the geometry that the test is run with; else for two readers."""
+    n_reader, max_chunks, max_chunk_bytes = getattr(request, "param", (2, 3, 100))
+    with ShmRingBuffer(n_reader, max_chunk_bytes, max_chunks) as ring:
+        yield ring
 
 
-Make = Callable[..., ShmRingBuffer]
+of_each_shape = pytest.mark.parametrize("ring", GEOMETRIES, indirect=True)
 
 
 def parties(ring: ShmRingBuffer) -> tuple[RingWriter, list[RingReader], list[ShmRingBuffer]]:
@@ -52,11 +47,8 @@ def number(ring: ShmRingBuffer, form: str, at: int) -> int:
     return int(struct.unpack_from(form, ring.segment.memory, at)[0])
 
 
-@pytest.mark.parametrize("shape", GEOMETRIES)
-def test_chunks_and_flags_are_where_the_parties_have_them(
-    ring_of: Make, shape: tuple[int, int, int]
-) -> None:
-    ring = ring_of(*shape)
+@of_each_shape
+def test_chunks_and_flags_are_where_the_parties_have_them(ring: ShmRingBuffer) -> None:
     layout = ring.layout
     writer, readers, rings = parties(ring)
     for seq in range(2 * layout.max_chunks + 1):
@@ -80,9 +72,8 @@ def test_chunks_and_flags_are_where_the_parties_have_them(
         attached.close()
 
 
-@pytest.mark.parametrize("shape", GEOMETRIES)
-def test_states_are_where_the_parties_have_them(ring_of: Make, shape: tuple[int, int, int]) -> None:
-    ring = ring_of(*shape)
+@of_each_shape
+def test_states_are_where_the_parties_have_them(ring: ShmRingBuffer) -> None:
     last = ring.layout.n_reader - 1
     writer = ring.writer()
     state = ring.layout.slot(last) + SLOT_STATE
@@ -146,12 +137,14 @@ def test_a_ring_attaches_by_its_handle_and_by_pickle() -> None:
 
 
 @pytest.mark.parametrize("chunk", [-1, 3, 1000])
-def test_there_are_only_so_many_chunks(chunk: int) -> None:
-    with ShmRingBuffer(2, 100, 3) as ring:
-        for view in (ring.get_data, ring.get_metadata):
-            with pytest.raises(IndexError):
-                with view(chunk):
-                    pass
+def test_there_are_only_so_many_chunks(ring: ShmRingBuffer, chunk: int) -> None:
+    for view in (ring.get_data, ring.get_metadata):
+        with pytest.raises(IndexError):
+            with view(chunk):
+                pass
+    ring.close()
+    with pytest.raises(ClosedError), ring.get_data(0):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -164,11 +157,12 @@ def test_there_are_only_so_many_chunks(chunk: int) -> None:
         (20, b"\x09", r"\[2, 3, 9\]"),
     ],
 )
-def test_a_header_that_says_something_else_is_refused(at: int, value: bytes, text: str) -> None:
-    with ShmRingBuffer(2, 100, 3) as ring:
-        ring.segment.memory[at : at + 1] = value
-        with pytest.raises(SegmentError, match=text):
-            ShmRingBuffer(*ring.handle())
+def test_a_header_that_says_something_else_is_refused(
+    ring: ShmRingBuffer, at: int, value: bytes, text: str
+) -> None:
+    ring.segment.memory[at : at + 1] = value
+    with pytest.raises(SegmentError, match=text):
+        ShmRingBuffer(*ring.handle())
 
 
 def test_memory_shorter_than_the_header_says_is_refused() -> None:
@@ -180,30 +174,31 @@ def test_memory_shorter_than_the_header_says_is_refused() -> None:
             layout.check_header(memory[:100], "short")
 
 
-@pytest.mark.parametrize("place", [-1, 2])
-def test_there_are_only_so_many_places(place: int) -> None:
-    with ShmRingBuffer(2, 100, 3) as ring, ShmRingBuffer(*ring.handle()) as attached:
-        with pytest.raises(SegmentError, match=f"no place {place}"):
-            attached.reader(place)
-
-
-def test_a_place_has_one_living_reader() -> None:
-    with ShmRingBuffer(2, 100, 3) as ring:
-        with ShmRingBuffer(*ring.handle()) as first, ShmRingBuffer(*ring.handle()) as second:
-            first.reader(1)
-            with pytest.raises(SegmentError, match=r"place 1 .* has a living reader"):
-                second.reader(1)
-            assert second.reader_lives(1)
-            assert not second.reader_lives(0)
-            first.close()
+def test_there_are_only_so_many_places_and_each_has_one_living_reader(ring: ShmRingBuffer) -> None:
+    with ShmRingBuffer(*ring.handle()) as first, ShmRingBuffer(*ring.handle()) as second:
+        for place in (-1, 2):
+            with pytest.raises(SegmentError, match=f"no place {place}"):
+                first.reader(place)
+        first.reader(1)
+        with pytest.raises(SegmentError, match=r"place 1 .* has a living reader"):
             second.reader(1)
+        assert second.reader_lives(1)
+        assert not second.reader_lives(0)
+        first.close()
+        second.reader(1)
 
 
 # Damaged memory ------------------------------------------------------------------------------
 
 
-def test_the_parties_refuse_what_their_memory_cannot_hold(ring_of: Make) -> None:
-    ring = ring_of(1, 2, 64)
+@pytest.mark.parametrize("ring", [(1, 2, 64)], indirect=True)
+def test_the_parties_refuse_what_their_memory_cannot_hold(ring: ShmRingBuffer) -> None:
+    from kvindex.wire._native import RingReader, RingWriter
+
+    with pytest.raises(ValueError, match="does not hold such a ring"):
+        RingWriter(ring.segment.memory, 1, 500, 64)
+    with pytest.raises(ValueError, match="does not hold such a ring"):
+        RingReader(ring.segment.memory, 1, 500, 64, 0)
     writer, (reader,), (attached,) = parties(ring)
     with pytest.raises(ValueError, match="longer than a chunk"):
         writer.write(0, bytes(65), 0.0, 0.0)
@@ -225,20 +220,9 @@ def test_the_parties_refuse_what_their_memory_cannot_hold(ring_of: Make) -> None
     attached.close()
 
 
-def test_parties_refuse_memory_that_is_too_small(ring_of: Make) -> None:
-    from kvindex.wire._native import RingReader, RingWriter
-
-    ring = ring_of(1, 2, 64)
-    with pytest.raises(ValueError, match="does not hold such a ring"):
-        RingWriter(ring.segment.memory, 1, 500, 64)
-    with pytest.raises(ValueError, match="does not hold such a ring"):
-        RingReader(ring.segment.memory, 1, 500, 64, 0)
-
-
 @pytest.mark.parametrize("evict", [False, True])
 @pytest.mark.parametrize("started", [False, True])
-def test_a_removed_reader_gets_an_error(ring_of: Make, evict: bool, started: bool) -> None:
-    ring = ring_of(1, 2, 64)
+def test_a_removed_reader_gets_an_error(ring: ShmRingBuffer, evict: bool, started: bool) -> None:
     with ShmRingBuffer(*ring.handle()) as other:
         writer, reader = ring.writer(), other.reader(0)
         assert not reader.evicted

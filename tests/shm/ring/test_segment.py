@@ -60,19 +60,21 @@ def test_memory_starts_with_its_header_and_zeros(segment: Segment) -> None:
     assert segment.memory[:] == b"header" + bytes(8186)
 
 
-def test_a_segment_is_private_to_its_user_whatever_the_umask() -> None:
+@pytest.fixture
+def open_umask() -> Iterator[None]:
     before = os.umask(0)
-    try:
-        segment = Segment.make(4096, b"")
-    finally:
-        os.umask(before)
-    try:
-        status = (FOLDER / segment.name).stat()
-        assert stat.S_IMODE(status.st_mode) == 0o600
-        assert status.st_uid == os.geteuid()
-        assert status.st_nlink == 1
-    finally:
-        segment.close()
+    yield
+    os.umask(before)
+
+
+def test_a_segment_is_private_to_its_user_and_its_memory_is_there_at_once(
+    open_umask: None, segment: Segment
+) -> None:
+    status = (FOLDER / segment.name).stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_uid == os.geteuid()
+    assert status.st_nlink == 1
+    assert status.st_blocks * 512 >= 8192
 
 
 def test_names_cannot_be_guessed() -> None:
@@ -83,10 +85,6 @@ def test_names_cannot_be_guessed() -> None:
     assert len(names) == 20
     for name in names:
         assert re.fullmatch(rf"kvindex-{os.geteuid()}-[0-9a-f]{{32}}", name)
-
-
-def test_all_memory_is_taken_at_once(segment: Segment) -> None:
-    assert (FOLDER / segment.name).stat().st_blocks * 512 >= 8192
 
 
 @pytest.mark.parametrize("extra", [1, 1 << 20])
@@ -246,13 +244,6 @@ def test_with_few_descriptors_left_it_is_made_or_refused_and_nothing_leaks(
     assert outcomes[-2:] == ["made", "made"]
 
 
-def test_memory_of_a_closed_ring_is_refused() -> None:
-    ring = ShmRingBuffer(1, 64, 1)
-    ring.close()
-    with pytest.raises(ClosedError), ring.get_data(0):
-        pass
-
-
 def test_closing_gives_back_descriptors_and_the_name() -> None:
     segment = Segment.make(4096, b"")
     inode = (FOLDER / segment.name).stat().st_ino
@@ -305,33 +296,38 @@ def test_a_party_lives_as_long_as_its_mapping(segment: Segment) -> None:
     assert segment.hold(3)
 
 
-def test_sweeping_removes_what_nobody_holds_and_nothing_else(segment: Segment) -> None:
-    dead = FOLDER / f"kvindex-{os.geteuid()}-{'0' * 32}"
-    dead.write_bytes(bytes(4096))
-    foreign = FOLDER / f"kvindex-{os.geteuid() + 1}-{'0' * 32}"
-    foreign.write_bytes(bytes(4096))
-    try:
-        sweep()  # another process's may have been quicker
-        assert not dead.exists()
-        assert foreign.exists()
-        assert (FOLDER / segment.name).exists()
-    finally:
-        foreign.unlink()
-        dead.unlink(missing_ok=True)
+@pytest.fixture
+def left() -> Iterator[Callable[[int], Path]]:
+    """Make a file as a killed process of this user leaves it, or one of another user's name."""
+    made: list[Path] = []
+
+    def make(user: int) -> Path:
+        made.append(FOLDER / f"kvindex-{user}-{os.urandom(16).hex()}")
+        made[-1].write_bytes(bytes(4096))
+        return made[-1]
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
 
 
-def test_making_a_segment_sweeps() -> None:
-    dead = FOLDER / f"kvindex-{os.geteuid()}-{'1' * 32}"
-    dead.write_bytes(bytes(4096))
-    Segment.make(4096, b"").close()
+@pytest.mark.parametrize(
+    "sweeping", [sweep, lambda: Segment.make(4096, b"").close()], ids=["sweep", "make"]
+)
+def test_sweeping_removes_what_nobody_holds_and_nothing_else(
+    segment: Segment, left: Callable[[int], Path], sweeping: Callable[[], object]
+) -> None:
+    dead, foreign = left(os.geteuid()), left(os.geteuid() + 1)
+    sweeping()  # another process's may have been quicker
     assert not dead.exists()
+    assert foreign.exists()
+    assert (FOLDER / segment.name).exists()
 
 
-def test_a_sweep_waits_for_nobody_who_has_leased_a_file() -> None:
-    leased = FOLDER / f"kvindex-{os.geteuid()}-{'2' * 32}"
-    leased.write_bytes(bytes(4096))
+def test_a_sweep_waits_for_nobody_who_has_leased_a_file(left: Callable[[int], Path]) -> None:
+    leased = left(os.geteuid())
     held = os.open(leased, os.O_RDONLY)
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # tells the holder to give the lease back
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # asks the holder to end the lease
     try:
         fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         sweeping = threading.Thread(target=sweep, daemon=True)
@@ -343,15 +339,13 @@ def test_a_sweep_waits_for_nobody_who_has_leased_a_file() -> None:
     finally:
         os.close(held)
         signal.signal(signal.SIGIO, before)
-        leased.unlink(missing_ok=True)
 
 
 def test_a_sweep_does_not_open_what_another_user_gave_such_a_name(
-    monkeypatch: pytest.MonkeyPatch,
+    left: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = os.geteuid() + 1
-    foreign = FOLDER / f"kvindex-{victim}-{'3' * 32}"
-    foreign.write_bytes(bytes(4096))
+    foreign = left(victim)
     opened: list[Any] = []
 
     def spy(path: Any, *arguments: Any, **options: Any) -> int:
@@ -361,12 +355,9 @@ def test_a_sweep_does_not_open_what_another_user_gave_such_a_name(
     open_file = os.open
     monkeypatch.setattr(os, "geteuid", lambda: victim)
     monkeypatch.setattr(os, "open", spy)
-    try:
-        sweep()
-        assert foreign.exists()
-        assert str(foreign) not in map(str, opened)
-    finally:
-        foreign.unlink()
+    sweep()
+    assert foreign.exists()
+    assert str(foreign) not in map(str, opened)
 
 
 def test_a_platform_without_such_locks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
