@@ -168,6 +168,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from kvindex.service.running import Running
     except ModuleNotFoundError as error:
+        if error.name == "kvindex.wire._native":
+            raise ConfigurationError(
+                "the service needs the native module: install a C++20 compiler, then kvindex again "
+                "with `pip install --no-cache-dir --force-reinstall`"
+            ) from error
         if (error.name or "").startswith("kvindex"):
             raise
         raise ConfigurationError(

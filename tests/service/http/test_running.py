@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,3 +72,13 @@ def test_directories_of_killed_servers_are_removed_and_no_others(
         with own_directory() as own:
             assert {str(path) for path in tmp_path.iterdir()} == {str(new), str(other), living, own}
     assert set(tmp_path.iterdir()) == {new, other}
+
+
+def test_without_the_native_module_the_command_says_how_to_get_it() -> None:
+    code = (
+        "import sys; sys.modules['kvindex.wire._native'] = None\n"
+        "from kvindex.tools.cli import main; sys.exit(main(['serve', '--port', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "needs the native module: install a C++20 compiler" in done.stderr

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import re
 
 import msgspec
 import pytest
 
-from kvindex import BACKEND, BlockStored, ConfigurationError, EventBatch, Index, Rank
-from kvindex.service.queries import QueryError, read_query, reading
-from kvindex.service.queries.scanning import scan_in_python
+from kvindex import BlockStored, ConfigurationError, EventBatch, Index, Rank
+from kvindex.service.queries import QueryError, read_query
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(autouse=True, params=["native", "python"])
-def scanner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which of the two reads."""
-    if request.param == "python":
-        monkeypatch.setattr(reading, "_scan", scan_in_python)
-    elif BACKEND != "native":
-        pytest.skip("no native module")
-    return str(request.param)
 
 
 def tokens_of(body: bytes) -> list[int] | None:
@@ -167,10 +155,8 @@ def test_a_wrong_token_among_many_is_found(place: int, found: str) -> None:
         (b'{"a":' + b'{"a":' * 10**5, "at byte 505 values are nested more than 100 levels"),
     ],
 )
-def test_a_body_that_is_no_json_is_malformed(scanner: str, body: bytes, message: str) -> None:
+def test_a_body_that_is_no_json_is_malformed(body: bytes, message: str) -> None:
     error = refusal(body)
-    if scanner == "python" and re.search(rb"01|1[.]|nul", body):
-        message = "at byte 1"  # within the value, not at its beginning
     assert str(error).startswith(f"the body is not JSON: {message}")
     assert error.malformed
     assert error.reason == "malformed"
