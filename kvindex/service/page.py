@@ -33,7 +33,6 @@ from kvindex.service.messages import (
     Stream,
     refused,
 )
-from kvindex.service.metrics import SeriesLabels
 from kvindex.service.openapi import COUNT, GROUP, json, media, objects, operation, parameter
 from kvindex.service.overview import Counted, Fleet, overview
 from kvindex.service.service import Service
@@ -225,9 +224,7 @@ class Page:
         if seconds not in map(str, WINDOWS):
             wanted = ", ".join(map(str, WINDOWS))
             raise _refusal(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
-        named = _named(request)
-        partition = None if named is None else SeriesLabels(*named)
-        return _json(msgspec.json.encode(self.trends.points(int(seconds), partition)))
+        return _json(msgspec.json.encode(self.trends.points(int(seconds), _named(request))))
 
     async def _get_prefixes(self, request: Request) -> Reply:
         max_nodes = _number(request, "max_nodes", "1000", MOST_NODES)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from kvindex.service.metrics import SeriesLabels
+from kvindex.service.catalog import Partition
 from kvindex.service.traffic import ASKED
 
 __all__ = ["WINDOWS", "Trends"]
@@ -25,7 +25,7 @@ _RINGS: Final = ((5, 726), (180, 484))  # seconds of a slot, and how many: one p
 _MOST_PARTITIONS: Final = 16  # that have sums of their own: others count in those of all
 _ALL: Final = None
 
-_Partition = SeriesLabels | None
+_Partition = Partition | None
 _Sums = dict[_Partition, list[int]]
 
 
@@ -74,7 +74,7 @@ class Trends:
 
     def __init__(
         self,
-        read: Callable[[], Mapping[SeriesLabels, list[int]]],
+        read: Callable[[], Mapping[Partition, list[int]]],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -82,7 +82,7 @@ class Trends:
         self._clock = clock
         self._lock = threading.Lock()
         self._rings = [(step, deque[_Slot](maxlen=slots)) for step, slots in _RINGS]
-        self._partitions: dict[SeriesLabels, None] = {}
+        self._partitions: dict[Partition, None] = {}
         self._before = dict(read())
         self._began = self._at = clock()
 
@@ -102,7 +102,7 @@ class Trends:
             for step, ring in self._rings:
                 _slot(ring, now, step).add(seconds, asked, live, ranks)
 
-    def points(self, seconds: int, partition: SeriesLabels | None = None) -> dict[str, Any]:
+    def points(self, seconds: int, partition: Partition | None = None) -> dict[str, Any]:
         """Return what is known of the last seconds, as JSON-ready values.
 
         Args:

@@ -100,7 +100,14 @@ def test_ranks_carry_the_model_that_they_were_registered_for(samples: Samples) -
     [(labels, complete)] = samples["kvindex_rank_complete"]
     assert labels == {"model": "m", "routing_group": "default", "worker": "1", "dp_rank": "0"}
     assert complete == 1
+
+
+def test_dynamos_names_stand_beside_ours_by_wish(samples: Samples) -> None:
+    query = {"endpoint": "/query"}
     assert ({"status": "active"}, 1) in samples["dynamo_kvindexer_listeners"]
+    assert ({**query, "method": "POST"}, 2) in samples["dynamo_kvindexer_requests_total"]
+    assert ({**query, "status_class": "4xx"}, 1) in samples["dynamo_kvindexer_errors_total"]
+    assert samples["dynamo_kvindexer_request_duration_seconds_count"] == [(query, 1)]
 
 
 def expressions() -> Iterator[tuple[str, str]]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvindex.service.catalog import Partition
-from kvindex.service.metrics import SeriesLabels
 from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.trends import WINDOWS, Trends
 
@@ -32,8 +31,7 @@ class Asked:
         self.trends.sample(live, ranks)
 
     def points(self, seconds: int = 300, partition: Partition | None = None) -> dict[str, Any]:
-        labels = None if partition is None else SeriesLabels(*partition)
-        found: dict[str, Any] = self.trends.points(seconds, labels)["points"]
+        found: dict[str, Any] = self.trends.points(seconds, partition)["points"]
         return found
 
 
