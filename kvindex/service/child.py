@@ -162,25 +162,25 @@ def main() -> int:
     traffic = Traffic(memory[Counters.size(COUNTED) :])
     with join(start.fanout, _JOIN_SECONDS) as replica:
         orders.are_known.wait()
-        service = ReplicaService(
-            replica, traffic=traffic, dialect=start.dialect, max_tokens=start.limits.tokens
-        )
+        dialect, max_tokens = start.settings.dialect, start.settings.limits.tokens
+        service = ReplicaService(replica, traffic=traffic, dialect=dialect, max_tokens=max_tokens)
         _serve(start, orders, service, counters)
     return 0
 
 
 def _serve(start: Start, orders: Orders, service: Service, counters: Counters) -> None:
+    settings = start.settings
     guard = Guard(
         tokens=start.tokens,
-        allowed_hosts=start.allowed_hosts,
-        limits=start.limits,
+        allowed_hosts=settings.allowed_hosts,
+        limits=settings.limits,
         counters=counters,
     )
     site = child_site(service, guard, counters, Proxy(start.upstream, guard), start.routes)
     server = HttpServer(
         site,
-        shutdown_within=start.shutdown_within,
-        tls=None if start.tls_cert is None else (start.tls_cert, start.tls_key),
+        shutdown_within=settings.shutdown_within,
+        tls=settings.tls,
     )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     orders.begin(service, server)

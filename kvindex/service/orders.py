@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvindex.service.catalog import Change, Registration
-from kvindex.service.guards import Limits
+from kvindex.service.settings import ServeSettings
 
 __all__ = ["Order", "Registered", "Start", "Stop", "read_order", "write_order"]
 
@@ -17,29 +17,24 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first line: how to serve.
 
     Attributes:
+        settings: of the server.
+        tokens: any of them admits a request.
         fanout: path of the fan-out to join.
         upstream: path of the unix socket where all else is answered.
         listen_fd: descriptor of the listening socket that all children share.
         counters_fd: descriptor of the memory for this child's counters.
         routes: paths that requests are counted under.
-        dialect: of queries.
-        tokens, allowed_hosts, limits, tls_cert, tls_key, shutdown_within: as in `ServeSettings`.
         log_level: of the package's log, as a number.
     """
 
+    settings: ServeSettings
+    tokens: tuple[str, ...]
     fanout: str
     upstream: str
     listen_fd: int
-    counters_fd: int
-    routes: tuple[str, ...] = ()
-    dialect: str = "auto"
-    tokens: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    limits: Limits = Limits()
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    shutdown_within: float = 10.0
-    log_level: int = 30
+    counters_fd: int = -1
+    routes: tuple[str, ...]
+    log_level: int
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):

@@ -103,7 +103,7 @@ class Children:
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
-        deadline = time.monotonic() + self._start.shutdown_within + _PATIENCE
+        deadline = time.monotonic() + self._start.settings.shutdown_within + _PATIENCE
         for place, thread in zip(self._places, self._threads, strict=True):
             if thread.ident is None:
                 continue  # `begin` was not called

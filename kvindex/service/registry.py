@@ -31,7 +31,7 @@ Dial: TypeAlias = Callable[[str], str]
 
 
 class Subscribing(Protocol):
-    """The methods for workers that a client has, and a follower of hashes too."""
+    """The methods for workers that a client and a subscriber have."""
 
     @property
     def ranks(self) -> tuple[Rank, ...]:

@@ -192,7 +192,7 @@ class Running:
             dial=lambda endpoint: self._networks.check(endpoint),  # a new file brings new networks
             max_ranks=limits.ranks,
             max_ranks_per_instance=limits.ranks_per_instance,
-            besides=() if self._hashes is None else (self._hashes,),
+            besides=() if self._hashes is None else (self._hashes.subscriber,),
         )
         return Service(source, registry, dialect=self.settings.dialect, max_tokens=limits.tokens)
 
@@ -252,7 +252,7 @@ class Running:
             return HttpServer(
                 self.site,
                 shutdown_within=settings.shutdown_within,
-                tls=None if settings.tls_cert is None else (settings.tls_cert, settings.tls_key),
+                tls=settings.tls,
             )
         self._children = Children(settings.processes, self._orders(), COUNTED)
         self.service.registry.on_change(self._children.follow)
@@ -260,20 +260,13 @@ class Running:
         return HttpServer(self.site, shutdown_within=settings.shutdown_within)
 
     def _orders(self) -> Start:
-        settings = self.settings
         return Start(
+            settings=self.settings,
+            tokens=self._tokens,
             fanout=self._path("fanout"),
             upstream=self._path("http"),
             listen_fd=self._socket.fileno(),
-            counters_fd=-1,
             routes=tuple({route.path for route in self.routes}),
-            dialect=settings.dialect,
-            tokens=self._tokens,
-            allowed_hosts=settings.allowed_hosts,
-            limits=settings.limits,
-            tls_cert=settings.tls_cert,
-            tls_key=settings.tls_key,
-            shutdown_within=settings.shutdown_within,
             log_level=logging.getLogger("kvindex").getEffectiveLevel(),
         )
 

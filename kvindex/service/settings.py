@@ -113,6 +113,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Either "http" or "https"."""
         return "https" if self.tls_cert else "http"
 
+    @property
+    def tls(self) -> tuple[str, str | None] | None:
+        """The files with the certificate chain and its private key, if there are any."""
+        return None if self.tls_cert is None else (self.tls_cert, self.tls_key)
+
     def networks(self) -> tuple[Any, ...]:
         """Return the networks where workers may be that register over HTTP."""
         given = self.register_networks

@@ -25,6 +25,7 @@ from kvindex import (
     Rank,
     RankStatus,
     State,
+    Subscriber,
     ZmqEventPublisher,
 )
 from kvindex.service.app import app_routes
@@ -145,7 +146,7 @@ DEVIATIONS = {
 }
 
 
-Clients = tuple[Client, HashFollower]
+Clients = tuple[Client, Subscriber]
 
 
 class Replayed(NamedTuple):
@@ -235,7 +236,7 @@ def all_live(statuses: Mapping[Rank, RankStatus]) -> bool:
     return all(status.state is State.LIVE for status in statuses.values())
 
 
-def settle(client: Client | HashFollower, engines: Engines) -> None:
+def settle(client: Client | Subscriber, engines: Engines) -> None:
     """Wait until every rank is live, and those of instance 1 have applied what was published."""
     assert client.wait_for(all_live, PATIENCE)
     assert client.wait_for(
@@ -277,10 +278,10 @@ def replayed() -> Iterator[dict[str, Replayed]]:
         client = stack.enter_context(Client(replay_policy=REPLAYS, probe_interval=0.3))
         hashes = HashFollower()
         stack.callback(hashes.close)
-        registry = Registry(client, besides=[hashes])
+        registry = Registry(client, besides=[hashes.subscriber])
         by_hash = HashQueries(registry, hashes)
         app = app_routes(Service(client, registry), metrics=no_metrics, by_hash=by_hash)
-        yield replay((client, hashes), engines, Asker(app))
+        yield replay((client, hashes.subscriber), engines, Asker(app))
 
 
 def stripped(value: Any) -> Any:

@@ -39,7 +39,7 @@ def local(tokens: list[int]) -> list[int]:
 def test_hashes_and_tokens_of_any_traffic_get_the_same_answer() -> None:
     follower = HashFollower()
     with FakeEngine("1", num_blocks=300) as engine, client_of() as client:
-        registry = Registry(client, besides=[follower])
+        registry = Registry(client, besides=[follower.subscriber])
         by_hash = HashQueries(registry, follower)
         ask = Asker(app_routes(Service(client, registry), by_hash=by_hash))
         assert ask.post("/register", body_of(engine))[0] == 201
@@ -47,7 +47,7 @@ def test_hashes_and_tokens_of_any_traffic_get_the_same_answer() -> None:
         engine.run(workload)
         caught_up(client, engine)
         last = engine.published - 1
-        assert follower.wait_for(lambda all_: all_[engine.rank].seq == last, PATIENCE)
+        assert follower.subscriber.wait_for(lambda all_: all_[engine.rank].seq == last, PATIENCE)
         hits = 0
         for request in list(workload)[::5]:
             tokens = list(request.token_ids)
@@ -57,7 +57,7 @@ def test_hashes_and_tokens_of_any_traffic_get_the_same_answer() -> None:
             hits += bool(by_tokens[1]["scores"])
         assert hits > 3
         ask.post("/unregister", {"instance_id": 1, "model_name": "m"})
-        assert follower.ranks == client.ranks
+        assert follower.subscriber.ranks == client.ranks
         follower.close()
 
 

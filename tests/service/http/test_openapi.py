@@ -61,7 +61,7 @@ def dial(endpoint: str) -> str:
 def api() -> Iterator[Any]:
     with Client() as client:
         hashes = HashFollower()
-        registry = Registry(client, dial=dial, besides=[hashes])
+        registry = Registry(client, dial=dial, besides=[hashes.subscriber])
         service = Service(client, registry)
         page = Page(service)
         guard = Guard()
