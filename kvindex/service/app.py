@@ -35,8 +35,8 @@ from kvindex.service.openapi import (
     json,
     media,
     objects,
-    operation,
     parameter,
+    route,
 )
 from kvindex.service.outcomes import Outcome, count_outcome
 from kvindex.service.registering import (
@@ -88,8 +88,8 @@ def app_routes(
         *([] if metrics is None else [_metrics(metrics)]),
         *routes,
     ]
-    described = operation("This description", json({"type": "object"}))
-    whole.append(Route("GET", "/openapi.json", lambda _: document, described))
+    at, summary = "GET /openapi.json", "This description"
+    whole.append(route(at, lambda _: document, summary, json({"type": "object"})))
     document = json_reply(200, description(whole))
     return whole
 
@@ -129,34 +129,49 @@ def _queries(service: Service, by_hash: HashQueries | None) -> list[Route]:
     )
     octets = "Tokens as 32-bit little-endian integers, nothing else."
     whose = ("model_name", "model", "routing_group", "tenant_id", "lora_name", "cache_salt")
-    found = json({"type": "object"}, "What each instance holds.")
-    either = {**found, "content": {**found["content"], "application/msgpack": {}}}
-    query = operation(
-        "What each instance holds of a prompt",
-        either,
-        *(404, 415),
-        body={
-            "application/json": {"schema": {"anyOf": [DynamoQuery, RfcQuery]}},
-            "application/msgpack": binary(said),
-            "application/octet-stream": binary(octets),
-        },
-        parameters=[parameter(name, "with a body of application/octet-stream") for name in whose],
-    )
-    hashes = operation(
-        "The same, by the hashes of blocks", found, *(404, 415, 501), body=_json_of(HashQuery)
-    )
-    outcome = operation(
-        "Report the cached tokens of a finished request", _DONE, *(404, 415), body=_json_of(Outcome)
-    )
+    held = json({"type": "object"}, "What each instance holds.")
     return [
-        Route("POST", "/query", partial(answer, service), query),
-        Route("POST", "/query_by_hash", by_hash.answer if by_hash else no_hashes, hashes),
-        Route("POST", "/outcomes", partial(count_outcome, service), outcome),
+        route(
+            "POST /query",
+            partial(answer, service),
+            "What each instance holds of a prompt",
+            _or_packed(held),
+            codes=(404, 415),
+            body={
+                **_json_of({"anyOf": [DynamoQuery, RfcQuery]}),
+                "application/msgpack": binary(said),
+                "application/octet-stream": binary(octets),
+            },
+            parameters=[
+                parameter(name, "with a body of application/octet-stream") for name in whose
+            ],
+        ),
+        route(
+            "POST /query_by_hash",
+            by_hash.answer if by_hash else no_hashes,
+            "The same, by the hashes of blocks",
+            held,
+            codes=(404, 415, 501),
+            body=_json_of(HashQuery),
+        ),
+        route(
+            "POST /outcomes",
+            partial(count_outcome, service),
+            "Report the cached tokens of a finished request",
+            _DONE,
+            codes=(404, 415),
+            body=_json_of(Outcome),
+        ),
     ]
 
 
 def _json_of(kind: Any) -> dict[str, Any]:
     return {"application/json": {"schema": kind}}
+
+
+def _or_packed(response: dict[str, Any]) -> dict[str, Any]:
+    """Return a response in JSON that is msgpack for requests in msgpack."""
+    return {**response, "content": {**response["content"], "application/msgpack": {}}}
 
 
 _DONE: Final = json(objects(status=str))
@@ -191,44 +206,41 @@ class _Changes:
 
 
 def _registrations(changes: _Changes) -> list[Route]:
-    done = {**_DONE, "content": {**_DONE["content"], "application/msgpack": {}}}
-    linked = {**done, "links": _links()}
-    registration = operation(
-        "Subscribe to one DP rank of an instance",
-        {"200": linked, "201": linked},
-        *(409, 415),
-        body={
-            "application/json": {"schema": {"anyOf": [dynamo.DynamoRegister, rfc.RfcRegister]}},
-            "application/msgpack": binary(
-                "A map with the same fields, or a service of Mooncake's conductor."
-            ),
-        },
-    )
-    unregistration = operation(
-        "Unsubscribe from an instance or a rank",
-        done,
-        *(404, 409, 415),
-        body={
-            "application/json": {"schema": {"anyOf": [dynamo.DynamoUnregister, rfc.RfcUnregister]}},
-            "application/msgpack": binary(
-                "A map with the same fields; the conductor's has no `modelname`."
-            ),
-        },
-    )
+    linked = {**_or_packed(_DONE), "links": _links()}
+    registration = "A map with the same fields, or a service of Mooncake's conductor."
+    removal = "A map with the same fields; the conductor's has no `modelname`."
     refusal, peer = "Refused: there are no peers", _json_of(Peer)
-    no_peers = operation("No peers", json({"type": "array", "maxItems": 0}))
     return [
-        Route("POST", "/register", partial(changes.carry_out, register), registration),
-        Route("POST", "/unregister", partial(changes.carry_out, unregister), unregistration),
-        Route("GET", "/peers", lambda _: json_reply(200, []), no_peers),
-        Route(
-            "POST", "/register_peer", register_peer, operation(refusal, {}, *(415, 501), body=peer)
+        route(
+            "POST /register",
+            partial(changes.carry_out, register),
+            "Subscribe to one DP rank of an instance",
+            {"200": linked, "201": linked},
+            codes=(409, 415),
+            body={
+                **_json_of({"anyOf": [dynamo.DynamoRegister, rfc.RfcRegister]}),
+                "application/msgpack": binary(registration),
+            },
         ),
-        Route(
-            *("POST", "/deregister_peer"),
-            deregister_peer,
-            operation(refusal, {}, *(404, 415), body=peer),
+        route(
+            "POST /unregister",
+            partial(changes.carry_out, unregister),
+            "Unsubscribe from an instance or a rank",
+            _or_packed(_DONE),
+            codes=(404, 409, 415),
+            body={
+                **_json_of({"anyOf": [dynamo.DynamoUnregister, rfc.RfcUnregister]}),
+                "application/msgpack": binary(removal),
+            },
         ),
+        route(
+            "GET /peers",
+            lambda _: json_reply(200, []),
+            "No peers",
+            json({"type": "array", "maxItems": 0}),
+        ),
+        route("POST /register_peer", register_peer, refusal, {}, codes=(415, 501), body=peer),
+        route("POST /deregister_peer", deregister_peer, refusal, {}, codes=(404, 415), body=peer),
     ]
 
 
@@ -309,43 +321,39 @@ def _views(views: _Views) -> list[Route]:
     )
     services = objects(count=COUNT, services={"type": "array", "items": {"type": "object"}})
     return [
-        Route(
-            *("GET", "/workers"),
+        route(
+            "GET /workers",
             views.workers,
-            operation(
-                "The instances and their listeners",
-                json({"type": "array", "items": worker}),
-                parameters=[parameter("model_name"), GROUP],
-            ),
+            "The instances and their listeners",
+            json({"type": "array", "items": worker}),
+            parameters=[parameter("model_name"), GROUP],
         ),
-        Route("GET", "/services", views.services, operation("The registrations", json(services))),
-        Route(
-            *("GET", "/health"),
+        route("GET /services", views.services, "The registrations", json(services)),
+        route(
+            "GET /health",
             lambda _: Reply(200, b"", b""),
-            operation("Whether the process runs", {"description": "It does."}, is_probe=True),
+            "Whether the process runs",
+            {"description": "It does."},
+            is_probe=True,
         ),
-        Route(
-            *("GET", "/ready"),
+        route(
+            "GET /ready",
             views.ready,
-            operation(
-                "Whether queries are to be sent here; without the token, the code alone",
-                {"200": json(standing, "They are."), "503": json(standing, "They are not.")},
-                403,
-                is_probe=True,
-                parameters=[parameter("strict", "1: only while every rank is live")],
-            ),
+            "Whether queries are to be sent here; without the token, the code alone",
+            {"200": json(standing, "They are."), "503": json(standing, "They are not.")},
+            codes=(403,),
+            is_probe=True,
+            parameters=[parameter("strict", "1: only while every rank is live")],
         ),
-        Route(
-            *("GET", "/dump"),
+        route(
+            "GET /dump",
             views.dump,
-            operation(
-                "Ranks and blocks, as lines of JSON",
-                media("application/x-ndjson", "One line for each rank and block."),
-                422,
-                parameters=[
-                    parameter("blocks", "most blocks of each rank", COUNT | {"maximum": 10**9 - 1})
-                ],
-            ),
+            "Ranks and blocks, as lines of JSON",
+            media("application/x-ndjson", "One line for each rank and block."),
+            codes=(422,),
+            parameters=[
+                parameter("blocks", "most blocks of each rank", COUNT | {"maximum": 10**9 - 1})
+            ],
         ),
     ]
 
@@ -357,12 +365,11 @@ def _metrics(write: Metrics) -> Route:
         body, content_type = await asyncio.to_thread(write, workers, per_rank=per_rank)
         return Reply(200, body, content_type.encode())
 
-    described = operation(
-        "Metrics for Prometheus",
+    return route(
+        *("GET /metrics", metrics, "Metrics for Prometheus"),
         media("text/plain", "As Prometheus reads them."),
         parameters=[
             parameter("worker", "only these; repeatable", list[str]),
             parameter("ranks", "0: no series of single ranks"),
         ],
     )
-    return Route("GET", "/metrics", metrics, described)

@@ -166,7 +166,7 @@ class Route(NamedTuple):
         method: GET stands for HEAD, too.
         path: the whole of it.
         serve: answers at once, or later.
-        operation: its description, as `openapi.operation` makes it; None: it is not described.
+        operation: its description, as `openapi.route` makes it; None: it is not described.
     """
 
     method: str

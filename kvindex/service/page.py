@@ -26,6 +26,7 @@ from kvindex.service.explaining import Explained, Explainer, Question, explain, 
 from kvindex.service.guards import Guard, Refusal
 from kvindex.service.messages import (
     JSON,
+    Handler,
     RefusedError,
     Reply,
     Request,
@@ -33,7 +34,7 @@ from kvindex.service.messages import (
     Stream,
     refused,
 )
-from kvindex.service.openapi import COUNT, GROUP, json, media, objects, operation, parameter
+from kvindex.service.openapi import COUNT, GROUP, json, media, objects, parameter, route
 from kvindex.service.overview import Counted, Fleet, overview
 from kvindex.service.service import Service
 from kvindex.service.timeline import Happening, Timeline, parse_id
@@ -117,60 +118,58 @@ class Page:
 
     def _api_routes(self) -> list[Route]:
         model = parameter("model", "of which; all by default")
+        window = parameter("seconds", "how far back, 900 by default", {"enum": list(WINDOWS)})
         return [
-            _route(
-                self._get_fleet,
-                "/api/fleet",
-                operation("How every rank stands, and sums", json(Fleet, "At most 0.5 s old.")),
+            route(
+                "GET /api/fleet",
+                _answering(self._get_fleet),
+                "How every rank stands, and sums",
+                json(Fleet, "At most 0.5 s old."),
             ),
-            _route(
-                self._get_timeline,
-                "/api/timeline",
-                operation("What has happened, oldest first", json(History)),
+            route(
+                "GET /api/timeline",
+                _answering(self._get_timeline),
+                "What has happened, oldest first",
+                json(History),
             ),
-            _route(
-                self._get_traffic,
-                "/api/traffic",
-                operation(
-                    "What was asked over time, of all processes",
-                    json(_TRAFFIC),
-                    422,
-                    parameters=[
-                        model,
-                        GROUP,
-                        parameter(
-                            "seconds", "how far back, 900 by default", {"enum": list(WINDOWS)}
-                        ),
-                    ],
-                ),
+            route(
+                "GET /api/traffic",
+                _answering(self._get_traffic),
+                "What was asked over time, of all processes",
+                json(_TRAFFIC),
+                codes=(422,),
+                parameters=[model, GROUP, window],
             ),
-            _route(
-                self._get_prefixes,
-                "/api/prefixes",
-                operation(
-                    "Which prefixes are held by whom, the most widely held first",
-                    json(PartitionPrefixes),
-                    422,
-                    parameters=[
-                        model,
-                        GROUP,
-                        parameter("max_nodes", "1000 by default", _from_1(MOST_NODES)),
-                        parameter("min_blocks", "1 by default", _from_1(2**31)),
-                    ],
-                ),
+            route(
+                "GET /api/prefixes",
+                _answering(self._get_prefixes),
+                "Which prefixes are held by whom, the most widely held first",
+                json(PartitionPrefixes),
+                codes=(422,),
+                parameters=[
+                    model,
+                    GROUP,
+                    parameter("max_nodes", "1000 by default", _from_1(MOST_NODES)),
+                    parameter("min_blocks", "1 by default", _from_1(2**31)),
+                ],
             ),
-            _route(
-                self._explain,
-                "/api/explain",
-                operation(
-                    "How far a prompt matches on each rank, and where and why that ends",
-                    json(Explained, "Longest matches first."),
-                    *(404, 409, 502),
-                    body={"application/json": {"schema": _QUESTION}},
-                ),
-                method="POST",
+            route(
+                "POST /api/explain",
+                _answering(self._explain),
+                "How far a prompt matches on each rank, and where and why that ends",
+                json(Explained, "Longest matches first."),
+                codes=(404, 409, 502),
+                body={"application/json": {"schema": _QUESTION}},
             ),
-            _route(self._events, "/events", _EVENTS),
+            route(
+                "GET /events",
+                _answering(self._events),
+                "What happens, as server-sent events, until either side ends it",
+                _EVENTS,
+                parameters=[
+                    parameter("Last-Event-ID", "the last that was received", where="header")
+                ],
+            ),
         ]
 
     def close(self) -> None:
@@ -342,14 +341,10 @@ _QUESTION: Final = {
         {"required": ["text"], "properties": {"token_ids": {"type": "null"}}},
     ],
 }
-_EVENTS: Final = operation(
-    "What happens, as server-sent events, until either side ends it",
-    media(
-        "text/event-stream",
-        "First `fleet` with the present states, then `state`, `gap`, `replay`, `loss`, "
-        "`restart`, `added` and `removed`, each with a Happening as its data.",
-    ),
-    parameters=[parameter("Last-Event-ID", "the last that was received", where="header")],
+_EVENTS: Final = media(
+    "text/event-stream",
+    "First `fleet` with the present states, then `state`, `gap`, `replay`, `loss`, `restart`, "
+    "`added` and `removed`, each with a Happening as its data.",
 )
 
 
@@ -357,13 +352,8 @@ def _from_1(most: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": 1, "maximum": most}
 
 
-def _route(
-    serve: Callable[[Request], Awaitable[Reply | Stream]],
-    path: str,
-    described: Mapping[str, Any],
-    method: str = "GET",
-) -> Route:
-    """Return a route whose errors are answered as JSON."""
+def _answering(serve: Callable[[Request], Awaitable[Reply | Stream]]) -> Handler:
+    """Return a handler whose errors are answered as JSON."""
 
     async def handler(request: Request) -> Reply | Stream:
         try:
@@ -375,7 +365,7 @@ def _route(
         except KVIndexError as error:
             return _refusal(503, str(error)).reply._replace(headers=_HEADERS)
 
-    return Route(method, path, handler, described)
+    return handler
 
 
 def _json(body: bytes) -> Reply:

@@ -21,14 +21,24 @@ if sys.version_info >= (3, 11):
 else:  # the extra `server` brings it
     import tomli as tomllib
 
-__all__ = ["TOKEN_VARIABLE", "ConfigFile", "ServeSettings", "Table", "is_loopback", "read_config"]
+__all__ = [
+    "DIALECTS",
+    "TOKEN_VARIABLE",
+    "ConfigFile",
+    "ServeSettings",
+    "Table",
+    "is_loopback",
+    "read_config",
+]
 
 TOKEN_VARIABLE: Final = "KVINDEX_TOKEN"
 """The environment variable that may hold the token."""
 
+DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
+"""Whose API queries are read in: that of each query itself ("auto"), or only one of them."""
+
 _MAX_FILE_BYTES = 16 << 20
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
-_DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")  # as `Service` has them
 _MINE = ("serve", "limits")  # the tables that are read here, each at most once
 
 Table = dict[str, Any]
@@ -100,9 +110,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigurationError(f"block_size must be at least 1, not {self.block_size}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigurationError("TLS needs both: --tls-cert FILE and --tls-key FILE")
-        if self.dialect not in _DIALECTS:
+        if self.dialect not in DIALECTS:
             raise ConfigurationError(
-                f"dialect must be one of {', '.join(_DIALECTS)}, not {self.dialect!r}"
+                f"dialect must be one of {', '.join(DIALECTS)}, not {self.dialect!r}"
             )
         if self.hash_queries not in (None, "xxh3"):
             raise ConfigurationError(f'hash_queries must be "xxh3", not {self.hash_queries!r}')

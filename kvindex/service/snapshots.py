@@ -11,7 +11,7 @@ from typing import Final
 
 from kvindex import BusyError, Client, ClosedError
 from kvindex.service.messages import RefusedError, Request, Route, Stream, in_threads, refused
-from kvindex.service.openapi import binary, operation
+from kvindex.service.openapi import binary, route
 
 __all__ = ["snapshot_route"]
 
@@ -69,14 +69,14 @@ def snapshot_route(
             taken.readers += 1
         return Stream(_pieces(taken, sent), _HEADERS, length=os.fstat(taken.descriptor).st_size)
 
-    described = operation(
+    return route(
+        *("GET /snapshot", snapshot),
         "All that is known, for `kvindex serve --warm-from URL`, the secret seed included",
         {
             "description": "What `Client.save` writes.",
             "content": {"application/octet-stream": binary("A snapshot.")},
         },
     )
-    return Route("GET", "/snapshot", snapshot, described)
 
 
 def _taken(client: Client, directory: str | None) -> int:
