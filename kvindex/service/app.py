@@ -13,8 +13,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from kvindex.service.asking import answer
-from kvindex.service.dialects import dynamo, rfc
+from kvindex.service.apis import dynamo, rfc
 from kvindex.service.dumping import MOST_BLOCKS, dump
 from kvindex.service.hashing import HashQueries, HashQuery, no_hashes
 from kvindex.service.messages import (
@@ -39,7 +38,8 @@ from kvindex.service.openapi import (
     route,
 )
 from kvindex.service.outcomes import Outcome, count_outcome
-from kvindex.service.registering import (
+from kvindex.service.query_requests import answer
+from kvindex.service.registration_requests import (
     Peer,
     deregister_peer,
     register,

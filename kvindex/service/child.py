@@ -18,13 +18,13 @@ from typing import BinaryIO, Final
 import msgspec
 
 from kvindex.index.replicas import join
-from kvindex.service.asking import answer
 from kvindex.service.catalog import Catalog, Change, Partition
 from kvindex.service.guards import REASONS, Counters, Guard
 from kvindex.service.http import HttpServer
 from kvindex.service.messages import Reply, Request, Route, Stream
 from kvindex.service.orders import Registered, Start, Stop, read_order
 from kvindex.service.proxy import Proxy
+from kvindex.service.query_requests import answer
 from kvindex.service.service import Ranks, Service
 from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic

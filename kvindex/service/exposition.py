@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvindex.service.dialects import dynamo
+from kvindex.service.apis import dynamo
 from kvindex.service.metrics import FunnelCollector, RankCollector, SeriesLabels
 from kvindex.service.metrics.families import ReadCollector, counter, gauge
 from kvindex.service.service import Service
@@ -32,7 +32,7 @@ class Exposition:
     Args:
         service: whose ranks they are of.
         totals: what all processes were asked.
-        statistics: returns what the server counts, as `Running.statistics`.
+        statistics: returns what the server counts, as `Server.statistics`.
         dynamo_names: add series with the names of Dynamo's indexer.
 
     Thread safety: any thread.

@@ -37,8 +37,8 @@ from kvindex import (
     Subscriber,
     Trust,
 )
+from kvindex.service.apis import dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
-from kvindex.service.dialects import dynamo
 from kvindex.service.messages import (
     UNREADABLE,
     RefusedError,

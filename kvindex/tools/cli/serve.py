@@ -166,7 +166,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
     try:
-        from kvindex.service.running import Running
+        from kvindex.service.server import Server
     except ModuleNotFoundError as error:
         if error.name == "kvindex.wire._native":
             raise ConfigurationError(
@@ -186,7 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = serving.settings
     serving.add_workers(_workers(arguments))
     serving.add_discovery(sources_of(arguments))
-    running = Running(
+    running = Server(
         settings,
         serving.sources,
         tokens=settings.tokens(),

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvindex import Client
-from kvindex.service.asking import answer
 from kvindex.service.catalog import Partition, Registration
 from kvindex.service.messages import Reply
-from kvindex.service.registering import register, unregister
+from kvindex.service.query_requests import answer
+from kvindex.service.registration_requests import register, unregister
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError
-from tests.service.http.asking import request
+from tests.service.http.in_process import request
 
 pytestmark = pytest.mark.service
 

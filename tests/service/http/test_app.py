@@ -27,7 +27,7 @@ from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
 from kvindex.wire.errors import RegistrationError
 from tests.live import PATIENCE, caught_up, client_of, worker_of
-from tests.service.http.asking import Asker, body_of
+from tests.service.http.in_process import Asker, body_of
 
 pytestmark = pytest.mark.service
 

@@ -18,7 +18,7 @@ from kvindex.service.catalog import Partition
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, caught_up, client_of
-from tests.service.http.asking import Asker
+from tests.service.http.in_process import Asker
 
 pytestmark = pytest.mark.service
 

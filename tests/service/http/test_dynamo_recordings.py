@@ -33,7 +33,7 @@ from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from tests.live import PATIENCE, REPLAYS
-from tests.service.http.asking import Asker
+from tests.service.http.in_process import Asker
 
 pytestmark = pytest.mark.service
 

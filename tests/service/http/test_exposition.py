@@ -23,7 +23,7 @@ from kvindex.service.traffic import AllTraffic
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
 from tests.live import caught_up, client_of
-from tests.service.http.asking import Asker, body_of
+from tests.service.http.in_process import Asker, body_of
 from tests.service.http.test_metrics import Samples
 
 pytestmark = pytest.mark.service

@@ -19,7 +19,7 @@ from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, caught_up, client_of
-from tests.service.http.asking import Asker, body_of
+from tests.service.http.in_process import Asker, body_of
 
 pytestmark = pytest.mark.service
 

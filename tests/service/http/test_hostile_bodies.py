@@ -20,7 +20,7 @@ from kvindex.service.orders import Registered, read_order, write_order
 from kvindex.service.service import Service
 from kvindex.service.state import read_registrations, registrations_path
 from tests.live import client_of
-from tests.service.http.asking import Asker
+from tests.service.http.in_process import Asker
 
 pytestmark = pytest.mark.service
 

@@ -20,7 +20,7 @@ from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError
 from tests.live import PATIENCE, client_of
-from tests.service.http.asking import Answer, Asker, request
+from tests.service.http.in_process import Answer, Asker, request
 
 pytestmark = pytest.mark.service
 

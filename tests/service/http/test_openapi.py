@@ -29,13 +29,13 @@ from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.openapi import description
 from kvindex.service.page import Page
 from kvindex.service.registry import Registry
-from kvindex.service.running import Running
+from kvindex.service.server import Server
 from kvindex.service.service import Service
 from kvindex.service.settings import ServeSettings
 from kvindex.service.snapshots import snapshot_route
 from kvindex.service.traffic import AllTraffic
 from kvindex.wire.errors import EndpointRefusedError
-from tests.service.http.asking import Asker
+from tests.service.http.in_process import Asker
 from tests.service.http.page_server import at_a_port
 
 pytestmark = pytest.mark.service
@@ -115,14 +115,14 @@ def test_every_route_is_tried_or_said_not_to_be(api: Any) -> None:
 
 
 def test_every_route_of_a_running_server_is_described_but_for_files_of_the_page() -> None:
-    with Running(ServeSettings(port=0, hash_queries="xxh3")) as running:
+    with Server(ServeSettings(port=0, hash_queries="xxh3")) as running:
         routes = {r.path for r in running.routes if not r.path.startswith("/static/")}
         assert routes == set(description(running.routes)["paths"])
         assert {"/", "/events", "/snapshot", "/metrics", "/api/explain"} <= routes
 
 
 def test_the_codes_of_the_guard_are_described_where_they_occur() -> None:
-    with Running(ServeSettings(port=0), tokens=["a-token-of-16-characters"]) as running:
+    with Server(ServeSettings(port=0), tokens=["a-token-of-16-characters"]) as running:
         ask = Asker(running.site)
         for path, item in description(running.routes)["paths"].items():
             for method, operation in item.items():

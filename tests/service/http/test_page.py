@@ -33,7 +33,7 @@ from kvindex.service.timeline import Timeline
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.index.index_events import apply, removed, stored
 from tests.live import PATIENCE, caught_up, until, wait_status, worker_of
-from tests.service.http.asking import Asker
+from tests.service.http.in_process import Asker
 from tests.service.http.page_server import MODEL, ManyRanks, page_of, paged, register
 from tests.service.test_fleet_overview import A, status_of
 

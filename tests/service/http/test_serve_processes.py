@@ -28,7 +28,7 @@ from kvindex.service.proxy import Proxy
 from kvindex.service.site import Site
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
-from tests.service.http.asking import Asker, request
+from tests.service.http.in_process import Asker, request
 from tests.service.http.served import BLOCK, Served, engine, matched, register, serving
 
 pytestmark = [pytest.mark.service, needs_ring]

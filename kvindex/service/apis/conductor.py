@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from kvindex import Hits, Rank
+from kvindex.service.apis.dynamo import check_endpoint
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
-from kvindex.service.dialects.dynamo import check_endpoint
 from kvindex.service.messages import MSGPACK, Reply
 from kvindex.wire.errors import RegistrationError
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex import ConfigurationError, Worker
-from kvindex.service.running import Running, own_directory
+from kvindex.service.server import Server, own_directory
 from kvindex.service.serving import FixedSource
 from kvindex.service.settings import ServeSettings
 from kvindex.service.workers import target_of
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.service
 def test_workers_that_are_named_are_added_before_it_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvindex.service.running._FIRST_LOOK", 0.0)
+    monkeypatch.setattr("kvindex.service.server._FIRST_LOOK", 0.0)
     workers = [Worker(f"w{n}", f"inproc://nobody-publishes-at-{n}") for n in range(50)]
     source = FixedSource(target_of(worker) for worker in workers)
-    with Running(ServeSettings(port=0), [source]) as running:
+    with Server(ServeSettings(port=0), [source]) as running:
         assert running.missing == {}
         assert len(running.service.catalog.registrations) == 50
 
@@ -55,7 +55,7 @@ def test_a_state_that_is_no_ordinary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state"
     os.mkfifo(path)
     with pytest.raises(ConfigurationError, match="no ordinary file"):
-        Running(ServeSettings(port=0, state=str(path)))
+        Server(ServeSettings(port=0, state=str(path)))
 
 
 def test_directories_of_killed_servers_are_removed_and_no_others(

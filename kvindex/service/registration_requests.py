@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from kvindex import BusyError, ClosedError
-from kvindex.service.dialects import conductor, dynamo, rfc
+from kvindex.service.apis import conductor, dynamo, rfc
 from kvindex.service.messages import (
     JSON,
     MSGPACK_TYPES,

@@ -16,8 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from kvindex import KVIndexError
+from kvindex.service.apis import conductor, dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
-from kvindex.service.dialects import conductor, dynamo
 from kvindex.service.messages import (
     JSON,
     MSGPACK_TYPES,

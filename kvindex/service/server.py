@@ -41,7 +41,7 @@ from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.workers import BLOCK_SIZE
 from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Source
 
-__all__ = ["Running", "own_directory"]
+__all__ = ["Server", "own_directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _DESCRIPTORS: Final = 65_536
 _BACKLOG: Final = 2048  # connections that wait to be accepted
 
 
-class Running:
+class Server:
     """A server that listens; `run` serves until `stop`, and `close` takes it all down.
 
     Args:
@@ -385,7 +385,7 @@ class Running:
         self._opened.close()
         return saved
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
