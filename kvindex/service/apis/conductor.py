@@ -29,18 +29,13 @@ Fault: TypeAlias = "tuple[str, str]"  # reason and message
 Check: TypeAlias = Callable[[Any], "Fault | None"]
 
 
-def _text(value: Any) -> Fault | None:
-    if not isinstance(value, str):
-        return "invalid_type", "must be a string"
-    return None if value else ("invalid_value", "must not be empty")
+def _is(kinds: type | tuple[type, ...], words: str, *, is_empty_refused: bool = False) -> Check:
+    def check(value: Any) -> Fault | None:
+        if not isinstance(value, kinds):
+            return "invalid_type", f"must be {words}"
+        return ("invalid_value", "must not be empty") if is_empty_refused and not value else None
 
-
-def _maybe_text(value: Any) -> Fault | None:
-    return None if isinstance(value, str) else ("invalid_type", "must be a string")
-
-
-def _text_or_nil(value: Any) -> Fault | None:
-    return None if value is None or isinstance(value, str) else ("invalid_type", "must be a string")
+    return check
 
 
 def _whole(least: int) -> Check:
@@ -70,46 +65,44 @@ def _profile(value: Any) -> Fault | None:
     return "invalid_type", "must be a map of strings to strings and numbers"
 
 
-def _tokens(value: Any) -> Fault | None:
-    if isinstance(value, (bytes, list)):
-        return None
-    return "invalid_type", "must be little-endian 32-bit integers as bin, or an array"
+_TEXT = _is(str, "a string", is_empty_refused=True)
+_MAYBE_EMPTY = _is(str, "a string")
+_TOKENS = _is((bytes, list), "little-endian 32-bit integers as bin, or an array")
 
 
-_QUERY: Mapping[str, Check] = {
-    "model": _text,
-    "block_size": _whole(1),
-    "token_ids": _tokens,
-    "tenant_id": _maybe_text,
-    "lora_name": _maybe_text,
-    "cache_salt": _text_or_nil,
-    "instance_id": _maybe_text,
-}
-_REGISTER: Mapping[str, Check] = {
-    "endpoint": _text,
-    "type": _text,
-    "modelname": _text,
-    "instance_id": _text,
-    "block_size": _whole(1),
-    "dp_rank": _whole(0),
-    "hash_profile": _profile,
-    "replay_endpoint": _maybe_text,
-    "lora_name": _maybe_text,
-    "tenant_id": _maybe_text,
-    "cache_group": _group,
-}
-_UNREGISTER: Mapping[str, Check] = {
-    "instance_id": _text,
-    "dp_rank": _whole(0),
-    "tenant_id": _maybe_text,
-}
-_REQUIRED = frozenset(
-    {"model", "token_ids", "endpoint", "type", "modelname", "dp_rank", "hash_profile"}
+class _Form(NamedTuple):
+    """The fields of a body; the first ones are required."""
+
+    required: Mapping[str, Check]
+    optional: Mapping[str, Check]
+
+
+_QUERY = _Form(
+    {"model": _TEXT, "block_size": _whole(1), "token_ids": _TOKENS},
+    {
+        "tenant_id": _MAYBE_EMPTY,
+        "lora_name": _MAYBE_EMPTY,
+        "cache_salt": _is((str, type(None)), "a string"),
+        "instance_id": _MAYBE_EMPTY,
+    },
 )
+_REGISTER = _Form(
+    {
+        **dict.fromkeys(("endpoint", "type", "modelname", "instance_id"), _TEXT),
+        "block_size": _whole(1),
+        "dp_rank": _whole(0),
+        "hash_profile": _profile,
+    },
+    {
+        **dict.fromkeys(("replay_endpoint", "lora_name", "tenant_id"), _MAYBE_EMPTY),
+        "cache_group": _group,
+    },
+)
+_UNREGISTER = _Form({"instance_id": _TEXT, "dp_rank": _whole(0)}, {"tenant_id": _MAYBE_EMPTY})
 
 
 class ConductorQuery(NamedTuple):
-    """A query of this dialect."""
+    """A query of this API."""
 
     partition: Partition
     token_ids: memoryview
@@ -118,20 +111,19 @@ class ConductorQuery(NamedTuple):
     instance: str | None
 
 
-def _checked(fields: Mapping[str, Any], checks: Mapping[str, Check]) -> Reply | None:
+def _checked(fields: Mapping[str, Any], form: _Form) -> Reply | None:
     """Return what is wrong with a request's fields, None if nothing is."""
+    checks = {**form.required, **form.optional}
     for name in fields:
         if name not in checks:
             return _fault("unknown_field", f"unsupported field: {name}", name)
     for name, check in checks.items():
-        if name not in fields:
-            needed = name in _REQUIRED or (name in ("instance_id", "block_size"))
-            if needed and not (name == "instance_id" and checks is _QUERY):
-                return _fault("missing", f"{name} is required", name)
-            continue
-        fault = check(fields[name])
-        if fault is not None:
-            return _fault(fault[0], f"{name} {fault[1]}", name)
+        if name in fields:
+            fault = check(fields[name])
+            if fault is not None:
+                return _fault(fault[0], f"{name} {fault[1]}", name)
+        elif name in form.required:
+            return _fault("missing", f"{name} is required", name)
     return None
 
 
