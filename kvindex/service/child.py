@@ -62,14 +62,9 @@ class ReplicaService(Service):
 def child_site(
     service: Service, guard: Guard, counters: Counters, proxy: Proxy, names: Iterable[str] = ()
 ) -> Site:
-    """Return a site that answers `/query` and `/health`, and passes the rest on.
+    """Return a site that answers `/query` and `/health` from a replica, and passes the rest on.
 
-    Args:
-        service: answers from the replica.
-        guard: decides which requests are admitted.
-        counters: of COUNTED.
-        proxy: passes on.
-        names: the paths that requests are counted under.
+    `counters` are those of COUNTED; `names` the paths that requests are counted under.
     """
 
     def pass_on(request: Request) -> Awaitable[Reply | Stream]:
@@ -90,10 +85,7 @@ def child_site(
 
 
 class Orders:
-    """Carries out the parent's orders, on a thread of its own, until the pipe closes.
-
-    Args:
-        pipe: where the orders come from, after the first.
+    """Carries out the parent's orders after the first, on a thread of its own, until the pipe ends.
 
     Attributes:
         are_known: set once the registrations have come.

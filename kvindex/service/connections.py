@@ -62,11 +62,7 @@ class _Incoming:
 
 
 class Connection(asyncio.Protocol):
-    """A connection with bounds on memory and time. Owner: the event loop.
-
-    Args:
-        site: answers, and has the limits.
-    """
+    """A connection with the bounds of its site on memory and time. Owner: the event loop."""
 
     def __init__(self, site: Site) -> None:
         self._site = site

@@ -31,11 +31,7 @@ def dump(service: Service, most_blocks: int = MOST_BLOCKS) -> Iterator[bytes]:
 
     A block's line has its engine's own label (`block_hash`: an integer, or the hex of bytes), its
     `depth` in its prompt, and where it is. `blocks` of the rank's line counts them all, `listed`
-    those that follow.
-
-    Args:
-        service: whose ranks.
-        most_blocks: of each rank, at most.
+    those that follow: at most `most_blocks`.
 
     Complexity: O(blocks of the ranks): each rank is copied when its turn comes.
 

@@ -67,9 +67,9 @@ def event_stream(
     Nothing is kept for a reader but its place in the timeline, so a slow one costs no memory.
 
     Args:
-        timeline: whose happenings these are.
+        timeline: has the happenings.
         present: returns the present states, as JSON-ready values; called once, in a thread.
-        counters: of all streams.
+        counters: those of all streams.
         last_event_id: the last event that the reader has; "" for news only.
     """
 

@@ -5,7 +5,6 @@ The prompt may be text: the engine that serves the model turns it into tokens, b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
@@ -144,17 +143,14 @@ def explain(
     question: Question,
     ranks: list[Rank],
     tokenizer: str | None,
-    *,
-    ask: Callable[[str, str, str], list[int]] = tokenize,
 ) -> Explained:
     """Return for each rank how far the prompt matches, longest first. It blocks.
 
     Args:
         source: a client or a replica.
-        question: what is asked.
+        question: a prompt.
         ranks: those of the question's partition.
         tokenizer: base URL of the engine that knows the model's tokens, if one is configured.
-        ask: asks it.
 
     Raises:
         RefusedError: it cannot be answered.
@@ -169,7 +165,7 @@ def explain(
                 409, "no tokenizer is configured for this model: give token ids instead of text"
             )
         try:
-            tokens = ask(tokenizer, question.model, question.text or "")
+            tokens = tokenize(tokenizer, question.model, question.text or "")
         except TokenizerError as error:
             raise _refusal(502, str(error)) from None
     try:

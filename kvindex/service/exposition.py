@@ -27,13 +27,9 @@ __all__ = ["DynamoCollector", "Exposition", "RequestCollector"]
 
 
 class Exposition:
-    """Writes a server's metrics.
+    """Writes a server's metrics: its service's, those of all processes, and `Server.statistics`.
 
-    Args:
-        service: whose ranks they are of.
-        totals: what all processes were asked.
-        statistics: returns what the server counts, as `Server.statistics`.
-        dynamo_names: add series with the names of Dynamo's indexer.
+    `dynamo_names` adds series with the names of Dynamo's indexer.
 
     Thread safety: any thread.
     """

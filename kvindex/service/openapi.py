@@ -125,7 +125,7 @@ def route(
     Args:
         at: method and path, e.g. "GET /workers".
         serve: answers.
-        summary: in one line.
+        summary: one line.
         answers: one response, for 200; or several by their codes.
         codes: of errors, besides those of any request.
         body: the media types that it takes; None: it has no body.

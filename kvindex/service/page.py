@@ -79,8 +79,8 @@ class Page:
         tokenizer: URL of an engine whose `/tokenize` is asked for tokens of text where neither
             the operator nor a discovery named one of the partition.
         timeline: a new one by default.
-        traffic: of all processes that answer; of this one by default.
-        guard: its limit of event streams holds.
+        traffic: that of all processes that answer; by default of this one.
+        guard: limits the event streams.
 
     Attributes:
         routes: of the page.

@@ -38,10 +38,7 @@ _PATIENCE: Final = 5.0  # seconds beyond `shutdown_within` before one that does 
 class Children:
     """Keeps a number of HTTP processes running until `close`.
 
-    Args:
-        count: how many.
-        start: the first order of each; descriptors of counters are filled in.
-        names: of the counters.
+    Each begins with the order `start`, and has counters of these names.
 
     Thread safety: every method from any thread.
     """

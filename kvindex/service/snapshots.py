@@ -33,11 +33,7 @@ class _Taken:
         self.readers = 0
 
 
-def snapshot_route(
-    client: Client,
-    directory: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Route:
+def snapshot_route(client: Client, *, clock: Callable[[], float] = time.monotonic) -> Route:
     """Return the route `GET /snapshot`, which answers with the file of `Client.save`.
 
     A request soon after another one, or while two snapshots are being sent, gets the newest of
@@ -45,7 +41,6 @@ def snapshot_route(
 
     Args:
         client: whose state it is.
-        directory: where there is room for it; that of temporary files by default.
         clock: monotonic seconds.
     """
     sent: list[_Taken] = []  # at present, the newest last
@@ -60,7 +55,7 @@ def snapshot_route(
             is_fresh = bool(sent) and clock() - sent[-1].taken_at < _FRESH
             if not is_fresh and len(sent) < _MOST:
                 try:
-                    descriptor = await asyncio.to_thread(_taken, client, directory)
+                    descriptor = await asyncio.to_thread(_taken, client)
                 except (OSError, BusyError, ClosedError) as error:
                     why = f"no snapshot could be taken: {error}"
                     raise RefusedError(refused(503, why, "busy")) from error
@@ -79,9 +74,9 @@ def snapshot_route(
     )
 
 
-def _taken(client: Client, directory: str | None) -> int:
+def _taken(client: Client) -> int:
     """Return a descriptor of a file with a new snapshot, which has no name any more."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix="kvindex-snapshot-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvindex-snapshot-") as folder:
         path = os.path.join(folder, "snapshot")
         client.save(path)
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

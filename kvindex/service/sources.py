@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex import CacheSettings, ConfigurationError
+from kvindex import ConfigurationError
 from kvindex.service.settings import ConfigFile, Table
 from kvindex.service.workers import Defaults
 from kvindex.subscribe.discovery import (
@@ -103,39 +103,25 @@ def source_of(entry: Mapping[str, Any], defaults: Defaults, where: str) -> Sourc
 
 def _made(kind: str, given: Table, defaults: Defaults) -> Source:
     group = given.pop(_GROUP, defaults.routing_group)
-    cache: CacheSettings = defaults.cache
     if kind == "file":
-        return _WithDefaults(
-            FileSource(**given), msgspec.structs.replace(defaults, routing_group=group)
-        )
-    if kind == "engines":
-        return EngineSource(**given, routing_group=group, cache=cache)
-    if kind == "dns":
-        return DnsSource(**given, routing_group=group, cache=cache)
-    return KubernetesSource(**given, routing_group=group, cache=cache)
+        return _ListedFile(msgspec.structs.replace(defaults, routing_group=group), **given)
+    sources: dict[str, Callable[..., Source]] = {
+        "engines": EngineSource,
+        "dns": DnsSource,
+        "kubernetes": KubernetesSource,
+    }
+    return sources[kind](**given, routing_group=group, cache=defaults.cache)
 
 
-class _WithDefaults:
-    """A source whose targets get defaults. Thread safety: as the source's."""
+class _ListedFile(FileSource):
+    """A file of engines that get defaults."""
 
-    def __init__(self, source: Source, defaults: Defaults) -> None:
-        self._source = source
+    def __init__(self, defaults: Defaults, **options: Any) -> None:
+        super().__init__(**options)
         self._defaults = defaults
-        self.name = source.name
-        self.is_certain = source.is_certain
 
-    def watch(self, tell: Callable[[Any], None]) -> None:
-        """Yield the source's targets, with defaults."""
-
-        def told(targets: Any) -> None:
-            given: list[Target] = list(targets)
-            tell([self._defaults.apply(target) for target in given])
-
-        self._source.watch(told)
-
-    def close(self) -> None:
-        """End `watch`."""
-        self._source.close()
+    def read(self) -> tuple[Target, ...]:
+        return tuple(self._defaults.apply(target) for target in super().read())
 
 
 def token_reader(path: str) -> Callable[[], str | None]:

@@ -25,10 +25,10 @@ ASKED: Final = (
     *("reported", "delivered"),
 )
 """Columns of `AllTraffic.asked`: queries, with their tokens, those that the best rank held, and the
-time taken; finished requests that routers report, in tokens (see `Traffic.outcome`); and of those
+time taken; finished requests that routers report, in tokens (see `outcomes.Outcome`); and of those
 whose engine reported its cached tokens, the tokens asked and delivered."""
 
-_OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")  # see `Traffic.outcome`
+_OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")
 _REPORTED: Final = (*_OUTCOMES, "delivered")
 _NAME_BYTES: Final = 248
 _MOST_REQUESTS: Final = 512
@@ -123,13 +123,7 @@ class Traffic:
         self._partitions = Rows(rest, _MOST_PARTITIONS, _NUMBERS)
 
     def request(self, method: str, route: str, code: int) -> None:
-        """Count an answered request.
-
-        Args:
-            method: that of a route that there is, or OTHER.
-            route: the path of a route that there is, or OTHER, so that there are not many.
-            code: the HTTP status code.
-        """
+        """Count an answered request; methods and routes that there are not are OTHER."""
         self._requests.row(f"{method} {route} {code}")[0] += 1
 
     def query(
@@ -150,15 +144,7 @@ class Traffic:
         chosen: int,
         delivered: int | None = None,
     ) -> None:
-        """Count a finished request that a router reports, in tokens.
-
-        Args:
-            partition: whose.
-            asked: in its prompt.
-            attainable: of these, those that the best rank held.
-            chosen: those that the chosen rank was expected to find cached.
-            delivered: those that its engine did find; None if it did not report them.
-        """
+        """Count a finished request that a router reports, in tokens: see `Outcome`."""
         row = self._of(partition)
         for place, number in enumerate((1, asked, attainable, chosen), _QUERY):
             row[place] += number
@@ -207,13 +193,7 @@ class Sums(NamedTuple):
 
 
 class AllTraffic:
-    """The requests to all processes of a server.
-
-    Args:
-        parts: returns the counts of each process.
-
-    Thread safety: any thread.
-    """
+    """The requests to all processes of a server, out of the counts of each. Any thread."""
 
     def __init__(self, parts: Callable[[], Iterable[Traffic]]) -> None:
         self._parts = parts
