@@ -11,12 +11,14 @@ import msgspec
 from kvindex import Hits, Rank
 from kvindex.service.apis.dynamo import check_endpoint
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
-from kvindex.service.messages import MSGPACK, Reply
+from kvindex.service.messages import MSGPACK, RefusedError, Reply
 from kvindex.wire.errors import RegistrationError
 
 __all__ = [
     "ConductorQuery",
+    "TokensError",
     "answer",
+    "little_endian",
     "not_registered",
     "packed_tokens",
     "query",
@@ -111,42 +113,55 @@ class ConductorQuery(NamedTuple):
     instance: str | None
 
 
-def _checked(fields: Mapping[str, Any], form: _Form) -> Reply | None:
-    """Return what is wrong with a request's fields, None if nothing is."""
+def _check(fields: Mapping[str, Any], form: _Form) -> None:
+    """Raise RefusedError for what is wrong with a request's fields."""
     checks = {**form.required, **form.optional}
     for name in fields:
         if name not in checks:
-            return _fault("unknown_field", f"unsupported field: {name}", name)
+            raise _refusal("unknown_field", f"unsupported field: {name}", name)
     for name, check in checks.items():
         if name in fields:
             fault = check(fields[name])
             if fault is not None:
-                return _fault(fault[0], f"{name} {fault[1]}", name)
+                raise _refusal(fault[0], f"{name} {fault[1]}", name)
         elif name in form.required:
-            return _fault("missing", f"{name} is required", name)
-    return None
+            raise _refusal("missing", f"{name} is required", name)
 
 
-def _fault(reason: str, message: str, field: str, index: int | None = None) -> Reply:
-    error: dict[str, Any] = {"error": message, "reason": reason, "field": field}
-    if index is not None:
-        error["index"] = index
-    return Reply(400, msgspec.msgpack.encode(error), MSGPACK)
+def _refusal(reason: str, message: str, field: str, **more: int) -> RefusedError:
+    error = {"error": message, "reason": reason, "field": field, **more}
+    return RefusedError(Reply(400, msgspec.msgpack.encode(error), MSGPACK))
 
 
-def packed_tokens(value: bytes | list[Any]) -> memoryview | tuple[str, int | None]:
-    """Return tokens as 32-bit integers; or what is wrong, and with which of them.
+class TokensError(ValueError):
+    """Tokens that cannot be read.
+
+    Attributes:
+        index: of the token that is none; None if there is no such token.
+    """
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+def packed_tokens(value: bytes | list[Any]) -> memoryview:
+    """Return tokens as 32-bit integers.
 
     Args:
         value: little-endian 32-bit integers, signed or not, or whole numbers from 0 to 2^32-1.
+
+    Raises:
+        TokensError: it is something else.
     """
     if isinstance(value, bytes):
         if len(value) % 4:
-            return f"token_ids has {len(value)} bytes, no multiple of 4", None
+            raise TokensError(f"token_ids has {len(value)} bytes, no multiple of 4")
         return little_endian(value)
     for index, token in enumerate(value):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**32:
-            return f"token_ids[{index}] is {token!r:.40}: a token is 0 to 4294967295", index
+            why = f"token_ids[{index}] is {token!r:.40}: a token is 0 to 4294967295"
+            raise TokensError(why, index)
     return memoryview(array("I", value))
 
 
@@ -159,14 +174,14 @@ def little_endian(data: bytes | memoryview) -> memoryview:
     return memoryview(numbers)
 
 
-def query(fields: Mapping[str, Any]) -> ConductorQuery | Reply:
-    """Return what a query's body asks, or why it is refused."""
-    refusal = _checked(fields, _QUERY)
-    if refusal is not None:
-        return refusal
-    tokens = packed_tokens(fields["token_ids"])
-    if not isinstance(tokens, memoryview):
-        return _fault("invalid_value", tokens[0], "token_ids", tokens[1])
+def query(fields: Mapping[str, Any]) -> ConductorQuery:
+    """Return what a query's body asks, or raise RefusedError."""
+    _check(fields, _QUERY)
+    try:
+        tokens = packed_tokens(fields["token_ids"])
+    except TokensError as error:
+        more = {} if error.index is None else {"index": error.index}
+        raise _refusal("invalid_value", str(error), "token_ids", **more) from None
     return ConductorQuery(
         Partition(fields["model"], fields.get("tenant_id") or DEFAULT_GROUP),
         tokens,
@@ -176,15 +191,13 @@ def query(fields: Mapping[str, Any]) -> ConductorQuery | Reply:
     )
 
 
-def registration(fields: Mapping[str, Any]) -> Registration | Reply:
-    """Return what a registration's body asks for, or why it is refused."""
-    refusal = _checked(fields, _REGISTER)
-    if refusal is not None:
-        return refusal
+def registration(fields: Mapping[str, Any]) -> Registration:
+    """Return what a registration's body asks for, or raise RefusedError."""
+    _check(fields, _REGISTER)
     try:
         check_endpoint(fields["endpoint"])
     except RegistrationError as error:
-        return _fault("invalid_registration", str(error), "endpoint")
+        raise _refusal("invalid_registration", str(error), "endpoint") from None
     details = {name: fields.get(name) for name in ("type", "cache_group", "hash_profile")}
     return Registration(
         instance_id=fields["instance_id"],
@@ -197,11 +210,9 @@ def registration(fields: Mapping[str, Any]) -> Registration | Reply:
     )
 
 
-def which(fields: Mapping[str, Any]) -> dict[str, Any] | Reply:
-    """Return arguments of `Registry.unregister`, or why a body is refused."""
-    refusal = _checked(fields, _UNREGISTER)
-    if refusal is not None:
-        return refusal
+def which(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `Registry.unregister`, or raise RefusedError."""
+    _check(fields, _UNREGISTER)
     return {
         "worker": fields["instance_id"],
         "routing_group": fields.get("tenant_id") or DEFAULT_GROUP,
