@@ -19,7 +19,7 @@ import msgspec
 
 from kvindex.index.replicas import join
 from kvindex.service.catalog import Catalog, Change, Partition
-from kvindex.service.guards import REASONS, Counters, Guard
+from kvindex.service.guards import Guard
 from kvindex.service.http import HttpServer
 from kvindex.service.messages import Reply, Request, Route, Stream
 from kvindex.service.orders import Registered, Start, Stop, read_order
@@ -29,12 +29,9 @@ from kvindex.service.service import Ranks, Service
 from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 
-__all__ = ["COUNTED", "ReplicaService", "child_site", "main"]
+__all__ = ["ReplicaService", "child_site", "main"]
 
 logger = logging.getLogger(__name__)
-
-COUNTED: Final = (*REASONS, "passed_on")
-"""The counters of a child, besides its `Traffic`, which stands behind them."""
 
 _JOIN_SECONDS: Final = 60.0
 _ORPHAN_SECONDS: Final = 1  # for open requests, once the parent is gone
@@ -59,29 +56,23 @@ class ReplicaService(Service):
         return ranks
 
 
-def child_site(
-    service: Service, guard: Guard, counters: Counters, proxy: Proxy, names: Iterable[str] = ()
-) -> Site:
+def child_site(service: Service, guard: Guard, proxy: Proxy, names: Iterable[str] = ()) -> Site:
     """Return a site that answers `/query` and `/health` from a replica, and passes the rest on.
 
-    `counters` are those of COUNTED; `names` the paths that requests are counted under.
+    `names` are the paths that requests are counted under.
     """
-
-    def pass_on(request: Request) -> Awaitable[Reply | Stream]:
-        counters.add("passed_on")
-        return proxy(request)
 
     def query(request: Request) -> Reply | Awaitable[Reply | Stream]:
         try:
             return answer(service, request)
         except NotKnownHereError:
-            return pass_on(request)
+            return proxy(request)
 
     routes = [
         Route("POST", "/query", query),
         Route("GET", "/health", lambda _: Reply(200, b"", b"")),
     ]
-    return Site(routes, guard, service.traffic.request, names=names, otherwise=pass_on)
+    return Site(routes, guard, service.traffic.request, names=names, otherwise=proxy)
 
 
 class Orders:
@@ -149,26 +140,24 @@ def main() -> int:
         raise TypeError(f"the first order is {type(start).__name__}")
     logging.basicConfig(level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
     orders = Orders(pipe)
-    memory = memoryview(mmap.mmap(start.counters_fd, Counters.size(COUNTED) + Traffic.SIZE))
-    counters = Counters(COUNTED, memory)
-    traffic = Traffic(memory[Counters.size(COUNTED) :])
+    traffic = Traffic(memoryview(mmap.mmap(start.counters_fd, Traffic.SIZE)))
     with join(start.fanout, _JOIN_SECONDS) as replica:
         orders.are_known.wait()
         dialect, max_tokens = start.settings.dialect, start.settings.limits.tokens
         service = ReplicaService(replica, traffic=traffic, dialect=dialect, max_tokens=max_tokens)
-        _serve(start, orders, service, counters)
+        _serve(start, orders, service)
     return 0
 
 
-def _serve(start: Start, orders: Orders, service: Service, counters: Counters) -> None:
+def _serve(start: Start, orders: Orders, service: Service) -> None:
     settings = start.settings
     guard = Guard(
         tokens=start.tokens,
         allowed_hosts=settings.allowed_hosts,
         limits=settings.limits,
-        counters=counters,
+        counters=service.traffic.refused,
     )
-    site = child_site(service, guard, counters, Proxy(start.upstream, guard), start.routes)
+    site = child_site(service, guard, Proxy(start.upstream, guard), start.routes)
     server = HttpServer(
         site,
         shutdown_within=settings.shutdown_within,

@@ -14,14 +14,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
 from kvindex.service.catalog import Catalog
-from kvindex.service.guards import Counters
 from kvindex.service.orders import Order, Registered, Start, Stop, write_order
 from kvindex.service.traffic import Traffic
 
@@ -38,20 +36,19 @@ _PATIENCE: Final = 5.0  # seconds beyond `shutdown_within` before one that does 
 class Children:
     """Keeps a number of HTTP processes running until `close`.
 
-    Each begins with the order `start`, and has counters of these names.
+    Each begins with the order `start`.
 
     Thread safety: every method from any thread.
     """
 
-    def __init__(self, count: int, start: Start, names: Sequence[str]) -> None:
+    def __init__(self, count: int, start: Start) -> None:
         self._start = start
-        self._names = names
         self._changed = threading.Condition()
         self._catalog = Catalog()
         self._version = 0
         self._closing = threading.Event()
         self._exits: Counter[str] = Counter()
-        self._places = [_Place(number, names) for number in range(count)]
+        self._places = [_Place(number) for number in range(count)]
         self._threads = [
             threading.Thread(
                 target=self._keep, args=(place,), name=f"kvindex-child-{place.number}", daemon=True
@@ -75,13 +72,6 @@ class Children:
         """Return the ids of the processes that run now."""
         running = [place.process for place in self._places]
         return [process.pid for process in running if process and process.poll() is None]
-
-    def counters(self) -> dict[str, int]:
-        """Return the counters of all processes, past ones included, added up."""
-        total: Counter[str] = Counter(dict.fromkeys(self._names, 0))
-        for place in self._places:
-            total.update(place.counters.values())
-        return dict(total)
 
     def traffic(self) -> list[Traffic]:
         """Return the counted requests of the processes at each place, past ones included."""
@@ -182,16 +172,12 @@ class Children:
 class _Place:
     """Where one process runs after the other: their counters go on."""
 
-    def __init__(self, number: int, names: Sequence[str]) -> None:
-        own = Counters.size(names)
-        size = own + Traffic.SIZE
+    def __init__(self, number: int) -> None:
         self.number = number
         self.process: subprocess.Popen[bytes] | None = None
         self.descriptor = os.memfd_create(f"kvindex-counters-{number}")
-        os.ftruncate(self.descriptor, size)
-        self._memory = mmap.mmap(self.descriptor, size)
-        self.counters = Counters(names, memoryview(self._memory))
-        self.traffic = Traffic(memoryview(self._memory)[own:])
+        os.ftruncate(self.descriptor, Traffic.SIZE)
+        self.traffic = Traffic(memoryview(mmap.mmap(self.descriptor, Traffic.SIZE)))
 
     def close(self) -> None:
         """Let go of the descriptor; the numbers stay."""

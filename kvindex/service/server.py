@@ -21,9 +21,8 @@ from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
 from kvindex.index.replicas import FanOut
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
-from kvindex.service.child import COUNTED
 from kvindex.service.exposition import Exposition
-from kvindex.service.guards import REASONS, Guard
+from kvindex.service.guards import Guard
 from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.http import HttpServer
 from kvindex.service.messages import Route
@@ -117,12 +116,13 @@ class Server:
             )
             opened.callback(self._discovery.close)
             self.service.missing = self._missing
+            self._traffic = AllTraffic(self._counted)
             self.missing = self._first_missing()
             self._guard = self._new_guard()
             self._page = Page(
                 self.service,
                 tokenizer=settings.tokenizer,
-                traffic=AllTraffic(self._traffic),
+                traffic=self._traffic,
                 guard=self._guard,
             )
             opened.callback(self._page.close)
@@ -224,12 +224,17 @@ class Server:
             limits = msgspec.structs.replace(
                 limits, connections=settings.processes * limits.connections
             )
-        return Guard(tokens=self._tokens, allowed_hosts=settings.allowed_hosts, limits=limits)
+        return Guard(
+            tokens=self._tokens,
+            allowed_hosts=settings.allowed_hosts,
+            limits=limits,
+            counters=self.service.traffic.refused,
+        )
 
     def _new_routes(self) -> list[Route]:
         exposition = Exposition(
             self.service,
-            AllTraffic(self._traffic),
+            self._traffic,
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
@@ -241,7 +246,7 @@ class Server:
             by_hash=None if hashes is None else HashQueries(registry, hashes, traffic),
         )
 
-    def _traffic(self) -> list[Traffic]:
+    def _counted(self) -> list[Traffic]:
         """Return each process's counted requests."""
         own = [self.service.traffic]
         return own if self._children is None else own + self._children.traffic()
@@ -254,7 +259,7 @@ class Server:
                 shutdown_within=settings.shutdown_within,
                 tls=settings.tls,
             )
-        self._children = Children(settings.processes, self._orders(), COUNTED)
+        self._children = Children(settings.processes, self._orders())
         self.service.registry.on_change(self._children.follow)
         self._children.follow(self.service.catalog)
         return HttpServer(self.site, shutdown_within=settings.shutdown_within)
@@ -365,12 +370,8 @@ class Server:
         streams `opened`, `open_now`, `resumed` and `cut_off`. `discovery`, `state` and `processes`:
         as their parts say; None where there is no such part.
         """
-        refused = self._guard.counters.values()
-        if self._children is not None:
-            counted = self._children.counters()
-            refused = {name: refused[name] + counted[name] for name in REASONS}
         return {
-            "refused": refused,
+            "refused": self._traffic.refused(),
             "streams": msgspec.to_builtins(self._page.streams),
             "discovery": self._discovery.statistics(),
             "state": None if self._saver is None else self._saver.statistics(),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kvindex.service.catalog import Partition
+from kvindex.service.guards import REASONS, Counters
 from kvindex.service.site import OTHER
 
 __all__ = ["ASKED", "BUCKETS", "AllTraffic", "Rows", "Sums", "Traffic"]
@@ -111,15 +112,24 @@ class Traffic:
     Args:
         buffer: `Traffic.SIZE` writable bytes, zero at first; own memory by default.
 
+    Attributes:
+        refused: counters of `REASONS`, for the process's `Guard`.
+
     Thread safety: as `Rows`.
     """
 
-    SIZE: Final = Rows.size(_MOST_REQUESTS, 1) + Rows.size(_MOST_PARTITIONS, _NUMBERS)
+    SIZE: Final = (
+        Counters.size(REASONS)
+        + Rows.size(_MOST_REQUESTS, 1)
+        + Rows.size(_MOST_PARTITIONS, _NUMBERS)
+    )
 
     def __init__(self, buffer: memoryview | None = None) -> None:
-        whole = memoryview(bytearray(self.SIZE)) if buffer is None else buffer
-        self._requests = Rows(whole, _MOST_REQUESTS, 1)
-        rest = whole[Rows.size(_MOST_REQUESTS, 1) :]
+        rest = memoryview(bytearray(self.SIZE)) if buffer is None else buffer
+        self.refused = Counters(REASONS, rest)
+        rest = rest[Counters.size(REASONS) :]
+        self._requests = Rows(rest, _MOST_REQUESTS, 1)
+        rest = rest[Rows.size(_MOST_REQUESTS, 1) :]
         self._partitions = Rows(rest, _MOST_PARTITIONS, _NUMBERS)
 
     def request(self, method: str, route: str, code: int) -> None:
@@ -197,6 +207,11 @@ class AllTraffic:
 
     def __init__(self, parts: Callable[[], Iterable[Traffic]]) -> None:
         self._parts = parts
+
+    def refused(self) -> dict[str, int]:
+        """Return how many requests were refused, by reason."""
+        counts = [part.refused.values() for part in self._parts()]
+        return {reason: sum(count[reason] for count in counts) for reason in REASONS}
 
     def requests(self) -> Counter[tuple[str, str, int]]:
         """Return how many requests were answered, by method, route and status code."""

@@ -21,8 +21,8 @@ import msgspec
 
 from kvindex import Client, Worker
 from kvindex.service.catalog import Catalog, Partition, Registration
-from kvindex.service.child import COUNTED, ReplicaService, child_site
-from kvindex.service.guards import Counters, Guard
+from kvindex.service.child import ReplicaService, child_site
+from kvindex.service.guards import Guard
 from kvindex.service.http import HttpServer
 from kvindex.service.proxy import Proxy
 from kvindex.service.site import Site
@@ -194,9 +194,8 @@ def test_a_snapshot_streams_through_a_child() -> None:
 def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_dialect() -> None:
     with Client(Worker("1", "inproc://nobody-publishes-here")) as client:
         service = ReplicaService(client)
-        counters = Counters(COUNTED)
-        guard = Guard(counters=counters)
-        site = child_site(service, guard, counters, Proxy("/nowhere", guard))
+        guard = Guard()
+        site = child_site(service, guard, Proxy("/nowhere", guard))
         tokens = {"token_ids": [1, 2, 3, 4]}
         packed = msgspec.msgpack.encode({**tokens, "model": "m"})
         asked = [
@@ -213,12 +212,12 @@ def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_d
             return [(await Asker(site).answer(question)).status_code for question in asked]
 
         assert asyncio.run(statuses()) == [503] * 4  # the parent is nowhere
-        assert counters.values()["passed_on"] == 4
+        assert guard.counters.values()["parent"] == 4
         entry = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
         service._registry = None  # as with a replica, whose registrations the parent sends
         service.follow(Catalog([entry]))
         assert asyncio.run(statuses()) == [200, 200, 400, 200]  # the conductor's has no block_size
-        assert counters.values()["passed_on"] == 4
+        assert guard.counters.values()["parent"] == 4
 
 
 def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_an_error(
