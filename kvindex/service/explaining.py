@@ -17,7 +17,7 @@ from kvindex import (
     TokenError,
     UnknownRankError,
 )
-from kvindex.service.messages import UNREADABLE, RefusedError, refused
+from kvindex.service.messages import UNREADABLE, refusal
 from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.errors import DiscoveryError
 
@@ -130,11 +130,11 @@ def read_question(body: bytes) -> Question:
     try:
         question = msgspec.json.decode(body, type=Question)
     except msgspec.ValidationError as error:
-        raise _refusal(422, f"the question cannot be read: {error}") from None
+        raise refusal(422, f"the question cannot be read: {error}") from None
     except UNREADABLE as error:
-        raise _refusal(400, f"the body is no JSON: {error}") from None
+        raise refusal(400, f"the body is no JSON: {error}") from None
     if (question.token_ids is None) == (question.text is None):
-        raise _refusal(422, "give either token_ids or text")
+        raise refusal(422, "give either token_ids or text")
     return question
 
 
@@ -157,23 +157,23 @@ def explain(
     """
     if not ranks:
         where = f"model={question.model} routing_group={question.routing_group}"
-        raise _refusal(404, f"no ranks for {where}")
+        raise refusal(404, f"no ranks for {where}")
     tokens = question.token_ids
     if tokens is None:
         if tokenizer is None:
-            raise _refusal(
+            raise refusal(
                 409, "no tokenizer is configured for this model: give token ids instead of text"
             )
         try:
             tokens = tokenize(tokenizer, question.model, question.text or "")
         except TokenizerError as error:
-            raise _refusal(502, str(error)) from None
+            raise refusal(502, str(error)) from None
     try:
         why = source.explain(tokens, lora=question.lora, salt=question.salt, ranks=ranks)
     except (TokenError, ConfigurationError) as error:
-        raise _refusal(422, str(error)) from None
+        raise refusal(422, str(error)) from None
     except UnknownRankError as error:
-        raise _refusal(503, f"a rank was removed just now, ask again: {error}") from None
+        raise refusal(503, f"a rank was removed just now, ask again: {error}") from None
     explained = why.to_dict()
     ranks = [part.match.rank for part, _ in zip(why, range(MOST_RANKS), strict=False)]
     return Explained(
@@ -184,7 +184,3 @@ def explain(
         ],
         left_out=max(0, len(why) - MOST_RANKS),
     )
-
-
-def _refusal(status: int, why: str) -> RefusedError:
-    return RefusedError(refused(status, why))

@@ -57,9 +57,8 @@ class Counters:
     One process writes; others map the same memory and read. A number is written whole, so a reader
     sees the one before or the one after.
 
-    Args:
-        names: of the counters, the same in all processes that share the buffer.
-        buffer: at least `Counters.size(names)` writable bytes, zero at first; own memory if None.
+    All processes that share a buffer (`size(names)` writable bytes, zero at first) give the same
+    names.
 
     Thread safety: `add` on one thread of one process; the rest anywhere.
 
@@ -223,9 +222,6 @@ class Guard:
 
     def admit(self, headers: Headers) -> Refusal | None:
         """Return why a request with these header fields is refused, or None; counts it.
-
-        Args:
-            headers: names in lower case, as ASGI has them.
 
         Complexity: one pass over the fields; a comparison of tokens takes the same time whatever
         they are.

@@ -26,6 +26,7 @@ __all__ = [
     "json_reply",
     "packed",
     "read_json",
+    "refusal",
     "refused",
     "text_reply",
 ]
@@ -204,6 +205,12 @@ def refused(status: int, message: str, reason: str | None = None) -> Reply:
     """Return an error as `{"error": message}`, with a `reason` for programs if there is one."""
     error = {"error": message}
     return json_reply(status, error if reason is None else {**error, "reason": reason})
+
+
+def refusal(status: int, message: str, reason: str | None = None) -> RefusedError:
+    """Return `refused` as an error to raise; a 503 says when to ask again."""
+    headers: Headers = ((b"retry-after", b"1"),) if status == 503 else ()
+    return RefusedError(refused(status, message, reason)._replace(headers=headers))
 
 
 def read_json(request: Request, kind: type[_T]) -> _T:

@@ -25,13 +25,14 @@ from kvindex.service.event_stream import StreamCounters, event_stream
 from kvindex.service.explaining import Explained, Explainer, Question, explain, read_question
 from kvindex.service.guards import Guard, Refusal
 from kvindex.service.messages import (
-    JSON,
     Handler,
     RefusedError,
     Reply,
     Request,
     Route,
     Stream,
+    json_reply,
+    refusal,
     refused,
 )
 from kvindex.service.openapi import COUNT, GROUP, json, media, objects, parameter, route
@@ -197,7 +198,7 @@ class Page:
             if not body or time.monotonic() - made_at >= FLEET_FOR:
                 body = await asyncio.to_thread(self._read_fleet)
                 self._fleet = time.monotonic(), body
-        return _json(body)
+        return Reply(200, body)
 
     def _read_fleet(self) -> bytes:
         fleet = overview(
@@ -216,21 +217,21 @@ class Page:
             dropped=since.missed or 0,
             happenings=since.happenings,
         )
-        return _json(msgspec.json.encode(history))
+        return json_reply(200, history)
 
     async def _get_traffic(self, request: Request) -> Reply:
         seconds = request.parameter("seconds", "900")
         if seconds not in map(str, WINDOWS):
             wanted = ", ".join(map(str, WINDOWS))
-            raise _refusal(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
-        return _json(msgspec.json.encode(self.trends.points(int(seconds), _named(request))))
+            raise refusal(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
+        return json_reply(200, self.trends.points(int(seconds), _named(request)))
 
     async def _get_prefixes(self, request: Request) -> Reply:
         max_nodes = _number(request, "max_nodes", "1000", MOST_NODES)
         min_blocks = _number(request, "min_blocks", "1", 2**31)
         named = _named(request)
         ranks = None if named is None else self._ranks_of(named)
-        return _json(await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
+        return Reply(200, await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
 
     def _prefixes(self, max_nodes: int, min_blocks: int, ranks: list[Rank] | None) -> bytes:
         if ranks is not None and len(ranks) == len(self._source.ranks):
@@ -244,7 +245,7 @@ class Page:
     async def _explain(self, request: Request) -> Reply:
         question = read_question(request.body)
         if self._explaining >= _MOST_EXPLAINING:
-            raise _refusal(503, f"{self._explaining} explanations are being made: ask again")
+            raise refusal(503, f"{self._explaining} explanations are being made: ask again")
         partition = Partition(question.model, question.routing_group)
         ranks, tokenizer = self._ranks_of(partition), self._tokenizer(partition)
         self._explaining += 1
@@ -252,7 +253,7 @@ class Page:
             explained = await asyncio.to_thread(explain, self._source, question, ranks, tokenizer)
         finally:
             self._explaining -= 1
-        return _json(msgspec.json.encode(explained))
+        return json_reply(200, explained)
 
     def _ranks_of(self, wanted: Partition) -> list[Rank]:
         return [rank for rank in self._source.ranks if self._partition(rank.worker) == wanted]
@@ -353,28 +354,24 @@ def _from_1(most: int) -> dict[str, Any]:
 
 
 def _answering(serve: Callable[[Request], Awaitable[Reply | Stream]]) -> Handler:
-    """Return a handler whose errors are answered as JSON."""
+    """Return a handler whose errors are answered as JSON, and whose answers nobody keeps."""
 
     async def handler(request: Request) -> Reply | Stream:
         try:
-            return await serve(request)
+            reply = await serve(request)
         except RefusedError as error:
-            return error.reply._replace(headers=(*error.reply.headers, *_HEADERS))
+            reply = error.reply
         except ConfigurationError as error:
-            return refused(422, str(error))._replace(headers=_HEADERS)
+            reply = refused(422, str(error))
         except KVIndexError as error:
-            return _refusal(503, str(error)).reply._replace(headers=_HEADERS)
+            reply = refusal(503, str(error)).reply
+        return (
+            reply._replace(headers=(*reply.headers, *_HEADERS))
+            if isinstance(reply, Reply)
+            else reply
+        )
 
     return handler
-
-
-def _json(body: bytes) -> Reply:
-    return Reply(200, body, JSON, _HEADERS)
-
-
-def _refusal(status: int, why: str) -> RefusedError:
-    retry = ((b"retry-after", b"1"),) if status == 503 else ()
-    return RefusedError(refused(status, why)._replace(headers=retry))
 
 
 def _named(request: Request) -> Partition | None:
@@ -389,5 +386,5 @@ def _number(request: Request, name: str, default: str, most: int) -> int:
     text = request.parameter(name, default)
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
     if not 1 <= number <= most:
-        raise _refusal(422, f"{name} must be from 1 to {most}, not {text[:20]!r}")
+        raise refusal(422, f"{name} must be from 1 to {most}, not {text[:20]!r}")
     return number

@@ -27,6 +27,7 @@ from kvindex.service.messages import (
     Request,
     json_reply,
     packed,
+    refusal,
     refused,
     text_reply,
 )
@@ -188,4 +189,4 @@ def _check_number(service: Service, tokens: int) -> None:
     if tokens > service.max_tokens:
         most = service.max_tokens
         why = f"the query has {tokens} tokens, more than {most}: see --max-tokens"
-        raise RefusedError(refused(413, why, "tokens"))
+        raise refusal(413, why, "tokens")

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from kvindex import BusyError, Client, ClosedError
-from kvindex.service.messages import RefusedError, Request, Route, Stream, in_threads, refused
+from kvindex.service.messages import Request, Route, Stream, in_threads, refusal
 from kvindex.service.openapi import binary, route
 
 __all__ = ["snapshot_route"]
@@ -57,8 +57,7 @@ def snapshot_route(client: Client, *, clock: Callable[[], float] = time.monotoni
                 try:
                     descriptor = await asyncio.to_thread(_taken, client)
                 except (OSError, BusyError, ClosedError) as error:
-                    why = f"no snapshot could be taken: {error}"
-                    raise RefusedError(refused(503, why, "busy")) from error
+                    raise refusal(503, f"no snapshot could be taken: {error}", "busy") from error
                 sent.append(_Taken(descriptor, clock()))
             taken = sent[-1]
             taken.readers += 1

@@ -44,10 +44,8 @@ class Rows:
 
     A name that finds no room counts as "(other)", which has the last row.
 
-    Args:
-        buffer: `Rows.size(rows, width)` writable bytes, zero at first.
-        rows: most names.
-        width: numbers in a row.
+    The buffer has `size(rows, width)` writable bytes, zero at first: for so many names, and numbers
+    of each.
 
     Thread safety: `row` on one thread of one process; `rows` anywhere. A number is written whole.
 
