@@ -6,9 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("playwright")
 pytest.importorskip("httpx")
 

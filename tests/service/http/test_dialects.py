@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from kvindex import Client, State, Worker
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition

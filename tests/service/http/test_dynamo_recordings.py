@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-pytest.importorskip("xxhash")
-
 from kvindex import (
     AllBlocksCleared,
     BlockRemoved,

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvindex.service.app import app_routes

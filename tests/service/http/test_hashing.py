@@ -5,10 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-pytest.importorskip("xxhash")
-
 import xxhash
 
 from kvindex import BlockStored

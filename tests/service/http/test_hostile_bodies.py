@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from kvindex import Client, ConfigurationError
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Catalog

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from kvindex.service.event_stream import StreamCounters, event_stream
 from kvindex.service.guards import Guard, Limits
 from kvindex.service.messages import Request

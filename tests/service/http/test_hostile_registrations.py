@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
-
 from kvindex import Client, Worker
 from kvindex.service.app import MOST_CHANGES, app_routes
 from kvindex.service.catalog import Partition

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("schemathesis")
 
 import schemathesis

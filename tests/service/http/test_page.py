@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
 import httpx

@@ -8,8 +8,6 @@ from http.client import HTTPException
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from kvindex.service.connections import Connection
 from kvindex.service.guards import Limits
 from kvindex.service.messages import Reply, Request

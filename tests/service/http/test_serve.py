@@ -12,10 +12,6 @@ import ssl
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-pytest.importorskip("xxhash")
-
 import xxhash
 
 from kvindex.testing import FakeEngine

@@ -13,11 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 import msgspec
+import pytest
 
 from kvindex import Client, Worker
 from kvindex.service.catalog import Catalog, Partition, Registration

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from kvindex import ConfigurationError, Worker
 from kvindex.service.server import Server, own_directory
 from kvindex.service.serving import FixedSource

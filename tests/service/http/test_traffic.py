@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("prometheus_client")
-
 from kvindex.service.catalog import Partition
 from kvindex.service.exposition import RequestCollector
 from kvindex.service.metrics import FunnelCollector
