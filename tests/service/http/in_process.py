@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvindex.service.guards import Guard
 from kvindex.service.messages import Reply, Request, Route, Stream
 from kvindex.service.site import Site
@@ -86,6 +88,12 @@ class Asker:
         """Return the response to one request."""
         body = json if json is not None else content or b""
         return asyncio.run(self.answer(request(method, path, body, headers)))
+
+    def packed(self, path: str, body: Any) -> Answer:
+        """Return the response to a request in msgpack."""
+        content = msgspec.msgpack.encode(body)
+        headers = {"content-type": "application/msgpack"}
+        return self.send("POST", path, content=content, headers=headers)
 
     def get(self, path: str) -> tuple[int, Any]:
         """Return status and JSON."""
