@@ -106,8 +106,8 @@ class Listening:
 
 
 @contextmanager
-def listening(**settings: Any) -> Iterator[Listening]:
-    served = Listening(Guard(**settings))
+def listening(*, tls: tuple[str, str] | None = None, **settings: Any) -> Iterator[Listening]:
+    served = Listening(Guard(**settings), tls=tls)
     try:
         yield served
     finally:
