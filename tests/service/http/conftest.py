@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -13,8 +15,9 @@ else:
     from kvindex import Client
     from kvindex.service.app import app_routes
     from kvindex.service.service import Service
-    from tests.live import client_of
+    from tests.live import PATIENCE, client_of
     from tests.service.http.in_process import Asker
+    from tests.service.http.page_server import ManyRanks, at_a_port, page_of
 
     @pytest.fixture
     def client() -> Iterator[Client]:
@@ -34,3 +37,25 @@ else:
     def ask(service: Service) -> Asker:
         """Requests to the routes of `service`."""
         return Asker(app_routes(service))
+
+    @pytest.fixture(scope="module")
+    def browser() -> Iterator[Any]:
+        """A headless Chromium."""
+        playwright = pytest.importorskip("playwright.sync_api")
+        chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+        if chromium is None:
+            pytest.skip("needs chromium")
+        with playwright.sync_playwright() as started:
+            arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+            running = started.chromium.launch(executable_path=chromium, args=arguments)
+            playwright.expect.set_options(timeout=PATIENCE * 1000)
+            yield running
+            running.close()
+
+    @pytest.fixture(scope="module")
+    def many() -> Iterator[str]:
+        """The URL of a page of 512 ranks."""
+        page = page_of(ManyRanks(512))
+        with at_a_port(page.routes) as url:
+            yield url
+        page.close()
