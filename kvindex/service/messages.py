@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -46,38 +47,27 @@ _encoder = msgspec.json.Encoder()
 _packer = msgspec.msgpack.Encoder()
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """A request with its whole body.
 
     Attributes:
         method: e.g. "POST".
         path: without the query, and decoded.
-        query: the bytes behind the "?", as received.
-        target: path and query, as received.
         headers: in the order received, names in lower case.
         body: b"" until it has arrived.
+        query: the bytes behind the "?", as received.
+        target: path and query, as received.
         is_bare: whether the answer shows its status only.
     """
 
-    __slots__ = ("body", "headers", "is_bare", "method", "path", "query", "target")
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        headers: Headers = (),
-        body: bytes = b"",
-        *,
-        query: bytes = b"",
-        target: bytes = b"",
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.query = query
-        self.target = target
-        self.headers = headers
-        self.body = body
-        self.is_bare = False
+    method: str
+    path: str
+    headers: Headers = ()
+    body: bytes = b""
+    query: bytes = b""
+    target: bytes = b""
+    is_bare: bool = False
 
     @classmethod
     def of(cls, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> Request:
@@ -92,7 +82,7 @@ class Request:
         text = path.decode("latin-1")
         if "%" in text:
             text = unquote(text)
-        return cls(method, text, headers, body, query=query, target=target)
+        return cls(method, text, headers, body, query, target)
 
     def header(self, name: bytes) -> bytes | None:
         """Return a header field; the first of several."""

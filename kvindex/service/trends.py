@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvindex.service.catalog import Partition
@@ -29,16 +30,15 @@ _Partition = Partition | None
 _Sums = dict[_Partition, list[int]]
 
 
+@dataclass(slots=True)
 class _Slot:
-    """What happened in a piece of time."""
+    """What happened in a piece of time, which was looked at for so many `seconds`."""
 
-    __slots__ = ("asked", "at", "live", "ranks", "seconds")
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-        self.seconds = 0.0  # that were looked at
-        self.asked: _Sums = {}
-        self.live = self.ranks = 0
+    at: int
+    seconds: float = 0.0
+    asked: _Sums = field(default_factory=dict)
+    live: int = 0
+    ranks: int = 0
 
     def add(self, seconds: float, asked: _Sums, live: int, ranks: int) -> None:
         self.seconds += seconds
