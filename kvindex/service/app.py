@@ -6,15 +6,17 @@ Each route stands here once, with its description for `/openapi.json`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from kvindex import UnknownRankError
 from kvindex.service.apis import dynamo, rfc
-from kvindex.service.dumping import MOST_BLOCKS, dump
+from kvindex.service.catalog import Partition
 from kvindex.service.hashing import HashQueries, HashQuery, no_hashes
 from kvindex.service.messages import (
     Reply,
@@ -48,11 +50,15 @@ from kvindex.service.registration_requests import (
 )
 from kvindex.service.service import Service
 
-__all__ = ["MOST_CHANGES", "app_routes"]
+__all__ = ["MOST_BLOCKS", "MOST_CHANGES", "app_routes"]
 
 MOST_CHANGES: Final = 256
 """Registrations that may be carried out, or wait for that, at once."""
 
+MOST_BLOCKS: Final = 10_000
+"""Blocks of each rank that `/dump` lists unless asked otherwise."""
+
+_LINES: Final = 500  # of it in one piece
 _CHANGERS: Final = 8  # threads that carry them out
 _LIST: Final = (b"content-type", b"application/x-ndjson")
 
@@ -302,7 +308,54 @@ class _Views:
         asked = request.parameter("blocks", str(MOST_BLOCKS))
         if not (asked.isascii() and asked.isdigit() and len(asked) < 10):
             return text_reply(422, f"blocks must be 0 or more, not {asked!r:.40}")
-        return Stream(in_threads(dump(self._service, int(asked))), (_LIST,))
+        return Stream(in_threads(_dump(self._service, int(asked))), (_LIST,))
+
+
+def _dump(service: Service, most_blocks: int) -> Iterator[bytes]:
+    """Yield pieces of lines: for each registered rank one line about it, then one for each block.
+
+    A block's line has its engine's own label (`block_hash`: an integer, or the hex of bytes), its
+    `depth` in its prompt, and where it is. `blocks` of the rank's line counts them all, `listed`
+    those that follow: at most `most_blocks`. It is not Dynamo's dump: that names blocks by the
+    hashes of their tokens, which kvindex does not keep.
+
+    Complexity: O(blocks of the ranks): each rank is copied when its turn comes.
+
+    Thread safety: any thread.
+    """
+    for partition in service.catalog.partitions:
+        ranks = service.ranks_of(partition)
+        for rank in () if ranks is None else ranks.rows:
+            try:
+                tree = service.source.index.tree(rank)
+                blocks = tree.walk()
+                head = _head(partition, str(rank), len(tree), min(len(tree), most_blocks))
+            except UnknownRankError:
+                continue  # unregistered just now
+            yield head
+            lines = (
+                msgspec.json.encode(_line(block)) + b"\n" for block in islice(blocks, most_blocks)
+            )
+            while piece := b"".join(islice(lines, _LINES)):
+                yield piece
+
+
+def _head(partition: Partition, rank: str, blocks: int, listed: int) -> bytes:
+    about = {
+        "model": partition.model,
+        "routing_group": partition.routing_group,
+        "rank": rank,
+        "blocks": blocks,
+        "listed": listed,
+    }
+    return msgspec.json.encode(about) + b"\n"
+
+
+def _line(block: msgspec.Struct) -> dict[str, object]:
+    line = msgspec.structs.asdict(block)
+    if isinstance(line["block_hash"], bytes):
+        line["block_hash"] = line["block_hash"].hex()
+    return line
 
 
 def _views(views: _Views) -> list[Route]:

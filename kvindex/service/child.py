@@ -22,7 +22,7 @@ from kvindex.service.catalog import Catalog, Change, Partition
 from kvindex.service.guards import Guard
 from kvindex.service.http import HttpServer
 from kvindex.service.messages import Reply, Request, Route, Stream
-from kvindex.service.orders import Registered, Start, Stop, read_order
+from kvindex.service.processes import Registered, Start, Stop, read_order
 from kvindex.service.proxy import Proxy
 from kvindex.service.query_requests import answer
 from kvindex.service.service import Ranks, Service

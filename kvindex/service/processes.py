@@ -2,6 +2,9 @@
 
 Each is `python -m kvindex.service.child`. They share one listening socket, so the operating system
 hands each connection to one that waits for it. One that dies is started again, later each time.
+
+Orders to a process are lines of JSON through a pipe, its stdin. When the parent is gone, however it
+ended, the pipe closes.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.service.catalog import Catalog
-from kvindex.service.orders import Order, Registered, Start, Stop, write_order
+from kvindex.service.catalog import Catalog, Change, Registration
+from kvindex.service.settings import ServeSettings
 from kvindex.service.traffic import Traffic
 
-__all__ = ["Children"]
+__all__ = ["Children", "Registered", "Start", "Stop", "read_order", "write_order"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,59 @@ _FIRST_PAUSE: Final = 0.1  # seconds before one that died is started again
 _LONGEST_PAUSE: Final = 10.0
 _STEADY: Final = 30.0  # seconds of life after which a death is no reason to wait
 _PATIENCE: Final = 5.0  # seconds beyond `shutdown_within` before one that does not end is killed
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first line: how to serve.
+
+    Attributes:
+        settings: of the server.
+        tokens: any of them admits a request.
+        fanout: path of the fan-out to join.
+        upstream: path of the unix socket where all else is answered.
+        listen_fd: descriptor of the listening socket that all children share.
+        counters_fd: descriptor of the memory for this child's counters.
+        routes: paths that requests are counted under.
+        log_level: of the package's log, as a number.
+    """
+
+    settings: ServeSettings
+    tokens: tuple[str, ...]
+    fanout: str
+    upstream: str
+    listen_fd: int
+    counters_fd: int = -1
+    routes: tuple[str, ...]
+    log_level: int
+
+
+class Registered(msgspec.Struct, frozen=True, tag=True):
+    """All that is registered, once; a `Change` says what has changed since."""
+
+    registrations: tuple[Registration, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """The last line: finish the open requests and end."""
+
+
+Order = Start | Registered | Change | Stop
+
+_decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+
+
+def write_order(order: Order) -> bytes:
+    """Return an order as one line."""
+    return msgspec.json.encode(order) + b"\n"
+
+
+def read_order(line: bytes) -> Order:
+    """Return the order in a line.
+
+    Raises:
+        msgspec.MsgspecError: there is none in it.
+    """
+    return _decoder.decode(line)
 
 
 class Children:

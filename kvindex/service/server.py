@@ -27,9 +27,8 @@ from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.http import HttpServer
 from kvindex.service.messages import Route
 from kvindex.service.networks import Networks
-from kvindex.service.orders import Start
 from kvindex.service.page import Page
-from kvindex.service.processes import Children
+from kvindex.service.processes import Children, Start
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.service.settings import ConfigFile, ServeSettings, Table

@@ -178,8 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"the package {error.name} is missing: pip install 'kvindex[server]'"
         ) from error
-    from kvindex.service.serving import Serving
-    from kvindex.service.sources import token_reader
+    from kvindex.service.sources import Serving, token_reader
 
     limits = {name: value for name in _LIMITS if (value := getattr(arguments, name)) is not None}
     serving = Serving(arguments.config, options_of(arguments), limits, cache_of(arguments))

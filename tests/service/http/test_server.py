@@ -13,8 +13,8 @@ import pytest
 
 from kvindex import ConfigurationError, Worker
 from kvindex.service.server import Server, own_directory
-from kvindex.service.serving import FixedSource
 from kvindex.service.settings import ServeSettings
+from kvindex.service.sources import FixedSource
 from kvindex.service.workers import target_of
 from kvindex.tools.cli.serve import _print_beginning
 
