@@ -20,19 +20,9 @@ from schemathesis.specs.openapi.checks import (
     use_after_free,
 )
 
-from kvindex import Client
-from kvindex.service.app import app_routes
-from kvindex.service.exposition import Exposition
-from kvindex.service.guards import Guard
-from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.openapi import description
-from kvindex.service.page import Page
-from kvindex.service.registry import Registry
 from kvindex.service.server import Server
-from kvindex.service.service import Service
 from kvindex.service.settings import ServeSettings
-from kvindex.service.snapshots import snapshot_route
-from kvindex.service.traffic import AllTraffic
 from kvindex.wire.errors import EndpointRefusedError
 from tests.service.http.in_process import Asker
 from tests.service.http.page_server import at_a_port
@@ -58,33 +48,10 @@ def dial(endpoint: str) -> str:
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Any]:
-    with Client() as client:
-        hashes = HashFollower()
-        registry = Registry(client, dial=dial, besides=[hashes.subscriber])
-        service = Service(client, registry)
-        page = Page(service)
-        guard = Guard()
-
-        def statistics() -> dict[str, Any]:
-            streams = {"open_now": 0, "cut_off": 0}
-            return {
-                "refused": guard.counters.values(),
-                "streams": streams,
-                "processes": None,
-                "state": None,
-                "discovery": {"sources": {}},
-            }
-
-        app = app_routes(
-            service,
-            routes=[snapshot_route(client), *page.routes],
-            metrics=Exposition(service, AllTraffic(lambda: [service.traffic]), statistics).write,
-            by_hash=HashQueries(registry, hashes),
-        )
-        with at_a_port(app) as url:
+    with Server(ServeSettings(port=0, hash_queries="xxh3")) as server:
+        server.service.registry._dial = dial
+        with at_a_port(server.routes) as url:
             yield schemathesis.openapi.from_url(f"{url}/openapi.json")
-        page.close()
-        hashes.close()
 
 
 # A 501 or 503 is no fault here; what is well-formed may still be refused.
