@@ -283,8 +283,10 @@ class _Views:
         return json_reply(200, rfc.services(registration for registration, _ in statuses))
 
     async def workers(self, request: Request) -> Reply:
-        asked = request.parameters
-        model, group = (asked.get(name, [None])[-1] for name in ("model_name", "routing_group"))
+        parameters = request.parameters
+        model, group = (
+            parameters.get(name, [None])[-1] for name in ("model_name", "routing_group")
+        )
         statuses = [
             (registration, status)
             for registration, status in await asyncio.to_thread(self._service.with_block_sizes)
@@ -305,10 +307,10 @@ class _Views:
         return json_reply(200 if is_ready else 503, shown)
 
     async def dump(self, request: Request) -> Reply | Stream:
-        asked = request.parameter("blocks", str(MOST_BLOCKS))
-        if not (asked.isascii() and asked.isdigit() and len(asked) < 10):
-            return text_reply(422, f"blocks must be 0 or more, not {asked!r:.40}")
-        return Stream(in_threads(_dump(self._service, int(asked))), (_LIST,))
+        blocks = request.parameter("blocks", str(MOST_BLOCKS))
+        if not (blocks.isascii() and blocks.isdigit() and len(blocks) < 10):
+            return text_reply(422, f"blocks must be 0 or more, not {blocks!r:.40}")
+        return Stream(in_threads(_dump(self._service, int(blocks))), (_LIST,))
 
 
 def _dump(service: Service, most_blocks: int) -> Iterator[bytes]:

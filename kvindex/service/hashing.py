@@ -237,9 +237,9 @@ class HashQueries:
             packed_hashes(query.block_hashes), lora=query.lora_name or None
         )
         hits = self._follower.in_tokens(match.hits(ranks.rows), iter(ranks.rows))
-        asked = len(query.block_hashes) * max(hits.block_size, default=0)
+        tokens = len(query.block_hashes) * max(hits.block_size, default=0)
         best = max(hits.tokens, default=0)
-        self._traffic.query(partition, asked, best, time.perf_counter_ns() - began)
+        self._traffic.query(partition, tokens, best, time.perf_counter_ns() - began)
         return Reply(200, ranks.form("dynamo").write(hits, trusts))
 
 

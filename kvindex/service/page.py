@@ -276,10 +276,10 @@ class Page:
         if self.streams.open_now >= most:
             text = f"{most} event streams are open, the most that are served"
             raise RefusedError(self._guard.refuse(Refusal(503, "streams", text)).reply)
-        asked = (request.header(b"last-event-id") or b"").decode("latin-1")
-        if asked and parse_id(asked) is None:
-            asked = "unknown-0"
-        return event_stream(self.timeline, self._present, self.streams, asked)
+        last_event_id = (request.header(b"last-event-id") or b"").decode("latin-1")
+        if last_event_id and parse_id(last_event_id) is None:
+            last_event_id = "unknown-0"
+        return event_stream(self.timeline, self._present, self.streams, last_event_id)
 
     def _present(self) -> dict[str, Any]:
         statuses = self._source.statuses().values()

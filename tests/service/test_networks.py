@@ -106,8 +106,8 @@ def test_a_name_whose_server_is_silent_is_given_up_after_a_while(
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     try:
-        asked = Networks(parse_networks(["any"]), lambda host: resolved(host, within=0.0))
-        assert reason(asked, "tcp://engine.example:5557") == "name"
+        guarded = Networks(parse_networks(["any"]), lambda host: resolved(host, within=0.0))
+        assert reason(guarded, "tcp://engine.example:5557") == "name"
     finally:
         said.set()
     assert gone.wait(60)

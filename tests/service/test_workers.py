@@ -52,15 +52,15 @@ def test_the_defaults_of_the_server_hold_where_an_entry_says_nothing() -> None:
         "workers": [{"name": "a", "endpoint": "tcp://h:1"}],
         "engines": [{"url": "http://engine:8000/"}],
     }
-    known, asked = read_targets(tables, defaults)
+    known, engine = read_targets(tables, defaults)
     assert known.worker is not None
-    assert known.worker.cache == known.cache == asked.cache == CacheSettings(eagle=True)
+    assert known.worker.cache == known.cache == engine.cache == CacheSettings(eagle=True)
     assert (known.model, known.routing_group, known.labels) == (
         *("llama", "night"),
         {BLOCK_SIZE: "32"},
     )
-    assert (asked.name, asked.url) == ("engine:8000", "http://engine:8000")
-    assert (asked.model, asked.routing_group, asked.labels) == ("", "night", {})
+    assert (engine.name, engine.url) == ("engine:8000", "http://engine:8000")
+    assert (engine.model, engine.routing_group, engine.labels) == ("", "night", {})
 
 
 @pytest.mark.parametrize(

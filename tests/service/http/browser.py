@@ -31,18 +31,18 @@ def tab_of(
     tab = browser.new_page(**options)
     tab.set_default_timeout(PATIENCE * 1000)
     errors: list[str] = []
-    asked: list[str] = []
+    requested: list[str] = []
     tab.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.on("request", lambda request: asked.append(request.url))
+    tab.on("request", lambda request: requested.append(request.url))
     tab.goto(f"{url}/#{view}")
     yield tab
     tab.close()
     if lossy:
         errors = [error for error in errors if "net::" not in error]
     assert errors == []
-    assert asked
-    assert all(address.startswith(f"{url}/") for address in asked), asked
+    assert requested
+    assert all(address.startswith(f"{url}/") for address in requested), requested
 
 
 @contextmanager
@@ -57,5 +57,5 @@ def tiles(tab: Tab) -> Locator:
 
 
 def names(options: Locator) -> list[str]:
-    found: list[str] = options.evaluate_all("all => all.map(one => one.ariaLabel)")
-    return found
+    labels: list[str] = options.evaluate_all("all => all.map(one => one.ariaLabel)")
+    return labels

@@ -60,13 +60,13 @@ class Asker:
     def __init__(self, of: Site | Sequence[Route]) -> None:
         self.site = of if isinstance(of, Site) else Site(of, Guard())
 
-    async def answer(self, asked: Request) -> Answer:
+    async def answer(self, question: Request) -> Answer:
         """Return the response to one request; a stream's as a whole."""
-        refusal = self.site.admit(asked)
-        answer: Any = self.site.answer(asked) if refusal is None else refusal.reply
+        refusal = self.site.admit(question)
+        answer: Any = self.site.answer(question) if refusal is None else refusal.reply
         if not isinstance(answer, Reply):
             answer = await answer
-        self.site.count(asked, answer.status)
+        self.site.count(question, answer.status)
         headers = {name.decode(): value.decode() for name, value in answer.headers}
         if isinstance(answer, Stream):
             body = b"".join([piece async for piece in answer.pieces])

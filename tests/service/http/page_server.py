@@ -49,15 +49,15 @@ class ManyRanks(Source):
             Registration(
                 instance_id=rank.worker, partition=MODEL, dp_rank=rank.dp_rank, endpoint="tcp://h:1"
             )
-            for rank in self.told
+            for rank in self.present
         )
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        return tuple(sorted(self.told))
+        return tuple(sorted(self.present))
 
     def statuses(self) -> dict[Rank, Any]:
-        return dict(self.told)
+        return dict(self.present)
 
     def on_change(self, callback: object) -> Any:
         return lambda: None

@@ -159,13 +159,13 @@ def test_without_engines_the_page_says_how_to_register_one_and_then_shows_it(
     with FakeEngine("7") as fake, paged() as (_, _, url), tab_of(browser, url) as tab:
         expect(tab.get_by_role("heading", name="No engines yet")).to_be_visible()
         expect(tab.locator("pre").first).to_contain_text("kvindex serve --worker")
-        asked = {
+        registration = {
             "instance_id": 7,
             "model_name": "llama",
             "block_size": 16,
             "endpoint": fake.endpoint,
         }
-        assert httpx.post(f"{url}/register", json=asked).status_code == 201
+        assert httpx.post(f"{url}/register", json=registration).status_code == 201
         expect(tab.get_by_role("option", name="7/0: live")).to_be_visible()
 
 

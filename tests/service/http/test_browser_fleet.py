@@ -99,7 +99,7 @@ def test_equal_reasons_are_told_once_and_so_are_engines_that_were_not_found(
     fleet = ManyRanks(0)
     for n in range(16):
         at = f"tcp://h:{5557 + n}"
-        fleet.told[Rank("vllm-7", n)] = status_of(
+        fleet.present[Rank("vllm-7", n)] = status_of(
             Rank("vllm-7", n), State.CONNECTING, reason=reason.format(at), endpoint=at
         )
         fleet.index.add(Rank("vllm-7", n))
@@ -166,7 +166,7 @@ def test_focus_caret_and_what_was_typed_stay_when_the_fleet_changes(browser: Bro
     fleet = ManyRanks(64)
 
     def change(losses: int) -> None:
-        fleet.told[Rank("vllm-3", 4)] = status_of(Rank("vllm-3", 4), losses=losses)
+        fleet.present[Rank("vllm-3", 4)] = status_of(Rank("vllm-3", 4), losses=losses)
         tab.evaluate(READ_AGAIN)
 
     with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
@@ -203,14 +203,14 @@ def test_a_view_that_cannot_be_shown_says_so_and_the_others_go_on(browser: Brows
     with shown(page_of(ManyRanks(8))) as url, tab_of(browser, url) as tab:
         expect(tiles(tab)).to_have_count(8)
         fleet = httpx.get(f"{url}/api/fleet").json()
-        told = {**fleet, "totals": None}
-        tab.route("**/api/fleet", lambda route: route.fulfill(json=told))
+        broken = {**fleet, "totals": None}
+        tab.route("**/api/fleet", lambda route: route.fulfill(json=broken))
         tab.evaluate(READ_AGAIN)
         expect(tab.get_by_role("alert")).to_contain_text("This view cannot be shown")
         expect(tiles(tab)).to_have_count(0)
         tab.get_by_role("link", name="Timeline").click()
         expect(tab.get_by_role("main")).to_contain_text("All 8 happenings")
-        told |= {"totals": fleet["totals"], "version": "whole again"}
+        broken |= {"totals": fleet["totals"], "version": "whole again"}
         expect(tab.get_by_role("contentinfo")).to_have_text("kvindex whole again")
         tab.get_by_role("link", name="Fleet").click()
         expect(tiles(tab)).to_have_count(8)

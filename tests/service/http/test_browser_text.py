@@ -55,8 +55,8 @@ def test_what_is_drawn_again_is_the_same_element_wherever_it_moves(
 ) -> None:
     steps = [*map(list, ("abc", "cab", "acb", "xbyczd")), ["b", None, "c"], ["c"], list("dcba")]
     with tab_of(browser, many) as tab:
-        told = tab.evaluate(KEPT, steps)
-    assert told["seen"] == [
+        result = tab.evaluate(KEPT, steps)
+    assert result["seen"] == [
         ["a b c", True],
         ["c a b", True],
         ["a c b", True],
@@ -65,7 +65,7 @@ def test_what_is_drawn_again_is_the_same_element_wherever_it_moves(
         ["c no b", True],
         ["d c b a", True],
     ]
-    assert sorted(told["left"]) == list("abdxyz")
+    assert sorted(result["left"]) == list("abdxyz")
 
 
 def test_an_object_of_the_network_is_no_element(browser: Browser, many: str) -> None:
@@ -77,8 +77,8 @@ def test_an_object_of_the_network_is_no_element(browser: Browser, many: str) -> 
     }"""
     with tab_of(browser, many) as tab:
         evil = {"type": "img", "attributes": {"src": "x"}, "children": []}
-        told = tab.evaluate(drawn, evil)
-    assert told == '<p title="[object Object]">[object Object] <b>x</b></p>'
+        result = tab.evaluate(drawn, evil)
+    assert result == '<p title="[object Object]">[object Object] <b>x</b></p>'
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -135,8 +135,8 @@ def test_every_palette_pair_has_a_contrast_of_4_5() -> None:
     assert len(pairs) > 30
     for ink, ground in pairs:
         for scheme in range(2):
-            found = contrast(colours[ink][scheme], colours[ground][scheme])
-            assert found >= 4.5, (ink, ground, ("light", "dark")[scheme], found)
+            ratio = contrast(colours[ink][scheme], colours[ground][scheme])
+            assert ratio >= 4.5, (ink, ground, ("light", "dark")[scheme], ratio)
 
 
 def contrast(text: str, behind: str) -> float:

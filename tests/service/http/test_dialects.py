@@ -264,11 +264,11 @@ def test_a_rank_that_is_registered_elsewhere_has_moved(fleet: Fleet) -> None:
 def test_a_dump_has_a_line_for_each_rank_and_block(fleet: Fleet) -> None:
     fleet.follow()
     lines = fleet.asker.send("GET", "/dump").text.splitlines()
-    told = [msgspec.json.decode(line) for line in lines]
-    assert [(each["rank"], each["blocks"]) for each in told if "rank" in each] == [
+    entries = [msgspec.json.decode(line) for line in lines]
+    assert [(each["rank"], each["blocks"]) for each in entries if "rank" in each] == [
         ("vllm-prefill-7/0", 4),
         ("vllm-prefill-7/1", 0),
     ]
-    assert sorted(each["depth"] for each in told if "depth" in each) == [0, 1, 2, 3]
+    assert sorted(each["depth"] for each in entries if "depth" in each) == [0, 1, 2, 3]
     assert len(fleet.asker.send("GET", "/dump?blocks=1").text.splitlines()) == 3
     assert fleet.asker.get("/dump?blocks=-1")[0] == 422

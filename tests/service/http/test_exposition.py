@@ -58,20 +58,20 @@ def exposed() -> str:
         ask.post("/query", {"token_ids": [*PROMPT, 1], "model_name": "m"})
         ask.post("/query", {"token_ids": PROMPT, "model_name": "other"})
         ask.send("GET", "/nothing", headers={"host": "evil.example"})
-        told = {"model_name": "m", "asked": 65, "attainable": 64, "chosen": 64, "delivered": 48}
-        assert ask.post("/outcomes", told) == (200, {"status": "ok"})
-        assert ask.post("/outcomes", {**told, "model_name": "x"})[0] == 404
-        assert ask.post("/outcomes", {**told, "delivered": 66})[0] == 422
+        outcome = {"model_name": "m", "asked": 65, "attainable": 64, "chosen": 64, "delivered": 48}
+        assert ask.post("/outcomes", outcome) == (200, {"status": "ok"})
+        assert ask.post("/outcomes", {**outcome, "model_name": "x"})[0] == 404
+        assert ask.post("/outcomes", {**outcome, "delivered": 66})[0] == 422
         return str(ask.send("GET", "/metrics").text)
 
 
 @pytest.fixture(scope="module")
 def samples(exposed: str) -> Samples:
-    found: Samples = {}
+    named: Samples = {}
     for family in text_string_to_metric_families(exposed):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
-    return found
+            named.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return named
 
 
 def test_queries_requests_and_refusals_are_counted(samples: Samples) -> None:
@@ -162,8 +162,8 @@ def asked_for(node: Any, promql: Any) -> tuple[list[tuple[str, set[str]]], set[s
     selectors: list[tuple[str, set[str]]] = []
     labels: set[str] = set()
     for each in below:
-        found, grouped = asked_for(each, promql)
-        selectors += found
+        named, grouped = asked_for(each, promql)
+        selectors += named
         labels |= grouped
     if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
         labels |= set(node.modifier.labels)

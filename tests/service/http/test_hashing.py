@@ -24,12 +24,12 @@ SIZE = 16
 
 def local(tokens: list[int]) -> list[int]:
     """The hash of each whole block, as Dynamo's clients compute and send it."""
-    found = []
+    hashes = []
     for at in range(0, len(tokens) - SIZE + 1, SIZE):
         data = b"".join(token.to_bytes(4, "little") for token in tokens[at : at + SIZE])
         number = xxhash.xxh3_64_intdigest(data, seed=1337)
-        found.append(number - 2**64 if number >= 2**63 else number)
-    return found
+        hashes.append(number - 2**64 if number >= 2**63 else number)
+    return hashes
 
 
 def test_hashes_and_tokens_of_any_traffic_get_the_same_answer() -> None:

@@ -55,8 +55,8 @@ def test_a_msgpack_query_whose_names_are_no_strings_is_a_400(
 ) -> None:
     fields = {"model": "m", "block_size": 4, "token_ids": b"", name: value}
     response = ask.packed("/query", fields)
-    found = msgspec.msgpack.decode(response.content)
-    assert (response.status_code, found["field"]) == (400, name)
+    answer = msgspec.msgpack.decode(response.content)
+    assert (response.status_code, answer["field"]) == (400, name)
 
 
 @pytest.mark.parametrize(

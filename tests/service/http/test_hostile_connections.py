@@ -77,9 +77,9 @@ def test_a_body_in_the_smallest_chunks_is_whole(served: Listening) -> None:
 
 def test_an_offer_to_upgrade_is_ignored_and_the_body_still_counts(served: Listening) -> None:
     offer = b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAA"
-    asked = post(b"/query", *offer, body=b"abc")
+    offered = post(b"/query", *offer, body=b"abc")
     other = post(b"/other", *offer, body=b"abcd")
-    with served.raw(asked + other + asked) as connection:
+    with served.raw(offered + other + offered) as connection:
         assert responses(connection, 3) == [
             (200, b"none  3"),
             (200, b"app /other 4"),

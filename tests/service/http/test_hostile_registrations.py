@@ -110,8 +110,8 @@ async def test_registrations_that_wait_for_names_delay_nobody_else(client: Clien
     try:
         assert await asyncio.to_thread(waiting.acquire, timeout=PATIENCE)
         for path in ("/ready", "/workers", "/services"):
-            asked = await asyncio.wait_for(asker.answer(request("GET", path)), PATIENCE)
-            assert (path, asked.status_code) == (path, 200)
+            reply = await asyncio.wait_for(asker.answer(request("GET", path)), PATIENCE)
+            assert (path, reply.status_code) == (path, 200)
         refused = await asyncio.wait_for(register(-1), PATIENCE)
         assert (refused.status_code, refused.json()["reason"]) == (503, "busy")
     finally:

@@ -112,10 +112,10 @@ def test_prefixes_of_the_only_partition_have_its_holes_and_the_size_of_the_tree(
     fleet = ManyRanks(2)
     apply(fleet.index, fleet.ranks[0], stored(0, 1, 2, 3), removed(1, 2))
     page = page_of(fleet)
-    _, found = Asker(page.routes).get(f"/api/prefixes?model={MODEL.model}")
+    _, shown = Asker(page.routes).get(f"/api/prefixes?model={MODEL.model}")
     page.close()
-    assert [(node["blocks"], node["ranks"]) for node in found["nodes"]] == [(1, 1), (2, 0), (1, 1)]
-    assert found["unique_blocks"] == 4
+    assert [(node["blocks"], node["ranks"]) for node in shown["nodes"]] == [(1, 1), (2, 0), (1, 1)]
+    assert shown["unique_blocks"] == 4
 
 
 def test_engines_that_were_not_found_are_told(asker: Asker) -> None:
@@ -158,11 +158,11 @@ def test_the_timeline_says_since_when_it_has_everything() -> None:
     assert (said["dropped"], said["since"]) == (2, 102.0)
 
 
-@pytest.mark.parametrize("asked", ["max_nodes=0", "max_nodes=99999", "min_blocks=x"])
-def test_numbers_that_cannot_be_are_refused_in_words(asker: Asker, asked: str) -> None:
-    status, said = asker.get(f"/api/prefixes?{asked}")
+@pytest.mark.parametrize("question", ["max_nodes=0", "max_nodes=99999", "min_blocks=x"])
+def test_numbers_that_cannot_be_are_refused_in_words(asker: Asker, question: str) -> None:
+    status, said = asker.get(f"/api/prefixes?{question}")
     assert status == 422
-    assert asked.partition("=")[0] in said["error"]
+    assert question.partition("=")[0] in said["error"]
 
 
 # Explanations
@@ -174,14 +174,14 @@ def test_a_prompt_is_explained_for_each_rank_longest_first() -> None:
         second.serve(PROMPT)
         with paged(fake, second) as (_, client, url):
             caught_up(client, fake, second)
-            asked = {"model": MODEL.model, "token_ids": PROMPT}
-            found = httpx.post(f"{url}/api/explain", json=asked).json()
-    assert [(r["worker"], r["match"]["tokens"], r["ending"]) for r in found["ranks"]] == [
+            question = {"model": MODEL.model, "token_ids": PROMPT}
+            shown = httpx.post(f"{url}/api/explain", json=question).json()
+    assert [(r["worker"], r["match"]["tokens"], r["ending"]) for r in shown["ranks"]] == [
         ("b", 48, "whole"),
         ("a", 16, "end"),
     ]
-    assert found["tokens"] == 48
-    assert found["ranks"][1]["held"]["spans"] == [[0, 16]]
+    assert shown["tokens"] == 48
+    assert shown["ranks"][1]["held"]["spans"] == [[0, 16]]
 
 
 def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> None:
@@ -191,24 +191,24 @@ def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> N
         fake.serve(tokens)
         with paged(fake, engine=http.url) as (_, client, url):
             caught_up(client, fake)
-            asked = {"model": MODEL.model, "text": said["prompt"]}
-            found = httpx.post(f"{url}/api/explain", json=asked).json()
+            question = {"model": MODEL.model, "text": said["prompt"]}
+            shown = httpx.post(f"{url}/api/explain", json=question).json()
             fleet = httpx.get(f"{url}/api/fleet").json()
-        assert found["tokens"] == len(tokens)
-        assert found["ranks"][0]["match"]["tokens"] == len(tokens) // 4 * 4
+        assert shown["tokens"] == len(tokens)
+        assert shown["ranks"][0]["match"]["tokens"] == len(tokens) // 4 * 4
         assert fleet["partitions"][0]["tokenizer"] is True
         http.close()
         with paged(fake, engine=http.url) as (_, client, url):
-            gone = httpx.post(f"{url}/api/explain", json=asked)
+            gone = httpx.post(f"{url}/api/explain", json=question)
             assert gone.status_code == 502
             assert http.url in gone.json()["error"]
         configured = page_of(ManyRanks(1), tokenizer=http.url)
-        answer = Asker(configured.routes).send("POST", "/api/explain", json=asked)
+        answer = Asker(configured.routes).send("POST", "/api/explain", json=question)
         configured.close()
         assert answer.status_code == 502  # it was asked, though no registration names it
         # An engine that came over HTTP is not asked: who registers could name any address.
         with paged(fake, engine=http.url, source="zmq") as (_, client, url):
-            assert httpx.post(f"{url}/api/explain", json=asked).status_code == 409
+            assert httpx.post(f"{url}/api/explain", json=question).status_code == 409
 
 
 @pytest.mark.parametrize(
@@ -287,8 +287,8 @@ def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() ->
 
         def come_back(event_id: str) -> list[dict[str, Any]]:
             headers = {"Last-Event-ID": event_id}
-            with httpx.stream("GET", f"{url}/events", headers=headers, timeout=PATIENCE) as found:
-                events = Events(found)
+            with httpx.stream("GET", f"{url}/events", headers=headers, timeout=PATIENCE) as shown:
+                events = Events(shown)
                 return [next(events), next(events)]
 
         fleet, missed = come_back(last)

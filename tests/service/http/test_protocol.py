@@ -82,11 +82,11 @@ def test_a_query_that_fails_is_a_500_and_the_connection_goes_on(served: Listenin
 
 
 def test_pipelined_requests_are_answered_in_order_whoever_answers_them(served: Listening) -> None:
-    asked = [b"/query", b"/a", b"/query", b"/query", b"/b", b"/query"]
-    sent = b"".join(post(path, body=b"x" * (n + 1)) for n, path in enumerate(asked))
+    requests = [b"/query", b"/a", b"/query", b"/query", b"/b", b"/query"]
+    sent = b"".join(post(path, body=b"x" * (n + 1)) for n, path in enumerate(requests))
     with served.raw(sent) as connection:
-        told = responses(connection, len(asked))
-    assert [answer for _, answer in told] == [
+        answers = responses(connection, len(requests))
+    assert [answer for _, answer in answers] == [
         b"none  1",
         b"app /a 2",
         b"none  3",  # the one before is not answered yet
@@ -208,10 +208,10 @@ async def test_a_client_that_reads_on_is_asked_for_its_body_once(transport: Tran
 
 
 async def test_a_client_that_does_not_read_gets_no_further_answers(transport: Transport) -> None:
-    asked: list[bytes] = []
+    requests: list[bytes] = []
 
     def ask(request: Request) -> Reply:
-        asked.append(request.body)
+        requests.append(request.body)
         return Reply(200)
 
     connection = connection_on(transport, ask)
@@ -221,7 +221,7 @@ async def test_a_client_that_does_not_read_gets_no_further_answers(transport: Tr
     assert not transport.closed
     connection.data_received(post(b"/query", body=b"x") * 100)
     assert transport.closed
-    assert asked == []
+    assert requests == []
 
 
 def test_a_request_that_is_not_admitted_is_refused_and_counted_once() -> None:
@@ -271,12 +271,12 @@ def test_a_few_requests_may_wait_on_a_connection_and_no_more(served: Listening) 
         return served.guard.counters.values()["pipelined"]
 
     before = refused()
-    asked = b"GET /x HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with served.raw(asked.replace(b"/x", b"/never") + 16 * asked) as connection:
+    requests = b"GET /x HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with served.raw(requests.replace(b"/x", b"/never") + 16 * requests) as connection:
         held = served.server.site.connections
         until(lambda: [len(each._waiting) for each in held if each._waiting] == [16])
         assert refused() == before
-    with served.raw(asked.replace(b"/x", b"/never") + 17 * asked) as connection:
+    with served.raw(requests.replace(b"/x", b"/never") + 17 * requests) as connection:
         assert connection.recv(1) == b""
     assert refused() == before + 1
 

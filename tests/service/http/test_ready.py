@@ -78,8 +78,8 @@ def test_one_standing_answers_all_who_ask_at_once(
     with ThreadPoolExecutor(8) as pool:
         for seconds, is_ready in ((0.0, False), (29.0, False), (30.0, True)):
             now[0] = seconds
-            asked = [pool.submit(service.standing) for _ in range(100)]
-            assert {each.result(PATIENCE).ready for each in asked} == {is_ready}
+            standings = [pool.submit(service.standing) for _ in range(100)]
+            assert {each.result(PATIENCE).ready for each in standings} == {is_ready}
     assert len(looks) == 3
 
 

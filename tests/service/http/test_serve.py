@@ -54,7 +54,7 @@ def test_an_engine_is_registered_asked_killed_and_comes_back(processes: int) -> 
             until(lambda: matched(served, PROMPT) == len(PROMPT))
             until(lambda: served.get("/ready").status == 200)
             endpoint, replay = fake.endpoint, fake.replay_endpoint
-        until(lambda: states(served), lambda found: found["1/0"] != "live")
+        until(lambda: states(served), lambda ranks: ranks["1/0"] != "live")
         reasons = until(lambda: served.get("/ready?strict=1"), lambda answer: answer.status == 503)
         assert "1/0" in reasons.json["behind"]
         with engine(endpoint=endpoint, replay_endpoint=replay, seed=5) as again:
@@ -322,8 +322,8 @@ def test_a_query_by_hash_counts_in_the_metrics_as_one_by_tokens(processes: int) 
         return int(instances["1"]["longest_matched"]) if instances else 0
 
     def counted(served: Served, name: str) -> float:
-        found = re.search(rf"^{name}{{.*}} (.*)$", served.get("/metrics").body.decode(), re.M)
-        return float(found[1]) if found else 0.0
+        ranks = re.search(rf"^{name}{{.*}} (.*)$", served.get("/metrics").body.decode(), re.M)
+        return float(ranks[1]) if ranks else 0.0
 
     names = ("kvindex_query_tokens_total", "kvindex_query_best_match_tokens_total")
     with serving("--processes", processes, "--hash-queries", "xxh3") as served, engine() as fake:

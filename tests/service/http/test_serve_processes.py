@@ -129,7 +129,7 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
             "reported": 24,
             "delivered": 8,
         }
-        until(sums, lambda found: found == expected)
+        until(sums, lambda values: values == expected)
 
 
 def test_all_processes_know_of_a_registration_that_was_answered() -> None:
@@ -150,7 +150,7 @@ def test_each_process_hears_who_comes_and_who_goes() -> None:
         def each_lists(*names: str) -> None:
             for pid in answering(served, 2):
                 with alone(served, pid):
-                    until(listed, lambda found: found == set(names))
+                    until(listed, lambda values: values == set(names))
 
         for each in engines:
             each.serve(PROMPT)
@@ -194,7 +194,7 @@ async def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_e
         site = child_site(service, guard, Proxy("/nowhere", guard))
         tokens = {"token_ids": [1, 2, 3, 4]}
         packed = msgspec.msgpack.encode({**tokens, "model": "m"})
-        asked = [
+        requests = [
             request("POST", "/query", {**tokens, "model_name": "m"}),
             request("POST", "/query", {**tokens, "model": "m"}),
             request("POST", "/query", packed, content_type="application/msgpack"),
@@ -205,7 +205,7 @@ async def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_e
         ]
 
         async def statuses() -> list[int]:
-            return [(await Asker(site).answer(question)).status_code for question in asked]
+            return [(await Asker(site).answer(question)).status_code for question in requests]
 
         assert await statuses() == [503] * 4  # the parent is nowhere
         assert guard.counters.values()["parent"] == 4

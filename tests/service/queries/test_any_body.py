@@ -39,7 +39,9 @@ values = st.recursive(
     max_leaves=5,
 )
 tokens = st.integers(0, 2**32 - 1) | st.integers(0, 200_000)
-prompts = st.lists(tokens) | st.lists(tokens).map(lambda some: some * 12)  # some take many blocks
+prompts = st.lists(tokens) | st.lists(tokens).map(
+    lambda prompt: prompt * 12
+)  # some take many blocks
 
 
 @st.composite

@@ -76,7 +76,7 @@ def test_the_index_reads_the_tokens_where_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "shown", "reason"),
+    ("written", "shown", "reason"),
     [
         ("-1", "-1", "range"),
         ("4294967296", "4294967296", "range"),
@@ -97,21 +97,21 @@ def test_the_index_reads_the_tokens_where_they_are() -> None:
 )
 @pytest.mark.parametrize("behind", ["", ",3", " , 3", " "])
 def test_a_wrong_token_is_named_with_its_place(
-    found: str, shown: str, reason: str, behind: str
+    written: str, shown: str, reason: str, behind: str
 ) -> None:
-    error = refusal(f'{{"token_ids":[1, 2,{found}{behind}]}}'.encode())
+    error = refusal(f'{{"token_ids":[1, 2,{written}{behind}]}}'.encode())
     assert str(error) == f"token_ids[2] is {shown}: a token is a whole number from 0 to 4294967295"
     assert (error.field, error.position, error.reason) == ("token_ids", 2, reason)
     assert not error.malformed
 
 
 @pytest.mark.parametrize("place", [0, 1, 99, 198, 199])
-@pytest.mark.parametrize("found", ["-1", "1.5", "4294967296", '""', "01", "0x1", "", " "])
-def test_a_wrong_token_among_many_is_found(place: int, found: str) -> None:
+@pytest.mark.parametrize("written", ["-1", "1.5", "4294967296", '""', "01", "0x1", "", " "])
+def test_a_wrong_token_among_many_is_found(place: int, written: str) -> None:
     row = [str(n * 997) for n in range(200)]
-    row[place] = found
+    row[place] = written
     error = refusal(f'{{"token_ids":[{",".join(row)}]}}'.encode())
-    assert error.malformed == (found in ("01", "0x1", "", " "))
+    assert error.malformed == (written in ("01", "0x1", "", " "))
     assert error.malformed or error.position == place
 
 
