@@ -6,11 +6,11 @@ Each route stands here once, with its description for `/openapi.json`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -63,19 +63,11 @@ _CHANGERS: Final = 8  # threads that carry them out
 _LIST: Final = (b"content-type", b"application/x-ndjson")
 
 
-class Metrics(Protocol):
-    """Writes the metrics; see `Exposition.write`."""
-
-    def __call__(
-        self, workers: Collection[str] | None = None, *, per_rank: bool = True
-    ) -> tuple[bytes, str]: ...
-
-
 def app_routes(
     service: Service,
     *,
     routes: Sequence[Route] = (),
-    metrics: Metrics | None = None,
+    metrics: Callable[..., tuple[bytes, str]] | None = None,
     by_hash: HashQueries | None = None,
 ) -> list[Route]:
     """Return the routes that answer for a service.
@@ -83,8 +75,7 @@ def app_routes(
     Args:
         service: the answering service.
         routes: further ones (the page, `/api/…`, `/events`), to be described with its own.
-        metrics: returns the body of `GET /metrics` and its content type, for all workers or some;
-            called in a thread.
+        metrics: `Exposition.write`, for `GET /metrics`; called in a thread.
         by_hash: answers `/query_by_hash`; None: it is refused.
     """
     whole = [
@@ -413,7 +404,7 @@ def _views(views: _Views) -> list[Route]:
     ]
 
 
-def _metrics(write: Metrics) -> Route:
+def _metrics(write: Callable[..., tuple[bytes, str]]) -> Route:
     async def metrics(request: Request) -> Reply:
         workers = request.parameters.get("worker")
         per_rank = request.parameter("ranks", "1") not in ("0", "false")

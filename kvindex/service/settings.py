@@ -6,14 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from kvindex.service.guards import Limits, check_tokens
-from kvindex.service.networks import LOOPBACK, parse_networks
+from kvindex.service.networks import LOOPBACK, address_of, parse_networks
 from kvindex.wire.errors import ConfigurationError
 
 if sys.version_info >= (3, 11):
@@ -218,7 +217,8 @@ def _checked(path: object, text: str, name: str, table: Any, kind: type[msgspec.
     for key, value in table.items():
         where = f"{path}{_line(text, name, key)}"
         if key not in fields:
-            raise ConfigurationError(f"{where}: [{name}] knows no {key!r}: {_listed(fields)}")
+            listed = ", ".join(sorted(fields))
+            raise ConfigurationError(f"{where}: [{name}] knows no {key!r}: it has {listed}")
         try:
             checked[key] = msgspec.convert(value, fields[key])
         except msgspec.ValidationError as error:
@@ -228,10 +228,6 @@ def _checked(path: object, text: str, name: str, table: Any, kind: type[msgspec.
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}, [{name}]: {error}") from None
     return checked
-
-
-def _listed(names: Mapping[str, object]) -> str:
-    return "it has " + ", ".join(sorted(names))
 
 
 def _line(text: str, table: str, key: str) -> str:
@@ -256,7 +252,5 @@ def is_loopback(host: str) -> bool:
         >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("0.0.0.0")
         (True, True, False)
     """
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    address = address_of(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,9 @@ class Saver:
 
     def save(self) -> bool:
         """Write both files now; return whether it worked. A failure is logged and counted."""
-        is_saved = self._write("the state", self._write_registered, self._client_save)
+        is_saved = self._write(
+            "the state", self._write_registered, partial(self._client.save, self._path)
+        )
         if is_saved:
             self._counters["saved"] += 1
             self._saved_at, self._error = time.time(), None
@@ -117,10 +120,7 @@ class Saver:
                 self.save()
                 due = time.monotonic() + self._every
 
-    def _client_save(self) -> None:
-        self._client.save(self._path)
-
-    def _write(self, what: str, *steps: Callable[[], None]) -> bool:
+    def _write(self, what: str, *steps: Callable[[], object]) -> bool:
         """Carry out steps of saving; log and count a failure, and return whether there was none."""
         with self._writing:
             try:
