@@ -38,6 +38,10 @@ class CannedServer:
                 self.end_headers()
                 self.wfile.write(body)
 
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
             def log_message(self, *args: object) -> None:
                 pass
 

@@ -31,7 +31,7 @@ if not find_spec("kvindex.wire._native"):  # nothing to compare with
     collect_ignore += [
         "index/test_backends_agree.py",
         "routing/test_choosing_agrees.py",
-        "service/queries/test_backends_agree.py",
+        *("service/http", "service/queries"),
     ]
 if kvindex.BACKEND == "python":  # which has no snapshots
     collect_ignore += [

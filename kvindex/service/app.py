@@ -6,16 +6,17 @@ Each route stands here once, with its description for `/openapi.json`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, Protocol
+from itertools import islice
+from typing import Any, Final
 
 import msgspec
 
-from kvindex.service.asking import answer
-from kvindex.service.dialects import dynamo, rfc
-from kvindex.service.dumping import MOST_BLOCKS, dump
+from kvindex import UnknownRankError
+from kvindex.service.apis import dynamo, rfc
+from kvindex.service.catalog import Partition
 from kvindex.service.hashing import HashQueries, HashQuery, no_hashes
 from kvindex.service.messages import (
     Reply,
@@ -35,11 +36,12 @@ from kvindex.service.openapi import (
     json,
     media,
     objects,
-    operation,
     parameter,
+    route,
 )
 from kvindex.service.outcomes import Outcome, count_outcome
-from kvindex.service.registering import (
+from kvindex.service.query_requests import answer
+from kvindex.service.registration_requests import (
     Peer,
     deregister_peer,
     register,
@@ -48,28 +50,24 @@ from kvindex.service.registering import (
 )
 from kvindex.service.service import Service
 
-__all__ = ["MOST_CHANGES", "app_routes"]
+__all__ = ["MOST_BLOCKS", "MOST_CHANGES", "app_routes"]
 
 MOST_CHANGES: Final = 256
 """Registrations that may be carried out, or wait for that, at once."""
 
+MOST_BLOCKS: Final = 10_000
+"""Blocks of each rank that `/dump` lists unless asked otherwise."""
+
+_LINES: Final = 500  # of it in one piece
 _CHANGERS: Final = 8  # threads that carry them out
 _LIST: Final = (b"content-type", b"application/x-ndjson")
-
-
-class Metrics(Protocol):
-    """Writes the metrics; see `Exposition.write`."""
-
-    def __call__(
-        self, workers: Collection[str] | None = None, *, per_rank: bool = True
-    ) -> tuple[bytes, str]: ...
 
 
 def app_routes(
     service: Service,
     *,
     routes: Sequence[Route] = (),
-    metrics: Metrics | None = None,
+    metrics: Callable[..., tuple[bytes, str]] | None = None,
     by_hash: HashQueries | None = None,
 ) -> list[Route]:
     """Return the routes that answer for a service.
@@ -77,8 +75,7 @@ def app_routes(
     Args:
         service: the answering service.
         routes: further ones (the page, `/api/…`, `/events`), to be described with its own.
-        metrics: returns the body of `GET /metrics` and its content type, for all workers or some;
-            called in a thread.
+        metrics: `Exposition.write`, for `GET /metrics`; called in a thread.
         by_hash: answers `/query_by_hash`; None: it is refused.
     """
     whole = [
@@ -88,8 +85,8 @@ def app_routes(
         *([] if metrics is None else [_metrics(metrics)]),
         *routes,
     ]
-    described = operation("This description", json({"type": "object"}))
-    whole.append(Route("GET", "/openapi.json", lambda _: document, described))
+    at, summary = "GET /openapi.json", "This description"
+    whole.append(route(at, lambda _: document, summary, json({"type": "object"})))
     document = json_reply(200, description(whole))
     return whole
 
@@ -129,34 +126,49 @@ def _queries(service: Service, by_hash: HashQueries | None) -> list[Route]:
     )
     octets = "Tokens as 32-bit little-endian integers, nothing else."
     whose = ("model_name", "model", "routing_group", "tenant_id", "lora_name", "cache_salt")
-    found = json({"type": "object"}, "What each instance holds.")
-    either = {**found, "content": {**found["content"], "application/msgpack": {}}}
-    query = operation(
-        "What each instance holds of a prompt",
-        either,
-        *(404, 415),
-        body={
-            "application/json": {"schema": {"anyOf": [DynamoQuery, RfcQuery]}},
-            "application/msgpack": binary(said),
-            "application/octet-stream": binary(octets),
-        },
-        parameters=[parameter(name, "with a body of application/octet-stream") for name in whose],
-    )
-    hashes = operation(
-        "The same, by the hashes of blocks", found, *(404, 415, 501), body=_json_of(HashQuery)
-    )
-    outcome = operation(
-        "Report the cached tokens of a finished request", _DONE, *(404, 415), body=_json_of(Outcome)
-    )
+    held = json({"type": "object"}, "What each instance holds.")
     return [
-        Route("POST", "/query", partial(answer, service), query),
-        Route("POST", "/query_by_hash", by_hash.answer if by_hash else no_hashes, hashes),
-        Route("POST", "/outcomes", partial(count_outcome, service), outcome),
+        route(
+            "POST /query",
+            partial(answer, service),
+            "What each instance holds of a prompt",
+            _or_packed(held),
+            codes=(404, 415),
+            body={
+                **_json_of({"anyOf": [DynamoQuery, RfcQuery]}),
+                "application/msgpack": binary(said),
+                "application/octet-stream": binary(octets),
+            },
+            parameters=[
+                parameter(name, "with a body of application/octet-stream") for name in whose
+            ],
+        ),
+        route(
+            "POST /query_by_hash",
+            by_hash.answer if by_hash else no_hashes,
+            "The same, by the hashes of blocks",
+            held,
+            codes=(404, 415, 501),
+            body=_json_of(HashQuery),
+        ),
+        route(
+            "POST /outcomes",
+            partial(count_outcome, service),
+            "Report the cached tokens of a finished request",
+            _DONE,
+            codes=(404, 415),
+            body=_json_of(Outcome),
+        ),
     ]
 
 
 def _json_of(kind: Any) -> dict[str, Any]:
     return {"application/json": {"schema": kind}}
+
+
+def _or_packed(response: dict[str, Any]) -> dict[str, Any]:
+    """Return a response in JSON that is msgpack for requests in msgpack."""
+    return {**response, "content": {**response["content"], "application/msgpack": {}}}
 
 
 _DONE: Final = json(objects(status=str))
@@ -191,44 +203,41 @@ class _Changes:
 
 
 def _registrations(changes: _Changes) -> list[Route]:
-    done = {**_DONE, "content": {**_DONE["content"], "application/msgpack": {}}}
-    linked = {**done, "links": _links()}
-    registration = operation(
-        "Subscribe to one DP rank of an instance",
-        {"200": linked, "201": linked},
-        *(409, 415),
-        body={
-            "application/json": {"schema": {"anyOf": [dynamo.DynamoRegister, rfc.RfcRegister]}},
-            "application/msgpack": binary(
-                "A map with the same fields, or a service of Mooncake's conductor."
-            ),
-        },
-    )
-    unregistration = operation(
-        "Unsubscribe from an instance or a rank",
-        done,
-        *(404, 409, 415),
-        body={
-            "application/json": {"schema": {"anyOf": [dynamo.DynamoUnregister, rfc.RfcUnregister]}},
-            "application/msgpack": binary(
-                "A map with the same fields; the conductor's has no `modelname`."
-            ),
-        },
-    )
+    linked = {**_or_packed(_DONE), "links": _links()}
+    registration = "A map with the same fields, or a service of Mooncake's conductor."
+    removal = "A map with the same fields; the conductor's has no `modelname`."
     refusal, peer = "Refused: there are no peers", _json_of(Peer)
-    no_peers = operation("No peers", json({"type": "array", "maxItems": 0}))
     return [
-        Route("POST", "/register", partial(changes.carry_out, register), registration),
-        Route("POST", "/unregister", partial(changes.carry_out, unregister), unregistration),
-        Route("GET", "/peers", lambda _: json_reply(200, []), no_peers),
-        Route(
-            "POST", "/register_peer", register_peer, operation(refusal, {}, *(415, 501), body=peer)
+        route(
+            "POST /register",
+            partial(changes.carry_out, register),
+            "Subscribe to one DP rank of an instance",
+            {"200": linked, "201": linked},
+            codes=(409, 415),
+            body={
+                **_json_of({"anyOf": [dynamo.DynamoRegister, rfc.RfcRegister]}),
+                "application/msgpack": binary(registration),
+            },
         ),
-        Route(
-            *("POST", "/deregister_peer"),
-            deregister_peer,
-            operation(refusal, {}, *(404, 415), body=peer),
+        route(
+            "POST /unregister",
+            partial(changes.carry_out, unregister),
+            "Unsubscribe from an instance or a rank",
+            _or_packed(_DONE),
+            codes=(404, 409, 415),
+            body={
+                **_json_of({"anyOf": [dynamo.DynamoUnregister, rfc.RfcUnregister]}),
+                "application/msgpack": binary(removal),
+            },
         ),
+        route(
+            "GET /peers",
+            lambda _: json_reply(200, []),
+            "No peers",
+            json({"type": "array", "maxItems": 0}),
+        ),
+        route("POST /register_peer", register_peer, refusal, {}, codes=(415, 501), body=peer),
+        route("POST /deregister_peer", deregister_peer, refusal, {}, codes=(404, 415), body=peer),
     ]
 
 
@@ -265,8 +274,10 @@ class _Views:
         return json_reply(200, rfc.services(registration for registration, _ in statuses))
 
     async def workers(self, request: Request) -> Reply:
-        asked = request.parameters
-        model, group = (asked.get(name, [None])[-1] for name in ("model_name", "routing_group"))
+        parameters = request.parameters
+        model, group = (
+            parameters.get(name, [None])[-1] for name in ("model_name", "routing_group")
+        )
         statuses = [
             (registration, status)
             for registration, status in await asyncio.to_thread(self._service.with_block_sizes)
@@ -287,10 +298,57 @@ class _Views:
         return json_reply(200 if is_ready else 503, shown)
 
     async def dump(self, request: Request) -> Reply | Stream:
-        asked = request.parameter("blocks", str(MOST_BLOCKS))
-        if not (asked.isascii() and asked.isdigit() and len(asked) < 10):
-            return text_reply(422, f"blocks must be 0 or more, not {asked!r:.40}")
-        return Stream(in_threads(dump(self._service, int(asked))), (_LIST,))
+        blocks = request.parameter("blocks", str(MOST_BLOCKS))
+        if not (blocks.isascii() and blocks.isdigit() and len(blocks) < 10):
+            return text_reply(422, f"blocks must be 0 or more, not {blocks!r:.40}")
+        return Stream(in_threads(_dump(self._service, int(blocks))), (_LIST,))
+
+
+def _dump(service: Service, most_blocks: int) -> Iterator[bytes]:
+    """Yield pieces of lines: for each registered rank one line about it, then one for each block.
+
+    A block's line has its engine's own label (`block_hash`: an integer, or the hex of bytes), its
+    `depth` in its prompt, and where it is. `blocks` of the rank's line counts them all, `listed`
+    those that follow: at most `most_blocks`. It is not Dynamo's dump: that names blocks by the
+    hashes of their tokens, which kvindex does not keep.
+
+    Complexity: O(blocks of the ranks): each rank is copied when its turn comes.
+
+    Thread safety: any thread.
+    """
+    for partition in service.catalog.partitions:
+        ranks = service.ranks_of(partition)
+        for rank in () if ranks is None else ranks.rows:
+            try:
+                tree = service.source.index.tree(rank)
+                blocks = tree.walk()
+                head = _head(partition, str(rank), len(tree), min(len(tree), most_blocks))
+            except UnknownRankError:
+                continue  # unregistered just now
+            yield head
+            lines = (
+                msgspec.json.encode(_line(block)) + b"\n" for block in islice(blocks, most_blocks)
+            )
+            while piece := b"".join(islice(lines, _LINES)):
+                yield piece
+
+
+def _head(partition: Partition, rank: str, blocks: int, listed: int) -> bytes:
+    about = {
+        "model": partition.model,
+        "routing_group": partition.routing_group,
+        "rank": rank,
+        "blocks": blocks,
+        "listed": listed,
+    }
+    return msgspec.json.encode(about) + b"\n"
+
+
+def _line(block: msgspec.Struct) -> dict[str, object]:
+    line = msgspec.structs.asdict(block)
+    if isinstance(line["block_hash"], bytes):
+        line["block_hash"] = line["block_hash"].hex()
+    return line
 
 
 def _views(views: _Views) -> list[Route]:
@@ -309,60 +367,55 @@ def _views(views: _Views) -> list[Route]:
     )
     services = objects(count=COUNT, services={"type": "array", "items": {"type": "object"}})
     return [
-        Route(
-            *("GET", "/workers"),
+        route(
+            "GET /workers",
             views.workers,
-            operation(
-                "The instances and their listeners",
-                json({"type": "array", "items": worker}),
-                parameters=[parameter("model_name"), GROUP],
-            ),
+            "The instances and their listeners",
+            json({"type": "array", "items": worker}),
+            parameters=[parameter("model_name"), GROUP],
         ),
-        Route("GET", "/services", views.services, operation("The registrations", json(services))),
-        Route(
-            *("GET", "/health"),
+        route("GET /services", views.services, "The registrations", json(services)),
+        route(
+            "GET /health",
             lambda _: Reply(200, b"", b""),
-            operation("Whether the process runs", {"description": "It does."}, is_probe=True),
+            "Whether the process runs",
+            {"description": "It does."},
+            is_probe=True,
         ),
-        Route(
-            *("GET", "/ready"),
+        route(
+            "GET /ready",
             views.ready,
-            operation(
-                "Whether queries are to be sent here; without the token, the code alone",
-                {"200": json(standing, "They are."), "503": json(standing, "They are not.")},
-                403,
-                is_probe=True,
-                parameters=[parameter("strict", "1: only while every rank is live")],
-            ),
+            "Whether queries are to be sent here; without the token, the code alone",
+            {"200": json(standing, "They are."), "503": json(standing, "They are not.")},
+            codes=(403,),
+            is_probe=True,
+            parameters=[parameter("strict", "1: only while every rank is live")],
         ),
-        Route(
-            *("GET", "/dump"),
+        route(
+            "GET /dump",
             views.dump,
-            operation(
-                "Ranks and blocks, as lines of JSON",
-                media("application/x-ndjson", "One line for each rank and block."),
-                422,
-                parameters=[
-                    parameter("blocks", "most blocks of each rank", COUNT | {"maximum": 10**9 - 1})
-                ],
-            ),
+            "Ranks and blocks, as lines of JSON",
+            media("application/x-ndjson", "One line for each rank and block."),
+            codes=(422,),
+            parameters=[
+                parameter("blocks", "most blocks of each rank", COUNT | {"maximum": 10**9 - 1})
+            ],
         ),
     ]
 
 
-def _metrics(write: Metrics) -> Route:
+def _metrics(write: Callable[..., tuple[bytes, str]]) -> Route:
     async def metrics(request: Request) -> Reply:
         workers = request.parameters.get("worker")
         per_rank = request.parameter("ranks", "1") not in ("0", "false")
         body, content_type = await asyncio.to_thread(write, workers, per_rank=per_rank)
         return Reply(200, body, content_type.encode())
 
-    described = operation(
-        "Metrics for Prometheus",
+    return route(
+        *("GET /metrics", metrics, "Metrics for Prometheus"),
         media("text/plain", "As Prometheus reads them."),
         parameters=[
             parameter("worker", "only these; repeatable", list[str]),
             parameter("ranks", "0: no series of single ranks"),
         ],
     )
-    return Route("GET", "/metrics", metrics, described)

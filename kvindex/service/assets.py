@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from kvindex.service.messages import Headers, Reply, Request, Route
-from kvindex.service.openapi import media, operation, parameter
+from kvindex.service.openapi import media, parameter, route
 
 __all__ = ["HEADERS", "Asset", "asset_routes", "read_assets"]
 
@@ -56,7 +56,9 @@ def read_assets() -> dict[str, Asset]:
 def asset_routes() -> list[Route]:
     """Return the routes of `/` and of each file under `/static/`, which are not described."""
     assets = read_assets()
-    page = operation(
+    page = route(
+        "GET /",
+        partial(_serve, assets.pop("index.html")),
         "The page",
         {
             "200": media("text/html", "For a browser."),
@@ -64,11 +66,8 @@ def asset_routes() -> list[Route]:
         },
         parameters=[parameter("If-None-Match", "the ETag of what is there", where="header")],
     )
-    routes = [Route("GET", "/", partial(_serve, assets.pop("index.html")), page)]
-    routes += [
-        Route("GET", f"/static/{path}", partial(_serve, asset)) for path, asset in assets.items()
-    ]
-    return routes
+    files = assets.items()
+    return [page, *(Route("GET", f"/static/{path}", partial(_serve, of)) for path, of in files)]
 
 
 def _serve(asset: Asset, request: Request) -> Reply:

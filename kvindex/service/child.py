@@ -18,23 +18,20 @@ from typing import BinaryIO, Final
 import msgspec
 
 from kvindex.index.replicas import join
-from kvindex.service.asking import answer
 from kvindex.service.catalog import Catalog, Change, Partition
-from kvindex.service.guards import REASONS, Counters, Guard
+from kvindex.service.guards import Guard
 from kvindex.service.http import HttpServer
 from kvindex.service.messages import Reply, Request, Route, Stream
-from kvindex.service.orders import Registered, Start, Stop, read_order
+from kvindex.service.processes import Registered, Start, Stop, read_order
 from kvindex.service.proxy import Proxy
+from kvindex.service.query_requests import answer
 from kvindex.service.service import Ranks, Service
 from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 
-__all__ = ["COUNTED", "ReplicaService", "child_site", "main"]
+__all__ = ["ReplicaService", "child_site", "main"]
 
 logger = logging.getLogger(__name__)
-
-COUNTED: Final = (*REASONS, "passed_on")
-"""The counters of a child, besides its `Traffic`, which stands behind them."""
 
 _JOIN_SECONDS: Final = 60.0
 _ORPHAN_SECONDS: Final = 1  # for open requests, once the parent is gone
@@ -59,41 +56,27 @@ class ReplicaService(Service):
         return ranks
 
 
-def child_site(
-    service: Service, guard: Guard, counters: Counters, proxy: Proxy, names: Iterable[str] = ()
-) -> Site:
-    """Return a site that answers `/query` and `/health`, and passes the rest on.
+def child_site(service: Service, guard: Guard, proxy: Proxy, names: Iterable[str] = ()) -> Site:
+    """Return a site that answers `/query` and `/health` from a replica, and passes the rest on.
 
-    Args:
-        service: answers from the replica.
-        guard: decides which requests are admitted.
-        counters: of COUNTED.
-        proxy: passes on.
-        names: the paths that requests are counted under.
+    `names` are the paths that requests are counted under.
     """
-
-    def pass_on(request: Request) -> Awaitable[Reply | Stream]:
-        counters.add("passed_on")
-        return proxy(request)
 
     def query(request: Request) -> Reply | Awaitable[Reply | Stream]:
         try:
             return answer(service, request)
         except NotKnownHereError:
-            return pass_on(request)
+            return proxy(request)
 
     routes = [
         Route("POST", "/query", query),
         Route("GET", "/health", lambda _: Reply(200, b"", b"")),
     ]
-    return Site(routes, guard, service.traffic.request, names=names, otherwise=pass_on)
+    return Site(routes, guard, service.traffic.request, names=names, otherwise=proxy)
 
 
 class Orders:
-    """Carries out the parent's orders, on a thread of its own, until the pipe closes.
-
-    Args:
-        pipe: where the orders come from, after the first.
+    """Carries out the parent's orders after the first, on a thread of its own, until the pipe ends.
 
     Attributes:
         are_known: set once the registrations have come.
@@ -157,30 +140,28 @@ def main() -> int:
         raise TypeError(f"the first order is {type(start).__name__}")
     logging.basicConfig(level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
     orders = Orders(pipe)
-    memory = memoryview(mmap.mmap(start.counters_fd, Counters.size(COUNTED) + Traffic.SIZE))
-    counters = Counters(COUNTED, memory)
-    traffic = Traffic(memory[Counters.size(COUNTED) :])
+    traffic = Traffic(memoryview(mmap.mmap(start.counters_fd, Traffic.SIZE)))
     with join(start.fanout, _JOIN_SECONDS) as replica:
         orders.are_known.wait()
-        service = ReplicaService(
-            replica, traffic=traffic, dialect=start.dialect, max_tokens=start.limits.tokens
-        )
-        _serve(start, orders, service, counters)
+        dialect, max_tokens = start.settings.dialect, start.settings.limits.tokens
+        service = ReplicaService(replica, traffic=traffic, dialect=dialect, max_tokens=max_tokens)
+        _serve(start, orders, service)
     return 0
 
 
-def _serve(start: Start, orders: Orders, service: Service, counters: Counters) -> None:
+def _serve(start: Start, orders: Orders, service: Service) -> None:
+    settings = start.settings
     guard = Guard(
         tokens=start.tokens,
-        allowed_hosts=start.allowed_hosts,
-        limits=start.limits,
-        counters=counters,
+        allowed_hosts=settings.allowed_hosts,
+        limits=settings.limits,
+        counters=service.traffic.refused,
     )
-    site = child_site(service, guard, counters, Proxy(start.upstream, guard), start.routes)
+    site = child_site(service, guard, Proxy(start.upstream, guard), start.routes)
     server = HttpServer(
         site,
-        shutdown_within=start.shutdown_within,
-        tls=None if start.tls_cert is None else (start.tls_cert, start.tls_key),
+        shutdown_within=settings.shutdown_within,
+        tls=settings.tls,
     )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     orders.begin(service, server)

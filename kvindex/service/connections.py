@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from io import BytesIO
 from typing import Any, Final
@@ -36,37 +37,22 @@ _STATUS: Final = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class _Incoming:
     """A request that is being received or waits, and its state."""
 
-    __slots__ = (
-        "body",
-        "expects",
-        "is_answered",
-        "is_last",
-        "is_old",
-        "refusal",
-        "request",
-        "size",
-    )
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.is_old = False  # HTTP/1.0
-        self.is_last = False  # the connection is closed after it
-        self.expects = False  # the client sends the body once it is asked to go on
-        self.refusal: Refusal | None = None
-        self.is_answered = False
-        self.body = BytesIO()
-        self.size = 0
+    request: Request
+    is_old: bool = False  # HTTP/1.0
+    is_last: bool = False  # the connection is closed after it
+    expects: bool = False  # the client sends the body once it is asked to go on
+    refusal: Refusal | None = None
+    is_answered: bool = False
+    body: BytesIO = field(default_factory=BytesIO)
+    size: int = 0
 
 
 class Connection(asyncio.Protocol):
-    """A connection with bounds on memory and time. Owner: the event loop.
-
-    Args:
-        site: answers, and has the limits.
-    """
+    """A connection with the bounds of its site on memory and time. Owner: the event loop."""
 
     def __init__(self, site: Site) -> None:
         self._site = site

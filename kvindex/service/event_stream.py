@@ -67,9 +67,9 @@ def event_stream(
     Nothing is kept for a reader but its place in the timeline, so a slow one costs no memory.
 
     Args:
-        timeline: whose happenings these are.
+        timeline: has the happenings.
         present: returns the present states, as JSON-ready values; called once, in a thread.
-        counters: of all streams.
+        counters: those of all streams.
         last_event_id: the last event that the reader has; "" for news only.
     """
 
@@ -90,7 +90,7 @@ async def _events(
     place: int,
     present: Callable[[], dict[str, Any]],
     counters: StreamCounters,
-    asked: str,
+    last_event_id: str,
 ) -> AsyncGenerator[bytes, None]:
     loop, news = asyncio.get_running_loop(), asyncio.Event()
     stop = timeline.listen(lambda: _ring(loop, news))
@@ -100,8 +100,8 @@ async def _events(
         states = await asyncio.to_thread(present)  # of many ranks it takes long
         missed: int | None = 0
         happenings: list[Happening] = []
-        if asked:
-            life, number = parse_id(asked) or ("", 0)
+        if last_event_id:
+            life, number = parse_id(last_event_id) or ("", 0)
             happenings, missed, place = timeline.since(number, life)
             counters.resumed += missed is not None
         start = f"{timeline.life}-{place - len(happenings)}"

@@ -5,7 +5,6 @@ The prompt may be text: the engine that serves the model turns it into tokens, b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
@@ -18,7 +17,7 @@ from kvindex import (
     TokenError,
     UnknownRankError,
 )
-from kvindex.service.messages import UNREADABLE, RefusedError, refused
+from kvindex.service.messages import UNREADABLE, refusal
 from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.errors import DiscoveryError
 
@@ -131,11 +130,11 @@ def read_question(body: bytes) -> Question:
     try:
         question = msgspec.json.decode(body, type=Question)
     except msgspec.ValidationError as error:
-        raise _refusal(422, f"the question cannot be read: {error}") from None
+        raise refusal(422, f"the question cannot be read: {error}") from None
     except UNREADABLE as error:
-        raise _refusal(400, f"the body is no JSON: {error}") from None
+        raise refusal(400, f"the body is no JSON: {error}") from None
     if (question.token_ids is None) == (question.text is None):
-        raise _refusal(422, "give either token_ids or text")
+        raise refusal(422, "give either token_ids or text")
     return question
 
 
@@ -144,40 +143,37 @@ def explain(
     question: Question,
     ranks: list[Rank],
     tokenizer: str | None,
-    *,
-    ask: Callable[[str, str, str], list[int]] = tokenize,
 ) -> Explained:
     """Return for each rank how far the prompt matches, longest first. It blocks.
 
     Args:
         source: a client or a replica.
-        question: what is asked.
+        question: a prompt.
         ranks: those of the question's partition.
         tokenizer: base URL of the engine that knows the model's tokens, if one is configured.
-        ask: asks it.
 
     Raises:
         RefusedError: it cannot be answered.
     """
     if not ranks:
         where = f"model={question.model} routing_group={question.routing_group}"
-        raise _refusal(404, f"no ranks for {where}")
+        raise refusal(404, f"no ranks for {where}")
     tokens = question.token_ids
     if tokens is None:
         if tokenizer is None:
-            raise _refusal(
+            raise refusal(
                 409, "no tokenizer is configured for this model: give token ids instead of text"
             )
         try:
-            tokens = ask(tokenizer, question.model, question.text or "")
+            tokens = tokenize(tokenizer, question.model, question.text or "")
         except TokenizerError as error:
-            raise _refusal(502, str(error)) from None
+            raise refusal(502, str(error)) from None
     try:
         why = source.explain(tokens, lora=question.lora, salt=question.salt, ranks=ranks)
     except (TokenError, ConfigurationError) as error:
-        raise _refusal(422, str(error)) from None
+        raise refusal(422, str(error)) from None
     except UnknownRankError as error:
-        raise _refusal(503, f"a rank was removed just now, ask again: {error}") from None
+        raise refusal(503, f"a rank was removed just now, ask again: {error}") from None
     explained = why.to_dict()
     ranks = [part.match.rank for part, _ in zip(why, range(MOST_RANKS), strict=False)]
     return Explained(
@@ -188,7 +184,3 @@ def explain(
         ],
         left_out=max(0, len(why) - MOST_RANKS),
     )
-
-
-def _refusal(status: int, why: str) -> RefusedError:
-    return RefusedError(refused(status, why))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import (
@@ -13,31 +14,22 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvindex.service.dialects import dynamo
-from kvindex.service.metrics import (
-    DynamoCollector,
-    FunnelCollector,
-    RankCollector,
-    RequestCollector,
-    SeriesLabels,
-)
+from kvindex.service.apis import dynamo
+from kvindex.service.metrics import FunnelCollector, RankCollector, SeriesLabels
+from kvindex.service.metrics.families import ReadCollector, counter, gauge
 from kvindex.service.service import Service
-from kvindex.service.traffic import AllTraffic
+from kvindex.service.traffic import BUCKETS, AllTraffic
 
-__all__ = ["Exposition"]
+__all__ = ["DynamoCollector", "Exposition", "RequestCollector"]
 
 
 class Exposition:
-    """Writes a server's metrics.
+    """Writes a server's metrics: its service's, those of all processes, and `Server.statistics`.
 
-    Args:
-        service: whose ranks they are of.
-        totals: what all processes were asked.
-        statistics: returns what the server counts, as `Running.statistics`.
-        dynamo_names: add series with the names of Dynamo's indexer.
+    `dynamo_names` adds series with the names of Dynamo's indexer.
 
     Thread safety: any thread.
     """
@@ -52,12 +44,12 @@ class Exposition:
     ) -> None:
         self._service = service
         self._others: list[Collector] = [
-            RequestCollector(totals.requests, totals.queries),
+            RequestCollector(totals),
             FunnelCollector(totals.outcomes),
             _ServerCollector(statistics),
         ]
         if dynamo_names:
-            self._others.append(self._dynamo(totals))
+            self._others.append(DynamoCollector(totals, service))
 
     def write(
         self, workers: Collection[str] | None = None, *, per_rank: bool = True
@@ -87,84 +79,136 @@ class Exposition:
 
         return labels_of
 
-    def _dynamo(self, totals: AllTraffic) -> Collector:
-        service = self._service
-        return DynamoCollector(
-            totals.requests,
-            totals.queries,
-            listeners=self._listeners,
-            models=lambda: len({partition.model for partition in service.catalog.partitions}),
-            workers=lambda: len(service.catalog.instances),
+
+class RequestCollector(ReadCollector):
+    """Requests by route and code, and what queries asked for and found."""
+
+    def __init__(self, totals: AllTraffic) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present values."""
+        by_route: Counter[tuple[str, str]] = Counter()
+        for (_, route, code), count in self._totals.requests().items():
+            by_route[route, str(code)] += count
+        yield counter(
+            *("kvindex_http_requests", "Answered requests", by_route.items(), "route", "code")
         )
+        sums = self._totals.sums()
+        labels = SeriesLabels._fields
+        yield counter(
+            "kvindex_query_tokens",
+            "Tokens of the prompts that queries asked for",
+            [(partition, of.tokens) for partition, of in sums.items()],
+            *labels,
+        )
+        yield counter(
+            "kvindex_query_best_match_tokens",
+            "Of these, tokens that the rank with the most of them held",
+            [(partition, of.best_match) for partition, of in sums.items()],
+            *labels,
+        )
+        durations = HistogramMetricFamily(
+            "kvindex_query_duration_seconds", "Time that queries were worked on", labels=labels
+        )
+        for partition, of in sums.items():
+            durations.add_metric(partition, _cumulative(of.buckets), of.nanoseconds / 1e9)
+        yield durations
 
-    def _listeners(self) -> Mapping[str, int]:
-        counts: Counter[str] = Counter(dict.fromkeys(("pending", "active", "paused", "failed"), 0))
+
+class DynamoCollector(ReadCollector):
+    """The same under the names of NVIDIA Dynamo's indexer (1.6.1), so that its dashboards work.
+
+    Durations are those of queries only, in our own buckets.
+    """
+
+    def __init__(self, totals: AllTraffic, service: Service) -> None:
+        self._totals = totals
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present values."""
+        by_method: Counter[tuple[str, str]] = Counter()
+        errors: Counter[tuple[str, str]] = Counter()
+        for (method, route, code), count in self._totals.requests().items():
+            by_method[route, method] += count
+            if code >= 400:
+                errors[route, f"{code // 100}xx"] += count
+        name = "dynamo_kvindexer_"
+        requests = by_method.items()
+        yield counter(f"{name}requests", "Requests received", requests, "endpoint", "method")
+        yield counter(
+            *(f"{name}errors", "Requests answered with an error", errors.items()),
+            *("endpoint", "status_class"),
+        )
+        durations = HistogramMetricFamily(
+            f"{name}request_duration_seconds", "Time of requests", labels=["endpoint"]
+        )
+        sums = self._totals.sums().values()
+        buckets = [sum(column) for column in zip(*(of.buckets for of in sums), strict=True)]
+        if buckets:
+            seconds = sum(of.nanoseconds for of in sums) / 1e9
+            durations.add_metric(["/query"], _cumulative(buckets), seconds)
+        yield durations
+        catalog = self._service.catalog
+        yield gauge(f"{name}models", "Models with an instance", len(catalog.models))
+        yield gauge(f"{name}workers", "Registered instances", len(catalog.instances))
+        listeners = dict.fromkeys(("pending", "active", "paused", "failed"), 0)
         for _, status in self._service.statuses():
-            counts["failed" if status is None else dynamo.STATUS[status.state]] += 1
-        return counts
+            listeners["failed" if status is None else dynamo.STATUS[status.state]] += 1
+        rows = _by_key(listeners)
+        yield gauge(f"{name}listeners", "Registered ranks by status", rows, "status")
 
 
-class _ServerCollector(Collector):
+class _ServerCollector(ReadCollector):
     """What a server counts besides answers."""
 
     def __init__(self, statistics: Callable[[], Mapping[str, Any]]) -> None:
         self._statistics = statistics
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         statistics = self._statistics()
-        refused = CounterMetricFamily("kvindex_http_refused", "Refused requests", labels=["reason"])
-        for reason, count in statistics["refused"].items():
-            refused.add_metric([reason], count)
-        yield refused
-        streams = statistics["streams"]
-        yield GaugeMetricFamily(
-            "kvindex_http_streams", "Event streams that are open", streams["open_now"]
-        )
-        yield CounterMetricFamily(
+        refused = _by_key(statistics["refused"])
+        yield counter("kvindex_http_refused", "Refused requests", refused, "reason")
+        streams, state = statistics["streams"], statistics["state"]
+        yield gauge("kvindex_http_streams", "Event streams that are open", streams["open_now"])
+        yield counter(
             "kvindex_http_streams_cut_off",
             "Event streams closed because their reader was too slow",
             streams["cut_off"],
         )
-        yield from _state(statistics["state"])
-        failures = CounterMetricFamily(
+        if state is not None:
+            saves = _by_key({outcome: state[outcome] for outcome in ("saved", "failed")})
+            yield counter(
+                "kvindex_state_saves", "Attempts to save the state file", saves, "outcome"
+            )
+            if state["saved_at"] is not None:
+                yield gauge(
+                    "kvindex_state_saved_timestamp_seconds",
+                    "When the state was saved last, in seconds since 1970",
+                    state["saved_at"],
+                )
+        sources = statistics["discovery"]["sources"].items()
+        yield counter(
             "kvindex_discovery_failures",
             "Failed attempts to read or ask a source of workers",
-            labels=["source"],
+            [((source,), counted["failures"]) for source, counted in sources],
+            "source",
         )
-        for source, counted in statistics["discovery"]["sources"].items():
-            failures.add_metric([source], counted["failures"])
-        yield failures
         processes = statistics["processes"]
         if processes is not None:
-            yield GaugeMetricFamily(
-                "kvindex_http_processes", "Processes that answer HTTP", processes["running"]
+            running, exits = processes["running"], _by_key(processes["exits"])
+            yield gauge("kvindex_http_processes", "Processes that answer HTTP", running)
+            yield counter(
+                *("kvindex_http_process_exits", "Processes that ended unexpectedly"),
+                *(exits, "cause"),
             )
-            exits = CounterMetricFamily(
-                "kvindex_http_process_exits",
-                "Processes that ended unexpectedly",
-                labels=["cause"],
-            )
-            for cause, count in processes["exits"].items():
-                exits.add_metric([cause], count)
-            yield exits
 
 
-def _state(state: Mapping[str, Any] | None) -> Iterator[Metric]:
-    """Yield how the state file fares, if there is one."""
-    if state is None:
-        return
-    saves = CounterMetricFamily(
-        "kvindex_state_saves", "Attempts to save the state file", labels=["outcome"]
-    )
-    for outcome in ("saved", "failed"):
-        saves.add_metric([outcome], state[outcome])
-    yield saves
-    if state["saved_at"] is not None:
-        yield GaugeMetricFamily(
-            "kvindex_state_saved_timestamp_seconds",
-            "When the state was saved last, in seconds since 1970",
-            state["saved_at"],
-        )
+def _by_key(counts: Mapping[str, int]) -> list[tuple[tuple[str], int]]:
+    return [((key,), count) for key, count in counts.items()]
+
+
+def _cumulative(buckets: Sequence[int]) -> list[tuple[str, float]]:
+    bounds = [*(f"{bound:g}" for bound in BUCKETS), "+Inf"]
+    return list(zip(bounds, accumulate(buckets), strict=True))

@@ -11,12 +11,12 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Sequence
-from ipaddress import ip_address
 from typing import Final
 
 import msgspec
 
 from kvindex.service.messages import Headers, Reply, refused
+from kvindex.service.networks import address_of
 from kvindex.wire.errors import ConfigurationError
 
 __all__ = ["REASONS", "Counters", "Guard", "Limits", "Refusal", "check_tokens"]
@@ -57,9 +57,8 @@ class Counters:
     One process writes; others map the same memory and read. A number is written whole, so a reader
     sees the one before or the one after.
 
-    Args:
-        names: of the counters, the same in all processes that share the buffer.
-        buffer: at least `Counters.size(names)` writable bytes, zero at first; own memory if None.
+    All processes that share a buffer (`size(names)` writable bytes, zero at first) give the same
+    names.
 
     Thread safety: `add` on one thread of one process; the rest anywhere.
 
@@ -224,9 +223,6 @@ class Guard:
     def admit(self, headers: Headers) -> Refusal | None:
         """Return why a request with these header fields is refused, or None; counts it.
 
-        Args:
-            headers: names in lower case, as ASGI has them.
-
         Complexity: one pass over the fields; a comparison of tokens takes the same time whatever
         they are.
         """
@@ -285,7 +281,7 @@ class Guard:
 
     def _is_ours(self, name: str) -> bool:
         # A page can be rebound to this machine by its name only, never by an address.
-        return name in self._names or name.endswith(self._suffixes) or _is_address(name)
+        return name in self._names or name.endswith(self._suffixes) or address_of(name) is not None
 
     def _judge_token(self, authorization: bytes | None) -> Refusal | None:
         if authorization is None:
@@ -312,11 +308,3 @@ def _token(authorization: bytes) -> bytes:
         except (binascii.Error, ValueError):
             return b""
     return b""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True

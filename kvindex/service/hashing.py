@@ -15,7 +15,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -30,18 +30,15 @@ from kvindex import (
     Rank,
     RankAdded,
     RankLost,
-    RankName,
     RankRemoved,
     RankRestarted,
     RanksRenamed,
-    RankStatus,
     StreamItem,
     Subscriber,
     Trust,
-    Worker,
 )
+from kvindex.service.apis import dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
-from kvindex.service.dialects import dynamo
 from kvindex.service.messages import (
     UNREADABLE,
     RefusedError,
@@ -106,6 +103,7 @@ class HashFollower:
 
     Attributes:
         index: its blocks have two tokens.
+        subscriber: feeds it.
         counters: `unhashed`: events left out, because their tokens are text or do not fill blocks.
 
     Thread safety: every method from any thread.
@@ -115,46 +113,23 @@ class HashFollower:
         self.index = Index()
         self.counters: Counter[str] = Counter()
         self._sizes: dict[Rank, int] = {}
-        self._subscriber = Subscriber(sink=self._follow, on_batch=self._apply)
-
-    @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """The ranks subscribed to."""
-        return self._subscriber.ranks
-
-    def status(self, rank: RankName) -> RankStatus:
-        """Return how a rank's stream stands; as `Client.status`."""
-        return self._subscriber.status(rank)
-
-    def wait_for(
-        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
-    ) -> bool:
-        """Wait until the ranks' statuses meet a condition; as `Client.wait_for`."""
-        return self._subscriber.wait_for(condition, timeout)
+        self.subscriber = Subscriber(sink=self._follow, on_batch=self._apply)
 
     def trusts(self) -> Mapping[Rank, Trust]:
         """Return how far each rank can be trusted; as `Client.trusts`."""
-        return self._subscriber.trusts()
+        return self.subscriber.trusts()
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters as plain values: of the ranks' streams, the index, and `counters`."""
+        """Return counters of the ranks' streams and of the index, and `counters`."""
         return {
-            **self._subscriber.statistics(),
+            **self.subscriber.statistics(),
             "index": self.index.statistics(),
             "unhashed": self.counters["unhashed"],
         }
 
-    def add(self, worker: Worker) -> None:
-        """Subscribe to a worker's ranks; as `Client.add`."""
-        self._subscriber.add(worker)
-
-    def remove(self, name: RankName) -> None:
-        """Unsubscribe from a worker or a rank; as `Client.remove`."""
-        self._subscriber.remove(name)
-
     def close(self) -> None:
         """Stop. Idempotent."""
-        self._subscriber.close()
+        self.subscriber.close()
 
     def in_tokens(self, hits: Hits, ranks: Iterator[Rank]) -> Hits:
         """Return what was found in the tokens of the ranks' own blocks."""
@@ -262,9 +237,9 @@ class HashQueries:
             packed_hashes(query.block_hashes), lora=query.lora_name or None
         )
         hits = self._follower.in_tokens(match.hits(ranks.rows), iter(ranks.rows))
-        asked = len(query.block_hashes) * max(hits.block_size, default=0)
+        tokens = len(query.block_hashes) * max(hits.block_size, default=0)
         best = max(hits.tokens, default=0)
-        self._traffic.query(partition, asked, best, time.perf_counter_ns() - began)
+        self._traffic.query(partition, tokens, best, time.perf_counter_ns() - began)
         return Reply(200, ranks.form("dynamo").write(hits, trusts))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -26,6 +27,7 @@ __all__ = [
     "json_reply",
     "packed",
     "read_json",
+    "refusal",
     "refused",
     "text_reply",
 ]
@@ -45,38 +47,27 @@ _encoder = msgspec.json.Encoder()
 _packer = msgspec.msgpack.Encoder()
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """A request with its whole body.
 
     Attributes:
         method: e.g. "POST".
         path: without the query, and decoded.
-        query: the bytes behind the "?", as received.
-        target: path and query, as received.
         headers: in the order received, names in lower case.
         body: b"" until it has arrived.
+        query: the bytes behind the "?", as received.
+        target: path and query, as received.
         is_bare: whether the answer shows its status only.
     """
 
-    __slots__ = ("body", "headers", "is_bare", "method", "path", "query", "target")
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        headers: Headers = (),
-        body: bytes = b"",
-        *,
-        query: bytes = b"",
-        target: bytes = b"",
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.query = query
-        self.target = target
-        self.headers = headers
-        self.body = body
-        self.is_bare = False
+    method: str
+    path: str
+    headers: Headers = ()
+    body: bytes = b""
+    query: bytes = b""
+    target: bytes = b""
+    is_bare: bool = False
 
     @classmethod
     def of(cls, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> Request:
@@ -91,7 +82,7 @@ class Request:
         text = path.decode("latin-1")
         if "%" in text:
             text = unquote(text)
-        return cls(method, text, headers, body, query=query, target=target)
+        return cls(method, text, headers, body, query, target)
 
     def header(self, name: bytes) -> bytes | None:
         """Return a header field; the first of several."""
@@ -166,7 +157,7 @@ class Route(NamedTuple):
         method: GET stands for HEAD, too.
         path: the whole of it.
         serve: answers at once, or later.
-        operation: its description, as `openapi.operation` makes it; None: it is not described.
+        operation: its description, as `openapi.route` makes it; None: it is not described.
     """
 
     method: str
@@ -204,6 +195,12 @@ def refused(status: int, message: str, reason: str | None = None) -> Reply:
     """Return an error as `{"error": message}`, with a `reason` for programs if there is one."""
     error = {"error": message}
     return json_reply(status, error if reason is None else {**error, "reason": reason})
+
+
+def refusal(status: int, message: str, reason: str | None = None) -> RefusedError:
+    """Return `refused` as an error to raise; a 503 says when to ask again."""
+    headers: Headers = ((b"retry-after", b"1"),) if status == 503 else ()
+    return RefusedError(refused(status, message, reason)._replace(headers=headers))
 
 
 def read_json(request: Request, kind: type[_T]) -> _T:

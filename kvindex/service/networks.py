@@ -27,7 +27,7 @@ from typing import Final, TypeAlias
 
 from kvindex.wire.errors import ConfigurationError, EndpointRefusedError
 
-__all__ = ["LOOPBACK", "PRIVATE", "Networks", "parse_networks", "resolved"]
+__all__ = ["LOOPBACK", "PRIVATE", "Networks", "address_of", "parse_networks", "resolved"]
 
 Address: TypeAlias = "IPv4Address | IPv6Address"
 Network: TypeAlias = "IPv4Network | IPv6Network"
@@ -54,6 +54,14 @@ _GUARDED: Final = tuple(
 _NAME_SECONDS: Final = 5.0  # for a name to be resolved in
 _MOST_NAMES: Final = 16  # that are being resolved at once
 _resolving = threading.BoundedSemaphore(_MOST_NAMES)
+
+
+def address_of(text: str) -> Address | None:
+    """Return the IP address in a text, which may stand in brackets; None if it is none."""
+    try:
+        return ip_address(text.strip("[]"))
+    except ValueError:
+        return None
 
 
 def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
@@ -146,8 +154,8 @@ class Networks:
                 "name" (it has no address) or "network".
         """
         host, port = _parts(endpoint)
-        texts = [host] if _address(host) else self._resolve(host)
-        addresses = [address for address in map(_address, texts) if address is not None]
+        texts = [host] if address_of(host) else self._resolve(host)
+        addresses = [address for address in map(address_of, texts) if address is not None]
         if not addresses:
             raise EndpointRefusedError(
                 f"{endpoint!r}: the name {host!r} has no address here; check it, or register the "
@@ -167,11 +175,14 @@ class Networks:
     def _allows_one(self, address: Address) -> bool:
         if address.is_multicast or address.is_unspecified:
             return False
-        return any(
-            address in network
-            and all(_within(network, guarded) for guarded in _GUARDED if address in guarded)
-            for network in self.allowed
-        ) or bool(_mapped(address))  # what is inside decides
+        return (
+            any(
+                address in network
+                and all(_within(network, guarded) for guarded in _GUARDED if address in guarded)
+                for network in self.allowed
+            )
+            or getattr(address, "ipv4_mapped", None) is not None
+        )  # what is inside decides
 
     def _why_not(self, endpoint: str, address: Address) -> str:
         listed = ", ".join(map(str, self.allowed)) or "no network is allowed"
@@ -207,19 +218,8 @@ def _parts(endpoint: str) -> tuple[str, int]:
     return parts[1] or parts[2], port
 
 
-def _address(text: str) -> Address | None:
-    try:
-        return ip_address(text)
-    except ValueError:
-        return None
-
-
 def _within(network: Network, other: Network) -> bool:
     return network.network_address in other and network.prefixlen >= other.prefixlen
-
-
-def _mapped(address: Address) -> IPv4Address | None:
-    return address.ipv4_mapped if isinstance(address, IPv6Address) else None
 
 
 def _inside(address: Address) -> list[IPv4Address]:

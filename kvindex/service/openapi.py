@@ -1,18 +1,18 @@
 """GET /openapi.json: the requests and answers of each route, as OpenAPI 3.1.
 
-Each route has its own description, made by `operation`. A schema in it is a type that msgspec
+`route` makes a route with its description. A schema in it is a type that msgspec
 reads or writes, or a dictionary where there is no such type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 import kvindex
-from kvindex.service.messages import Route
+from kvindex.service.messages import Handler, Route
 
 __all__ = [
     "COUNT",
@@ -22,8 +22,8 @@ __all__ = [
     "json",
     "media",
     "objects",
-    "operation",
     "parameter",
+    "route",
 ]
 
 COUNT: Final = {"type": "integer", "minimum": 0}
@@ -109,49 +109,48 @@ def _with_schemas(value: Any, schemas: dict[Any, Any]) -> Any:
     return schemas.setdefault(value, None)
 
 
-def operation(
+def route(
+    at: str,
+    serve: Handler,
     summary: str,
     answers: Mapping[str, Any],
-    *codes: int,
+    *,
+    codes: Collection[int] = (),
     body: Mapping[str, Any] | None = None,
     parameters: Sequence[Mapping[str, Any]] = (),
     is_probe: bool = False,
-) -> dict[str, Any]:
-    """Return the description of a route.
+) -> Route:
+    """Return a route with its description.
 
     Args:
-        summary: in one line.
+        at: method and path, e.g. "GET /workers".
+        serve: answers.
+        summary: one line.
         answers: one response, for 200; or several by their codes.
         codes: of errors, besides those of any request.
         body: the media types that it takes; None: it has no body.
         parameters: of the query or the head.
         is_probe: whether it wants no token and takes any host.
     """
-    errors = {
-        *codes,
-        *_CONNECTION,
-        *(() if is_probe else _GUARD),
-        *(() if body is None else (422,)),
-    }
+    errors = {*codes, *_CONNECTION}
+    errors |= set() if is_probe else set(_GUARD)
+    errors |= set() if body is None else {422}
     refusal = {"application/json": {"schema": _ERROR}, _MSGPACK: {}}
     refusal["text/plain"] = {"schema": {"type": "string"}}
-    by_code = {"200": answers} if "description" in answers else answers
+    refusals = {
+        str(code): {"description": _WHY[code], "content": refusal} for code in sorted(errors)
+    }
     described: dict[str, Any] = {
         "summary": summary,
         "parameters": list(parameters),
-        "responses": {
-            **{
-                str(code): {"description": _WHY[code], "content": refusal}
-                for code in sorted(errors)
-            },
-            **by_code,
-        },
+        "responses": {**refusals, **({"200": answers} if "description" in answers else answers)},
     }
     if body is not None:
         described["requestBody"] = {"required": True, "content": body}
     if is_probe:
         described["security"] = [{}]
-    return described
+    method, _, path = at.partition(" ")
+    return Route(method, path, serve, described)
 
 
 def json(of: Any, said: str = "Done.") -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from kvindex.service.apis import dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
-from kvindex.service.dialects import dynamo
 from kvindex.service.messages import Reply, Request, json_reply, read_json
 from kvindex.service.service import Service
 

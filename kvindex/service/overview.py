@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from kvindex import Rank, State, __version__
+from kvindex import State, __version__
 from kvindex.service.catalog import Partition
 
 __all__ = [
@@ -29,7 +29,10 @@ _COUNTED = (
     *("gaps", "replays_asked", "replays_filled", "replays_failed"),
     *("losses", "restarts", "decode_failures"),
 )
-
+_SHOWN = (
+    *("reason", "complete", "lag", "epoch", "seq", "connected", "last_event_age"),
+    *("endpoint", "replay_endpoint", "orphans", "ignored"),
+)
 
 PartitionOf: TypeAlias = Callable[[str], Partition]
 """Returns what a worker, by its name, belongs to."""
@@ -151,9 +154,9 @@ def overview(
 
     Args:
         source: a client or a replica.
-        partition_of: what a worker belongs to.
+        partition_of: a worker's partition.
         has_tokenizer: whether text can be turned into a partition's tokens.
-        missing: engines and sources that have not said where to subscribe, and why.
+        missing: as in `Fleet`.
         clock: seconds since 1970.
 
     Thread safety: as `source`. Complexity: O(ranks), some 10 ms for 512.
@@ -172,36 +175,19 @@ def overview(
 
 
 def _rank_view(status: Mapping[str, Any], partition_of: PartitionOf) -> RankView:
-    rank = _rank_of(status["rank"])
-    partition = partition_of(rank.worker)
-    held = status["index"]
+    worker, _, dp_rank = status["rank"].rpartition("/")
+    partition, held = partition_of(worker), status["index"]
     sizes = [group["block_size"] for group in held.get("groups", {}).values()]
     return RankView(
         model=partition.model,
         routing_group=partition.routing_group,
-        worker=rank.worker,
-        dp_rank=rank.dp_rank,
+        worker=worker,
+        dp_rank=int(dp_rank),
         state=str(status["state"]),
-        reason=status["reason"],
-        complete=status["complete"],
-        lag=status["lag"],
-        epoch=status["epoch"],
-        seq=status["seq"],
-        connected=status["connected"],
-        last_event_age=status["last_event_age"],
-        endpoint=status["endpoint"],
-        replay_endpoint=status["replay_endpoint"],
         blocks=held.get("media", {}),
         block_size=min(filter(None, sizes), default=None),
-        orphans=status["orphans"],
-        ignored=status["ignored"],
-        **{name: status[name] for name in _COUNTED},
+        **{name: status[name] for name in (*_SHOWN, *_COUNTED)},
     )
-
-
-def _rank_of(text: str) -> Rank:
-    worker, _, dp_rank = text.rpartition("/")
-    return Rank(worker, int(dp_rank))
 
 
 def _partitions(

@@ -25,16 +25,17 @@ from kvindex.service.event_stream import StreamCounters, event_stream
 from kvindex.service.explaining import Explained, Explainer, Question, explain, read_question
 from kvindex.service.guards import Guard, Refusal
 from kvindex.service.messages import (
-    JSON,
+    Handler,
     RefusedError,
     Reply,
     Request,
     Route,
     Stream,
+    json_reply,
+    refusal,
     refused,
 )
-from kvindex.service.metrics import SeriesLabels
-from kvindex.service.openapi import COUNT, GROUP, json, media, objects, operation, parameter
+from kvindex.service.openapi import COUNT, GROUP, json, media, objects, parameter, route
 from kvindex.service.overview import Counted, Fleet, overview
 from kvindex.service.service import Service
 from kvindex.service.timeline import Happening, Timeline, parse_id
@@ -79,8 +80,8 @@ class Page:
         tokenizer: URL of an engine whose `/tokenize` is asked for tokens of text where neither
             the operator nor a discovery named one of the partition.
         timeline: a new one by default.
-        traffic: of all processes that answer; of this one by default.
-        guard: its limit of event streams holds.
+        traffic: that of all processes that answer; by default of this one.
+        guard: limits the event streams.
 
     Attributes:
         routes: of the page.
@@ -118,60 +119,58 @@ class Page:
 
     def _api_routes(self) -> list[Route]:
         model = parameter("model", "of which; all by default")
+        window = parameter("seconds", "how far back, 900 by default", {"enum": list(WINDOWS)})
         return [
-            _route(
-                self._get_fleet,
-                "/api/fleet",
-                operation("How every rank stands, and sums", json(Fleet, "At most 0.5 s old.")),
+            route(
+                "GET /api/fleet",
+                _answering(self._get_fleet),
+                "How every rank stands, and sums",
+                json(Fleet, "At most 0.5 s old."),
             ),
-            _route(
-                self._get_timeline,
-                "/api/timeline",
-                operation("What has happened, oldest first", json(History)),
+            route(
+                "GET /api/timeline",
+                _answering(self._get_timeline),
+                "What has happened, oldest first",
+                json(History),
             ),
-            _route(
-                self._get_traffic,
-                "/api/traffic",
-                operation(
-                    "What was asked over time, of all processes",
-                    json(_TRAFFIC),
-                    422,
-                    parameters=[
-                        model,
-                        GROUP,
-                        parameter(
-                            "seconds", "how far back, 900 by default", {"enum": list(WINDOWS)}
-                        ),
-                    ],
-                ),
+            route(
+                "GET /api/traffic",
+                _answering(self._get_traffic),
+                "What was asked over time, of all processes",
+                json(_TRAFFIC),
+                codes=(422,),
+                parameters=[model, GROUP, window],
             ),
-            _route(
-                self._get_prefixes,
-                "/api/prefixes",
-                operation(
-                    "Which prefixes are held by whom, the most widely held first",
-                    json(PartitionPrefixes),
-                    422,
-                    parameters=[
-                        model,
-                        GROUP,
-                        parameter("max_nodes", "1000 by default", _from_1(MOST_NODES)),
-                        parameter("min_blocks", "1 by default", _from_1(2**31)),
-                    ],
-                ),
+            route(
+                "GET /api/prefixes",
+                _answering(self._get_prefixes),
+                "Which prefixes are held by whom, the most widely held first",
+                json(PartitionPrefixes),
+                codes=(422,),
+                parameters=[
+                    model,
+                    GROUP,
+                    parameter("max_nodes", "1000 by default", _from_1(MOST_NODES)),
+                    parameter("min_blocks", "1 by default", _from_1(2**31)),
+                ],
             ),
-            _route(
-                self._explain,
-                "/api/explain",
-                operation(
-                    "How far a prompt matches on each rank, and where and why that ends",
-                    json(Explained, "Longest matches first."),
-                    *(404, 409, 502),
-                    body={"application/json": {"schema": _QUESTION}},
-                ),
-                method="POST",
+            route(
+                "POST /api/explain",
+                _answering(self._explain),
+                "How far a prompt matches on each rank, and where and why that ends",
+                json(Explained, "Longest matches first."),
+                codes=(404, 409, 502),
+                body={"application/json": {"schema": _QUESTION}},
             ),
-            _route(self._events, "/events", _EVENTS),
+            route(
+                "GET /events",
+                _answering(self._events),
+                "What happens, as server-sent events, until either side ends it",
+                _EVENTS,
+                parameters=[
+                    parameter("Last-Event-ID", "the last that was received", where="header")
+                ],
+            ),
         ]
 
     def close(self) -> None:
@@ -199,7 +198,7 @@ class Page:
             if not body or time.monotonic() - made_at >= FLEET_FOR:
                 body = await asyncio.to_thread(self._read_fleet)
                 self._fleet = time.monotonic(), body
-        return _json(body)
+        return Reply(200, body)
 
     def _read_fleet(self) -> bytes:
         fleet = overview(
@@ -218,23 +217,21 @@ class Page:
             dropped=since.missed or 0,
             happenings=since.happenings,
         )
-        return _json(msgspec.json.encode(history))
+        return json_reply(200, history)
 
     async def _get_traffic(self, request: Request) -> Reply:
         seconds = request.parameter("seconds", "900")
         if seconds not in map(str, WINDOWS):
             wanted = ", ".join(map(str, WINDOWS))
-            raise _refusal(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
-        named = _named(request)
-        partition = None if named is None else SeriesLabels(*named)
-        return _json(msgspec.json.encode(self.trends.points(int(seconds), partition)))
+            raise refusal(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
+        return json_reply(200, self.trends.points(int(seconds), _named(request)))
 
     async def _get_prefixes(self, request: Request) -> Reply:
         max_nodes = _number(request, "max_nodes", "1000", MOST_NODES)
         min_blocks = _number(request, "min_blocks", "1", 2**31)
         named = _named(request)
         ranks = None if named is None else self._ranks_of(named)
-        return _json(await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
+        return Reply(200, await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
 
     def _prefixes(self, max_nodes: int, min_blocks: int, ranks: list[Rank] | None) -> bytes:
         if ranks is not None and len(ranks) == len(self._source.ranks):
@@ -248,7 +245,7 @@ class Page:
     async def _explain(self, request: Request) -> Reply:
         question = read_question(request.body)
         if self._explaining >= _MOST_EXPLAINING:
-            raise _refusal(503, f"{self._explaining} explanations are being made: ask again")
+            raise refusal(503, f"{self._explaining} explanations are being made: ask again")
         partition = Partition(question.model, question.routing_group)
         ranks, tokenizer = self._ranks_of(partition), self._tokenizer(partition)
         self._explaining += 1
@@ -256,7 +253,7 @@ class Page:
             explained = await asyncio.to_thread(explain, self._source, question, ranks, tokenizer)
         finally:
             self._explaining -= 1
-        return _json(msgspec.json.encode(explained))
+        return json_reply(200, explained)
 
     def _ranks_of(self, wanted: Partition) -> list[Rank]:
         return [rank for rank in self._source.ranks if self._partition(rank.worker) == wanted]
@@ -279,10 +276,10 @@ class Page:
         if self.streams.open_now >= most:
             text = f"{most} event streams are open, the most that are served"
             raise RefusedError(self._guard.refuse(Refusal(503, "streams", text)).reply)
-        asked = (request.header(b"last-event-id") or b"").decode("latin-1")
-        if asked and parse_id(asked) is None:
-            asked = "unknown-0"
-        return event_stream(self.timeline, self._present, self.streams, asked)
+        last_event_id = (request.header(b"last-event-id") or b"").decode("latin-1")
+        if last_event_id and parse_id(last_event_id) is None:
+            last_event_id = "unknown-0"
+        return event_stream(self.timeline, self._present, self.streams, last_event_id)
 
     def _present(self) -> dict[str, Any]:
         statuses = self._source.statuses().values()
@@ -345,14 +342,10 @@ _QUESTION: Final = {
         {"required": ["text"], "properties": {"token_ids": {"type": "null"}}},
     ],
 }
-_EVENTS: Final = operation(
-    "What happens, as server-sent events, until either side ends it",
-    media(
-        "text/event-stream",
-        "First `fleet` with the present states, then `state`, `gap`, `replay`, `loss`, "
-        "`restart`, `added` and `removed`, each with a Happening as its data.",
-    ),
-    parameters=[parameter("Last-Event-ID", "the last that was received", where="header")],
+_EVENTS: Final = media(
+    "text/event-stream",
+    "First `fleet` with the present states, then `state`, `gap`, `replay`, `loss`, `restart`, "
+    "`added` and `removed`, each with a Happening as its data.",
 )
 
 
@@ -360,34 +353,25 @@ def _from_1(most: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": 1, "maximum": most}
 
 
-def _route(
-    serve: Callable[[Request], Awaitable[Reply | Stream]],
-    path: str,
-    described: Mapping[str, Any],
-    method: str = "GET",
-) -> Route:
-    """Return a route whose errors are answered as JSON."""
+def _answering(serve: Callable[[Request], Awaitable[Reply | Stream]]) -> Handler:
+    """Return a handler whose errors are answered as JSON, and whose answers nobody keeps."""
 
     async def handler(request: Request) -> Reply | Stream:
         try:
-            return await serve(request)
+            reply = await serve(request)
         except RefusedError as error:
-            return error.reply._replace(headers=(*error.reply.headers, *_HEADERS))
+            reply = error.reply
         except ConfigurationError as error:
-            return refused(422, str(error))._replace(headers=_HEADERS)
+            reply = refused(422, str(error))
         except KVIndexError as error:
-            return _refusal(503, str(error)).reply._replace(headers=_HEADERS)
+            reply = refusal(503, str(error)).reply
+        return (
+            reply._replace(headers=(*reply.headers, *_HEADERS))
+            if isinstance(reply, Reply)
+            else reply
+        )
 
-    return Route(method, path, handler, described)
-
-
-def _json(body: bytes) -> Reply:
-    return Reply(200, body, JSON, _HEADERS)
-
-
-def _refusal(status: int, why: str) -> RefusedError:
-    retry = ((b"retry-after", b"1"),) if status == 503 else ()
-    return RefusedError(refused(status, why)._replace(headers=retry))
+    return handler
 
 
 def _named(request: Request) -> Partition | None:
@@ -402,5 +386,5 @@ def _number(request: Request, name: str, default: str, most: int) -> int:
     text = request.parameter(name, default)
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
     if not 1 <= number <= most:
-        raise _refusal(422, f"{name} must be from 1 to {most}, not {text[:20]!r}")
+        raise refusal(422, f"{name} must be from 1 to {most}, not {text[:20]!r}")
     return number

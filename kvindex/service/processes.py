@@ -2,6 +2,9 @@
 
 Each is `python -m kvindex.service.child`. They share one listening socket, so the operating system
 hands each connection to one that waits for it. One that dies is started again, later each time.
+
+Orders to a process are lines of JSON through a pipe, its stdin. When the parent is gone, however it
+ended, the pipe closes.
 """
 
 from __future__ import annotations
@@ -14,18 +17,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
-from kvindex.service.catalog import Catalog
-from kvindex.service.guards import Counters
-from kvindex.service.orders import Order, Registered, Start, Stop, write_order
+from kvindex.service.catalog import Catalog, Change, Registration
+from kvindex.service.settings import ServeSettings
 from kvindex.service.traffic import Traffic
 
-__all__ = ["Children"]
+__all__ = ["Children", "Registered", "Start", "Stop", "read_order", "write_order"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,26 +36,75 @@ _STEADY: Final = 30.0  # seconds of life after which a death is no reason to wai
 _PATIENCE: Final = 5.0  # seconds beyond `shutdown_within` before one that does not end is killed
 
 
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first line: how to serve.
+
+    Attributes:
+        settings: of the server.
+        tokens: any of them admits a request.
+        fanout: path of the fan-out to join.
+        upstream: path of the unix socket where all else is answered.
+        listen_fd: descriptor of the listening socket that all children share.
+        counters_fd: descriptor of the memory for this child's counters.
+        routes: paths that requests are counted under.
+        log_level: of the package's log, as a number.
+    """
+
+    settings: ServeSettings
+    tokens: tuple[str, ...]
+    fanout: str
+    upstream: str
+    listen_fd: int
+    counters_fd: int = -1
+    routes: tuple[str, ...]
+    log_level: int
+
+
+class Registered(msgspec.Struct, frozen=True, tag=True):
+    """All that is registered, once; a `Change` says what has changed since."""
+
+    registrations: tuple[Registration, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """The last line: finish the open requests and end."""
+
+
+Order = Start | Registered | Change | Stop
+
+_decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+
+
+def write_order(order: Order) -> bytes:
+    """Return an order as one line."""
+    return msgspec.json.encode(order) + b"\n"
+
+
+def read_order(line: bytes) -> Order:
+    """Return the order in a line.
+
+    Raises:
+        msgspec.MsgspecError: there is none in it.
+    """
+    return _decoder.decode(line)
+
+
 class Children:
     """Keeps a number of HTTP processes running until `close`.
 
-    Args:
-        count: how many.
-        start: the first order of each; descriptors of counters are filled in.
-        names: of the counters.
+    Each begins with the order `start`.
 
     Thread safety: every method from any thread.
     """
 
-    def __init__(self, count: int, start: Start, names: Sequence[str]) -> None:
+    def __init__(self, count: int, start: Start) -> None:
         self._start = start
-        self._names = names
         self._changed = threading.Condition()
         self._catalog = Catalog()
         self._version = 0
         self._closing = threading.Event()
         self._exits: Counter[str] = Counter()
-        self._places = [_Place(number, names) for number in range(count)]
+        self._places = [_Place(number) for number in range(count)]
         self._threads = [
             threading.Thread(
                 target=self._keep, args=(place,), name=f"kvindex-child-{place.number}", daemon=True
@@ -79,13 +129,6 @@ class Children:
         running = [place.process for place in self._places]
         return [process.pid for process in running if process and process.poll() is None]
 
-    def counters(self) -> dict[str, int]:
-        """Return the counters of all processes, past ones included, added up."""
-        total: Counter[str] = Counter(dict.fromkeys(self._names, 0))
-        for place in self._places:
-            total.update(place.counters.values())
-        return dict(total)
-
     def traffic(self) -> list[Traffic]:
         """Return the counted requests of the processes at each place, past ones included."""
         return [place.traffic for place in self._places]
@@ -103,7 +146,7 @@ class Children:
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
-        deadline = time.monotonic() + self._start.shutdown_within + _PATIENCE
+        deadline = time.monotonic() + self._start.settings.shutdown_within + _PATIENCE
         for place, thread in zip(self._places, self._threads, strict=True):
             if thread.ident is None:
                 continue  # `begin` was not called
@@ -185,16 +228,12 @@ class Children:
 class _Place:
     """Where one process runs after the other: their counters go on."""
 
-    def __init__(self, number: int, names: Sequence[str]) -> None:
-        own = Counters.size(names)
-        size = own + Traffic.SIZE
+    def __init__(self, number: int) -> None:
         self.number = number
         self.process: subprocess.Popen[bytes] | None = None
         self.descriptor = os.memfd_create(f"kvindex-counters-{number}")
-        os.ftruncate(self.descriptor, size)
-        self._memory = mmap.mmap(self.descriptor, size)
-        self.counters = Counters(names, memoryview(self._memory))
-        self.traffic = Traffic(memoryview(self._memory)[own:])
+        os.ftruncate(self.descriptor, Traffic.SIZE)
+        self.traffic = Traffic(memoryview(mmap.mmap(self.descriptor, Traffic.SIZE)))
 
     def close(self) -> None:
         """Let go of the descriptor; the numbers stay."""

@@ -34,10 +34,7 @@ class Proxy:
     A server that is gone is a 503 with a reason, as long as nothing of its response was sent;
     afterwards the connection is closed, so that a cut-off response is not taken for a whole one.
 
-    Args:
-        path: of the unix socket.
-        guard: counts the 503.
-        answer_seconds: for a response to begin in.
+    A response begins within `answer_seconds`, and the guard counts the 503.
 
     Owner: the event loop.
     """

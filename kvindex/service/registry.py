@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeAlias
 
+import msgspec
+
 from kvindex import (
     Client,
     ConfigurationError,
@@ -31,20 +33,16 @@ Dial: TypeAlias = Callable[[str], str]
 
 
 class Subscribing(Protocol):
-    """The methods for workers that a client has, and a follower of hashes too."""
+    """The methods for workers that a client and a subscriber have."""
 
     @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """The ranks subscribed to."""
+    def ranks(self) -> tuple[Rank, ...]: ...
 
-    def status(self, rank: RankName) -> RankStatus:
-        """Return how a rank's stream stands."""
+    def status(self, rank: RankName) -> RankStatus: ...
 
-    def add(self, worker: Worker) -> None:
-        """Subscribe to a worker's ranks."""
+    def add(self, worker: Worker) -> None: ...
 
-    def remove(self, name: RankName) -> None:
-        """Unsubscribe from a worker or a rank."""
+    def remove(self, name: RankName) -> None: ...
 
 
 def as_it_is(endpoint: str) -> str:
@@ -100,7 +98,7 @@ class Registry:
         """Subscribe to one rank of an instance.
 
         Args:
-            registration: which.
+            registration: the rank, as its client names it.
             trusted: whether its endpoints are the operator's own, to be dialled as they are.
 
         Raises:
@@ -134,27 +132,15 @@ class Registry:
     ) -> list[Effect]:
         """Register every rank of a worker, with the worker's own settings (topic, CURVE, cache).
 
-        Args:
-            worker: an engine that the operator named, or that was discovered.
-            partition: whom it serves.
-            block_size: tokens per block; 0: not known.
-            source: where it comes from, to be shown.
-            details: further fields to be shown.
+        `partition`, `block_size`, `source` and `details` are those of each rank's `Registration`.
 
         Raises: as `register`; ranks before the one that fails are registered.
         """
         outcomes = []
         for address in worker.publishers():
             replay = None if address.replay is None else {address.dp_rank: address.replay}
-            rank = Worker(
-                worker.name,
-                {address.dp_rank: address.endpoint},
-                replay=replay,
-                topic=worker.topic,
-                bind=worker.bind,
-                curve=worker.curve,
-                cache=worker.cache,
-            )
+            endpoint = {address.dp_rank: address.endpoint}
+            rank = msgspec.structs.replace(worker, endpoint=endpoint, replay=replay, dp_size=None)
             registration = Registration(
                 instance_id=worker.name,
                 partition=partition,
@@ -245,13 +231,10 @@ class Registry:
             if ranks is None:
                 raise RegistrationError(f"instance {worker} not found", reason="unknown")
             partition = next(iter(ranks.values())).partition
-            if model not in (None, partition.model) or routing_group not in (
-                None,
-                partition.routing_group,
-            ):
-                raise RegistrationError(
-                    f"instance {worker} is registered for {partition}", reason="unknown"
-                )
+            wanted = (model, routing_group)
+            if any(name not in (None, of) for name, of in zip(wanted, partition, strict=True)):
+                why = f"instance {worker} is registered for {partition}"
+                raise RegistrationError(why, reason="unknown")
             if dp_rank is not None and dp_rank not in ranks:
                 raise RegistrationError(
                     f"instance {worker} dp_rank {dp_rank} not found", reason="unknown"

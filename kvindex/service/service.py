@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from kvindex import (
     Client,
-    ConfigurationError,
     Hits,
     Index,
     Rank,
@@ -28,9 +27,8 @@ from kvindex.service.registry import Registry
 from kvindex.service.traffic import Traffic
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["DIALECTS", "Ranks", "Service", "Standing"]
+__all__ = ["Ranks", "Service", "Standing"]
 
-DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
 _PATIENCE = 30.0  # seconds after the start that ranks are waited for
 _STANDING_FOR = 0.5  # seconds for which one standing answers all callers
 
@@ -144,8 +142,6 @@ class Service:
         if registry is None and isinstance(self.source, Client):
             registry = Registry(self.source)
         self._registry = registry
-        if dialect not in DIALECTS:
-            raise ConfigurationError(f"dialect must be one of {DIALECTS}, not {dialect!r}")
         self.dialect = dialect
         self.max_tokens = max_tokens
         self._catalog = Catalog()

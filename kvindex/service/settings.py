@@ -6,14 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from kvindex.service.guards import Limits, check_tokens
-from kvindex.service.networks import LOOPBACK, parse_networks
+from kvindex.service.networks import LOOPBACK, address_of, parse_networks
 from kvindex.wire.errors import ConfigurationError
 
 if sys.version_info >= (3, 11):
@@ -21,14 +20,24 @@ if sys.version_info >= (3, 11):
 else:  # the extra `server` brings it
     import tomli as tomllib
 
-__all__ = ["TOKEN_VARIABLE", "ConfigFile", "ServeSettings", "Table", "is_loopback", "read_config"]
+__all__ = [
+    "DIALECTS",
+    "TOKEN_VARIABLE",
+    "ConfigFile",
+    "ServeSettings",
+    "Table",
+    "is_loopback",
+    "read_config",
+]
 
 TOKEN_VARIABLE: Final = "KVINDEX_TOKEN"
 """The environment variable that may hold the token."""
 
+DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
+"""Whose API queries are read in: that of each query itself ("auto"), or only one of them."""
+
 _MAX_FILE_BYTES = 16 << 20
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
-_DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")  # as `Service` has them
 _MINE = ("serve", "limits")  # the tables that are read here, each at most once
 
 Table = dict[str, Any]
@@ -100,9 +109,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigurationError(f"block_size must be at least 1, not {self.block_size}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigurationError("TLS needs both: --tls-cert FILE and --tls-key FILE")
-        if self.dialect not in _DIALECTS:
+        if self.dialect not in DIALECTS:
             raise ConfigurationError(
-                f"dialect must be one of {', '.join(_DIALECTS)}, not {self.dialect!r}"
+                f"dialect must be one of {', '.join(DIALECTS)}, not {self.dialect!r}"
             )
         if self.hash_queries not in (None, "xxh3"):
             raise ConfigurationError(f'hash_queries must be "xxh3", not {self.hash_queries!r}')
@@ -112,6 +121,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def scheme(self) -> str:
         """Either "http" or "https"."""
         return "https" if self.tls_cert else "http"
+
+    @property
+    def tls(self) -> tuple[str, str | None] | None:
+        """The files with the certificate chain and its private key, if there are any."""
+        return None if self.tls_cert is None else (self.tls_cert, self.tls_key)
 
     def networks(self) -> tuple[Any, ...]:
         """Return the networks where workers may be that register over HTTP."""
@@ -203,7 +217,8 @@ def _checked(path: object, text: str, name: str, table: Any, kind: type[msgspec.
     for key, value in table.items():
         where = f"{path}{_line(text, name, key)}"
         if key not in fields:
-            raise ConfigurationError(f"{where}: [{name}] knows no {key!r}: {_listed(fields)}")
+            listed = ", ".join(sorted(fields))
+            raise ConfigurationError(f"{where}: [{name}] knows no {key!r}: it has {listed}")
         try:
             checked[key] = msgspec.convert(value, fields[key])
         except msgspec.ValidationError as error:
@@ -213,10 +228,6 @@ def _checked(path: object, text: str, name: str, table: Any, kind: type[msgspec.
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}, [{name}]: {error}") from None
     return checked
-
-
-def _listed(names: Mapping[str, object]) -> str:
-    return "it has " + ", ".join(sorted(names))
 
 
 def _line(text: str, table: str, key: str) -> str:
@@ -241,7 +252,5 @@ def is_loopback(host: str) -> bool:
         >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("0.0.0.0")
         (True, True, False)
     """
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    address = address_of(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback

@@ -100,11 +100,8 @@ class Site:
             return Reply(405, b"", b"", ((b"allow", ", ".join(allowed).encode()),))
         try:
             answer = serve(request)
-        except RefusedError as error:
-            return error.reply
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
-            return _FAILED
+        except Exception as error:
+            return _failed(request, error)
         return answer if isinstance(answer, Reply) else self._await(request, answer)
 
     async def _await(
@@ -112,11 +109,8 @@ class Site:
     ) -> Reply | Stream:
         try:
             answer = await answering
-        except RefusedError as error:
-            answer = error.reply
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
-            answer = _FAILED
+        except Exception as error:
+            answer = _failed(request, error)
         return Reply(answer.status, b"", b"") if request.is_bare else answer
 
     def count(self, request: Request, status: int) -> None:
@@ -124,3 +118,11 @@ class Site:
         if self._count is not None:
             method = request.method if request.method in _METHODS else OTHER
             self._count(method, request.path if request.path in self._names else OTHER, status)
+
+
+def _failed(request: Request, error: Exception) -> Reply:
+    """Return the answer to a request whose handler raised an error."""
+    if isinstance(error, RefusedError):
+        return error.reply
+    logger.error("%s %s failed", request.method, request.path, exc_info=error)
+    return _FAILED

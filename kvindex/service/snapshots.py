@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from kvindex import BusyError, Client, ClosedError
-from kvindex.service.messages import RefusedError, Request, Route, Stream, in_threads, refused
-from kvindex.service.openapi import binary, operation
+from kvindex.service.messages import Request, Route, Stream, in_threads, refusal
+from kvindex.service.openapi import binary, route
 
 __all__ = ["snapshot_route"]
 
@@ -33,11 +33,7 @@ class _Taken:
         self.readers = 0
 
 
-def snapshot_route(
-    client: Client,
-    directory: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Route:
+def snapshot_route(client: Client, *, clock: Callable[[], float] = time.monotonic) -> Route:
     """Return the route `GET /snapshot`, which answers with the file of `Client.save`.
 
     A request soon after another one, or while two snapshots are being sent, gets the newest of
@@ -45,7 +41,6 @@ def snapshot_route(
 
     Args:
         client: whose state it is.
-        directory: where there is room for it; that of temporary files by default.
         clock: monotonic seconds.
     """
     sent: list[_Taken] = []  # at present, the newest last
@@ -60,28 +55,27 @@ def snapshot_route(
             is_fresh = bool(sent) and clock() - sent[-1].taken_at < _FRESH
             if not is_fresh and len(sent) < _MOST:
                 try:
-                    descriptor = await asyncio.to_thread(_taken, client, directory)
+                    descriptor = await asyncio.to_thread(_taken, client)
                 except (OSError, BusyError, ClosedError) as error:
-                    why = f"no snapshot could be taken: {error}"
-                    raise RefusedError(refused(503, why, "busy")) from error
+                    raise refusal(503, f"no snapshot could be taken: {error}", "busy") from error
                 sent.append(_Taken(descriptor, clock()))
             taken = sent[-1]
             taken.readers += 1
         return Stream(_pieces(taken, sent), _HEADERS, length=os.fstat(taken.descriptor).st_size)
 
-    described = operation(
+    return route(
+        *("GET /snapshot", snapshot),
         "All that is known, for `kvindex serve --warm-from URL`, the secret seed included",
         {
             "description": "What `Client.save` writes.",
             "content": {"application/octet-stream": binary("A snapshot.")},
         },
     )
-    return Route("GET", "/snapshot", snapshot, described)
 
 
-def _taken(client: Client, directory: str | None) -> int:
+def _taken(client: Client) -> int:
     """Return a descriptor of a file with a new snapshot, which has no name any more."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix="kvindex-snapshot-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvindex-snapshot-") as folder:
         path = os.path.join(folder, "snapshot")
         client.save(path)
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

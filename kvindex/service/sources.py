@@ -1,16 +1,18 @@
-"""The [[discovery]] tables of `kvindex serve`: the sources that list engines."""
+"""What `kvindex serve` serves: settings and sources of workers, of its options and its file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from kvindex import CacheSettings, ConfigurationError
-from kvindex.service.settings import ConfigFile, Table
-from kvindex.service.workers import Defaults
+from kvindex import CacheSettings, ConfigurationError, Worker
+from kvindex.service.guards import Limits
+from kvindex.service.settings import ConfigFile, ServeSettings, Table, read_config
+from kvindex.service.workers import TABLES, ConfigSource, Defaults, read_targets, target_of
 from kvindex.subscribe.discovery import (
     DnsSource,
     EngineSource,
@@ -20,7 +22,7 @@ from kvindex.subscribe.discovery import (
     Target,
 )
 
-__all__ = ["listed_sources", "source_of", "token_reader"]
+__all__ = ["FixedSource", "Reconfigured", "Serving", "source_of", "token_reader"]
 
 # What each kind takes; the sources' own docstrings say what it means.
 _KINDS: Final[dict[str, dict[str, Any]]] = {
@@ -50,18 +52,6 @@ _KINDS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 _GROUP: Final = "routing_group"  # every kind takes it
-
-
-def listed_sources(config: ConfigFile) -> list[Mapping[str, Any]]:
-    """Return the [[discovery]] tables of a file.
-
-    Raises:
-        ConfigurationError: they are no tables.
-    """
-    listed = config.tables.get("discovery", [])
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
-        raise ConfigurationError("discovery must be tables, each under its own [[discovery]]")
-    return listed
 
 
 def source_of(entry: Mapping[str, Any], defaults: Defaults, where: str) -> Source:
@@ -103,39 +93,25 @@ def source_of(entry: Mapping[str, Any], defaults: Defaults, where: str) -> Sourc
 
 def _made(kind: str, given: Table, defaults: Defaults) -> Source:
     group = given.pop(_GROUP, defaults.routing_group)
-    cache: CacheSettings = defaults.cache
     if kind == "file":
-        return _WithDefaults(
-            FileSource(**given), msgspec.structs.replace(defaults, routing_group=group)
-        )
-    if kind == "engines":
-        return EngineSource(**given, routing_group=group, cache=cache)
-    if kind == "dns":
-        return DnsSource(**given, routing_group=group, cache=cache)
-    return KubernetesSource(**given, routing_group=group, cache=cache)
+        return _ListedFile(msgspec.structs.replace(defaults, routing_group=group), **given)
+    sources: dict[str, Callable[..., Source]] = {
+        "engines": EngineSource,
+        "dns": DnsSource,
+        "kubernetes": KubernetesSource,
+    }
+    return sources[kind](**given, routing_group=group, cache=defaults.cache)
 
 
-class _WithDefaults:
-    """A source whose targets get defaults. Thread safety: as the source's."""
+class _ListedFile(FileSource):
+    """A file of engines that get defaults."""
 
-    def __init__(self, source: Source, defaults: Defaults) -> None:
-        self._source = source
+    def __init__(self, defaults: Defaults, **options: Any) -> None:
+        super().__init__(**options)
         self._defaults = defaults
-        self.name = source.name
-        self.is_certain = source.is_certain
 
-    def watch(self, tell: Callable[[Any], None]) -> None:
-        """Yield the source's targets, with defaults."""
-
-        def told(targets: Any) -> None:
-            given: list[Target] = list(targets)
-            tell([self._defaults.apply(target) for target in given])
-
-        self._source.watch(told)
-
-    def close(self) -> None:
-        """End `watch`."""
-        self._source.close()
+    def read(self) -> tuple[Target, ...]:
+        return tuple(self._defaults.apply(target) for target in super().read())
 
 
 def token_reader(path: str) -> Callable[[], str | None]:
@@ -153,3 +129,116 @@ def token_reader(path: str) -> Callable[[], str | None]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--engine-token-file {path}: {error}") from None
     return read
+
+
+class Reconfigured(Protocol):
+    """Receives a changed file."""
+
+    def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None: ...
+
+
+class FixedSource:
+    """The workers of the command line as a discovery source. Thread safety: any thread."""
+
+    name = "the command line"
+    is_certain = True
+
+    def __init__(self, targets: Iterable[Target]) -> None:
+        self.targets = tuple(targets)
+        self._closed = threading.Event()
+
+    def watch(self, tell: Callable[[Iterable[Target]], None]) -> None:
+        """List them, once."""
+        tell(self.targets)
+        self._closed.wait()
+
+    def close(self) -> None:
+        """End `watch`."""
+        self._closed.set()
+
+
+class Serving:
+    """The settings and sources of one server.
+
+    Args:
+        path: of the TOML file, or None.
+        options: settings of the command line; they count for more than the file's.
+        limits: likewise, of `Limits`.
+        cache: what events do not state, for workers whose entry does not set it.
+
+    Attributes:
+        settings: of options and file together.
+        sources: they list workers.
+
+    Raises:
+        ConfigurationError: an option or the file cannot work.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        options: Mapping[str, Any],
+        limits: Mapping[str, int],
+        cache: CacheSettings,
+    ) -> None:
+        self._options = dict(options)
+        self._limits = dict(limits)
+        self._running: Reconfigured | None = None
+        self._file: ConfigSource | None = None
+        self.sources: list[Source] = []
+        config = ConfigFile()
+        if path is not None:
+            try:
+                config = read_config(path, TABLES)
+            except OSError as error:
+                raise ConfigurationError(f"--config {path}: {error.strerror}") from error
+        self.settings = ServeSettings(**{**config.serve, **self._told(config)})
+        self.defaults = Defaults(
+            self.settings.model, self.settings.routing_group, self.settings.block_size, cache
+        )
+        if path is not None:
+            try:
+                read_targets(config.tables, self.defaults)  # a mistake is reported at once
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{path}: {error}") from None
+            self._file = ConfigSource(path, self.defaults, self._changed)
+            self.sources.append(self._file)
+            listed = config.tables.get("discovery", [])
+            if not (isinstance(listed, list) and all(isinstance(each, dict) for each in listed)):
+                raise ConfigurationError(
+                    "discovery must be tables, each under its own [[discovery]]"
+                )
+            self.add_discovery(listed)
+
+    def add_workers(self, workers: Iterable[tuple[Worker, Mapping[str, Any]]]) -> None:
+        """Add the workers of the command line, with the arguments of `target_of` for each."""
+        targets = [self.defaults.apply(target_of(worker, **said)) for worker, said in workers]
+        if targets:
+            self.sources.insert(0, FixedSource(targets))
+
+    def add_discovery(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Add sources, as [[discovery]] tables of the file have them."""
+        self.sources += [
+            source_of(entry, self.defaults, f"discovery {number}")
+            for number, entry in enumerate(entries, 1)
+        ]
+
+    def begin(self, running: Reconfigured) -> None:
+        """Pass the file's changes to a server from now on."""
+        self._running = running
+
+    def look(self) -> None:
+        """Look at the file now. From signal handlers, too."""
+        if self._file is not None:
+            self._file.look()
+
+    def _changed(self, config: ConfigFile) -> None:
+        if self._running is not None:
+            self._running.reconfigure(config, self._told(config))
+
+    def _told(self, config: ConfigFile) -> dict[str, Any]:
+        """Return the options, with limits of both."""
+        if not self._limits:
+            return self._options
+        of_file = config.serve.get("limits", Limits())
+        return {**self._options, "limits": msgspec.structs.replace(of_file, **self._limits)}

@@ -7,7 +7,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,24 +91,13 @@ class Saver:
 
     def save(self) -> bool:
         """Write both files now; return whether it worked. A failure is logged and counted."""
-        with self._writing:
-            try:
-                self._write_registered()
-                self._client.save(self._path)
-            except (OSError, BusyError, ClosedError) as error:
-                self._counters["failed"] += 1
-                self._error = str(error)
-                if self._rate.allows("save"):
-                    logger.error(
-                        "the state could not be saved in %s (%s); a file that was there is as "
-                        "before",
-                        self._path,
-                        error,
-                    )
-                return False
+        is_saved = self._write(
+            "the state", self._write_registered, partial(self._client.save, self._path)
+        )
+        if is_saved:
             self._counters["saved"] += 1
             self._saved_at, self._error = time.time(), None
-            return True
+        return is_saved
 
     def statistics(self) -> dict[str, Any]:
         """Return how often it was saved and failed, when last (Unix seconds), and the error."""
@@ -124,20 +115,27 @@ class Saver:
         while not self._closing:
             if self._wake.wait(max(0.0, due - time.monotonic())):
                 self._wake.clear()
-                self._save_registered()
+                self._write("registrations", self._write_registered)
             else:
                 self.save()
                 due = time.monotonic() + self._every
 
-    def _save_registered(self) -> None:
+    def _write(self, what: str, *steps: Callable[[], object]) -> bool:
+        """Carry out steps of saving; log and count a failure, and return whether there was none."""
         with self._writing:
             try:
-                self._write_registered()
-            except OSError as error:
+                for step in steps:
+                    step()
+            except (OSError, BusyError, ClosedError) as error:
                 self._counters["failed"] += 1
                 self._error = str(error)
-                if self._rate.allows("registered"):
-                    logger.error("registrations could not be saved: %s", error)
+                if self._rate.allows(what):
+                    logger.error(
+                        "%s could not be saved in %s (%s); a file that was there is as before",
+                        *(what, self._path, error),
+                    )
+                return False
+        return True
 
     def _write_registered(self) -> None:
         registered, self._registered = self._registered, None

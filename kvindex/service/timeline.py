@@ -167,22 +167,19 @@ class Timeline:
 
     def _add(self, rank: Rank, status: RankStatus, news: _News) -> None:
         self._position += 1
-        partition = self._partition_of(rank.worker)
-        self._history.append(
-            Happening(
-                id=f"{self.life}-{self._position}",
-                at=self._clock(),
-                kind=news.kind,
-                worker=rank.worker,
-                dp_rank=rank.dp_rank,
-                model=partition.model,
-                routing_group=partition.routing_group,
-                state=status.state.value,
-                complete=status.complete,
-                count=news.number,
-                text=news.text,
-            )
+        happening = Happening(
+            id=f"{self.life}-{self._position}",
+            at=self._clock(),
+            worker=rank.worker,
+            dp_rank=rank.dp_rank,
+            **self._partition_of(rank.worker)._asdict(),
+            state=status.state.value,
+            complete=status.complete,
+            kind=news.kind,
+            count=news.number,
+            text=news.text,
         )
+        self._history.append(happening)
 
     @property
     def position(self) -> int:
@@ -293,13 +290,8 @@ class _Counts(NamedTuple):
 
 
 def _counts(status: RankStatus) -> _Counts:
-    return _Counts(
-        status.gaps,
-        status.replays_failed,
-        status.replays_filled,
-        status.losses,
-        status.restarts,
-    )
+    failed, filled = status.replays_failed, status.replays_filled
+    return _Counts(status.gaps, failed, filled, status.losses, status.restarts)
 
 
 def _state_text(status: RankStatus) -> str:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 from kvindex.service.catalog import Partition
-from kvindex.service.metrics import BUCKETS, Outcomes, Queries, Requests, SeriesLabels
+from kvindex.service.guards import REASONS, Counters
 from kvindex.service.site import OTHER
 
-__all__ = ["ASKED", "AllTraffic", "Rows", "Traffic"]
+__all__ = ["ASKED", "BUCKETS", "AllTraffic", "Rows", "Sums", "Traffic"]
 
-"""Stands for methods and paths without a route, and for names without room."""
+BUCKETS: Final = (50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3, 51.2e-3)
+"""Upper bounds of the durations that are counted together, in seconds; one more has no bound."""
 
 ASKED: Final = (
     *("queries", "tokens", "best_match", "nanoseconds"),
@@ -25,11 +26,10 @@ ASKED: Final = (
     *("reported", "delivered"),
 )
 """Columns of `AllTraffic.asked`: queries, with their tokens, those that the best rank held, and the
-time taken; finished requests that routers report, in tokens (see `Traffic.outcome`); and of those
+time taken; finished requests that routers report, in tokens (see `outcomes.Outcome`); and of those
 whose engine reported its cached tokens, the tokens asked and delivered."""
 
-
-_OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")  # see `Traffic.outcome`
+_OUTCOMES: Final = ("requests", "asked", "attainable", "chosen")
 _REPORTED: Final = (*_OUTCOMES, "delivered")
 _NAME_BYTES: Final = 248
 _MOST_REQUESTS: Final = 512
@@ -44,10 +44,8 @@ class Rows:
 
     A name that finds no room counts as "(other)", which has the last row.
 
-    Args:
-        buffer: `Rows.size(rows, width)` writable bytes, zero at first.
-        rows: most names.
-        width: numbers in a row.
+    The buffer has `size(rows, width)` writable bytes, zero at first: for so many names, and numbers
+    of each.
 
     Thread safety: `row` on one thread of one process; `rows` anywhere. A number is written whole.
 
@@ -112,25 +110,28 @@ class Traffic:
     Args:
         buffer: `Traffic.SIZE` writable bytes, zero at first; own memory by default.
 
+    Attributes:
+        refused: counters of `REASONS`, for the process's `Guard`.
+
     Thread safety: as `Rows`.
     """
 
-    SIZE: Final = Rows.size(_MOST_REQUESTS, 1) + Rows.size(_MOST_PARTITIONS, _NUMBERS)
+    SIZE: Final = (
+        Counters.size(REASONS)
+        + Rows.size(_MOST_REQUESTS, 1)
+        + Rows.size(_MOST_PARTITIONS, _NUMBERS)
+    )
 
     def __init__(self, buffer: memoryview | None = None) -> None:
-        whole = memoryview(bytearray(self.SIZE)) if buffer is None else buffer
-        self._requests = Rows(whole, _MOST_REQUESTS, 1)
-        rest = whole[Rows.size(_MOST_REQUESTS, 1) :]
+        rest = memoryview(bytearray(self.SIZE)) if buffer is None else buffer
+        self.refused = Counters(REASONS, rest)
+        rest = rest[Counters.size(REASONS) :]
+        self._requests = Rows(rest, _MOST_REQUESTS, 1)
+        rest = rest[Rows.size(_MOST_REQUESTS, 1) :]
         self._partitions = Rows(rest, _MOST_PARTITIONS, _NUMBERS)
 
     def request(self, method: str, route: str, code: int) -> None:
-        """Count an answered request.
-
-        Args:
-            method: that of a route that there is, or OTHER.
-            route: the path of a route that there is, or OTHER, so that there are not many.
-            code: the HTTP status code.
-        """
+        """Count an answered request; methods and routes that there are not are OTHER."""
         self._requests.row(f"{method} {route} {code}")[0] += 1
 
     def query(
@@ -151,15 +152,7 @@ class Traffic:
         chosen: int,
         delivered: int | None = None,
     ) -> None:
-        """Count a finished request that a router reports, in tokens.
-
-        Args:
-            partition: whose.
-            asked: in its prompt.
-            attainable: of these, those that the best rank held.
-            chosen: those that the chosen rank was expected to find cached.
-            delivered: those that its engine did find; None if it did not report them.
-        """
+        """Count a finished request that a router reports, in tokens: see `Outcome`."""
         row = self._of(partition)
         for place, number in enumerate((1, asked, attainable, chosen), _QUERY):
             row[place] += number
@@ -176,70 +169,94 @@ class Traffic:
             requests[method, route, int(code)] = count
         return requests
 
-    def partitions(self) -> dict[SeriesLabels, list[int]]:
+    def partitions(self) -> dict[Partition, list[int]]:
         """Return the numbers of each partition, for `AllTraffic`."""
-        return {
-            SeriesLabels(*name.split("\0", 1)): numbers
-            for name, numbers in self._partitions.rows().items()
-        }
+        rows = self._partitions.rows().items()
+        return {Partition(*name.split("\0", 1)): numbers for name, numbers in rows}
 
     def _of(self, partition: Partition) -> memoryview:
         return self._partitions.row(f"{partition.model}\0{partition.routing_group}")
 
 
-class AllTraffic:
-    """The requests to all processes of a server, for metrics.
+class Sums(NamedTuple):
+    """What was asked of one partition so far.
 
-    Args:
-        parts: returns the counts of each process.
-
-    Thread safety: any thread.
+    Attributes:
+        tokens: of the prompts of queries.
+        best_match: of those, the tokens that the rank with the most held.
+        nanoseconds: for which the queries were worked on.
+        buckets: how many queries took at most as long as each of BUCKETS, and not less than the one
+            before; at the end those that took longer.
+        finished: of requests that routers report their number (`requests`), and the tokens `asked`,
+            `attainable` and `chosen`.
+        reported: the same of those whose engine reported cached tokens, and those `delivered`.
     """
+
+    tokens: int
+    best_match: int
+    nanoseconds: int
+    buckets: list[int]
+    finished: dict[str, int]
+    reported: dict[str, int]
+
+
+class AllTraffic:
+    """The requests to all processes of a server, out of the counts of each. Any thread."""
 
     def __init__(self, parts: Callable[[], Iterable[Traffic]]) -> None:
         self._parts = parts
 
-    def requests(self) -> Requests:
+    def refused(self) -> dict[str, int]:
+        """Return how many requests were refused, by reason."""
+        counts = [part.refused.values() for part in self._parts()]
+        return {reason: sum(count[reason] for count in counts) for reason in REASONS}
+
+    def requests(self) -> Counter[tuple[str, str, int]]:
         """Return how many requests were answered, by method, route and status code."""
         return sum((Counter(part.requests()) for part in self._parts()), Counter())
 
-    def queries(self) -> list[Queries]:
-        """Return the queries of each partition."""
-        return [
-            Queries(labels, tokens, best, nanoseconds / 1e9, buckets[: len(BUCKETS) + 1])
-            for labels, (tokens, best, nanoseconds, *buckets) in self._partitions().items()
-        ]
-
-    def asked(self) -> dict[SeriesLabels, list[int]]:
-        """Return the numbers of ASKED for each partition."""
+    def sums(self) -> dict[Partition, Sums]:
+        """Return what was asked of each partition."""
+        added: dict[Partition, list[int]] = {}
+        for part in self._parts():
+            for partition, numbers in part.partitions().items():
+                before = added.get(partition, [0] * len(numbers))
+                added[partition] = [a + b for a, b in zip(before, numbers, strict=True)]
         reported = _QUERY + len(_OUTCOMES)
         return {
-            labels: [
-                sum(numbers[3:_QUERY]),
-                *numbers[:3],
-                *numbers[_QUERY:reported],
-                numbers[reported + _REPORTED.index("asked")],
-                numbers[reported + _REPORTED.index("delivered")],
-            ]
-            for labels, numbers in self._partitions().items()
+            partition: Sums(
+                *(numbers[0], numbers[1], numbers[2], numbers[3:_QUERY]),
+                dict(zip(_OUTCOMES, numbers[_QUERY:reported], strict=True)),
+                dict(zip(_REPORTED, numbers[reported:], strict=True)),
+            )
+            for partition, numbers in added.items()
         }
 
-    def outcomes(self) -> list[Outcomes]:
-        """Return the routers' reports for each partition."""
-        return [
-            Outcomes(
-                labels.model,
-                dict(zip(_OUTCOMES, numbers[_QUERY:], strict=False)),
-                dict(zip(_REPORTED, numbers[_QUERY + len(_OUTCOMES) :], strict=True)),
-            )
-            for labels, numbers in self._partitions().items()
-            if numbers[_QUERY]
-        ]
+    def asked(self) -> dict[Partition, list[int]]:
+        """Return the numbers of ASKED for each partition."""
+        return {
+            partition: [
+                *(sum(of.buckets), of.tokens, of.best_match, of.nanoseconds),
+                *of.finished.values(),
+                *(of.reported["asked"], of.reported["delivered"]),
+            ]
+            for partition, of in self.sums().items()
+        }
 
-    def _partitions(self) -> dict[SeriesLabels, list[int]]:
-        sums: dict[SeriesLabels, list[int]] = {}
-        for part in self._parts():
-            for labels, numbers in part.partitions().items():
-                before = sums.get(labels, [0] * len(numbers))
-                sums[labels] = [a + b for a, b in zip(before, numbers, strict=True)]
-        return sums
+    def outcomes(self) -> list[Mapping[str, Any]]:
+        """Return the routers' reports for each model, as `Router.statistics` does."""
+        finished: dict[str, Counter[str]] = {}
+        reported: dict[str, Counter[str]] = {}
+        for partition, of in self.sums().items():
+            if of.finished["requests"]:
+                finished.setdefault(partition.model, Counter()).update(of.finished)
+                reported.setdefault(partition.model, Counter()).update(of.reported)
+        return [
+            {
+                "model": model,
+                "bookings": {"finished": counts["requests"]},
+                "funnel": {"finished": counts, "reported": reported[model]},
+                "ranks": {},
+            }
+            for model, counts in finished.items()
+        ]

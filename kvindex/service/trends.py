@@ -11,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvindex.service.metrics import SeriesLabels
+from kvindex.service.catalog import Partition
 from kvindex.service.traffic import ASKED
 
 __all__ = ["WINDOWS", "Trends"]
@@ -25,20 +26,19 @@ _RINGS: Final = ((5, 726), (180, 484))  # seconds of a slot, and how many: one p
 _MOST_PARTITIONS: Final = 16  # that have sums of their own: others count in those of all
 _ALL: Final = None
 
-_Partition = SeriesLabels | None
+_Partition = Partition | None
 _Sums = dict[_Partition, list[int]]
 
 
+@dataclass(slots=True)
 class _Slot:
-    """What happened in a piece of time."""
+    """What happened in a piece of time, which was looked at for so many `seconds`."""
 
-    __slots__ = ("asked", "at", "live", "ranks", "seconds")
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-        self.seconds = 0.0  # that were looked at
-        self.asked: _Sums = {}
-        self.live = self.ranks = 0
+    at: int
+    seconds: float = 0.0
+    asked: _Sums = field(default_factory=dict)
+    live: int = 0
+    ranks: int = 0
 
     def add(self, seconds: float, asked: _Sums, live: int, ranks: int) -> None:
         self.seconds += seconds
@@ -74,7 +74,7 @@ class Trends:
 
     def __init__(
         self,
-        read: Callable[[], Mapping[SeriesLabels, list[int]]],
+        read: Callable[[], Mapping[Partition, list[int]]],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -82,7 +82,7 @@ class Trends:
         self._clock = clock
         self._lock = threading.Lock()
         self._rings = [(step, deque[_Slot](maxlen=slots)) for step, slots in _RINGS]
-        self._partitions: dict[SeriesLabels, None] = {}
+        self._partitions: dict[Partition, None] = {}
         self._before = dict(read())
         self._began = self._at = clock()
 
@@ -102,7 +102,7 @@ class Trends:
             for step, ring in self._rings:
                 _slot(ring, now, step).add(seconds, asked, live, ranks)
 
-    def points(self, seconds: int, partition: SeriesLabels | None = None) -> dict[str, Any]:
+    def points(self, seconds: int, partition: Partition | None = None) -> dict[str, Any]:
         """Return what is known of the last seconds, as JSON-ready values.
 
         Args:

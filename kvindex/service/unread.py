@@ -17,11 +17,7 @@ _LEAST_RATE: Final = 4096  # bytes a second that a client reads of a long answer
 
 
 class Unread:
-    """The bytes that wait for one client. Owner: the event loop.
-
-    Args:
-        transport: of its connection.
-    """
+    """The bytes that wait for the client of one transport. Owner: the event loop."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport

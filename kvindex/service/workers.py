@@ -85,28 +85,21 @@ def read_targets(tables: Table, defaults: Defaults) -> list[Target]:
     listed = {name: tables[name] for name in ("workers", "engines") if name in tables}
     if not listed:
         return []
-    sizes: dict[str, dict[str, str]] = {}
-    plain = {name: _without_sizes(entries, sizes) for name, entries in listed.items()}
-    return [
-        defaults.apply(
-            msgspec.structs.replace(target, labels={**target.labels, **sizes.get(target.name, {})})
-        )
-        for target in read_listed(plain)
-    ]
+    plain = {
+        name: [*map(_with_size_in_labels, entries)] if isinstance(entries, list) else entries
+        for name, entries in listed.items()
+    }
+    return [defaults.apply(target) for target in read_listed(plain)]
 
 
-def _without_sizes(entries: Any, sizes: dict[str, dict[str, str]]) -> Any:
-    """Return entries without `block_size`; note it in `sizes`, as a label of the entry's name."""
-    if not isinstance(entries, list):
-        return entries
-    plain = []
-    for entry in entries:
-        if isinstance(entry, dict) and "block_size" in entry:
-            name = str(entry.get("name"))
-            sizes[name] = _sized(name, entry["block_size"])
-            entry = {key: value for key, value in entry.items() if key != "block_size"}
-        plain.append(entry)
-    return plain
+def _with_size_in_labels(entry: Any) -> Any:
+    """Return an entry whose `block_size`, if it has one, is a label."""
+    if not isinstance(entry, dict) or "block_size" not in entry:
+        return entry
+    rest = dict(entry)
+    size = _sized(str(rest.get("name")), rest.pop("block_size"))
+    labels = rest.get("labels", {})
+    return {**rest, "labels": {**labels, **size} if isinstance(labels, dict) else labels}
 
 
 def _sized(name: str, block_size: object) -> dict[str, str]:
@@ -128,7 +121,6 @@ class ConfigSource(FollowedFile):
         defaults: for entries that do not say.
         on_config: called with the file's settings whenever it was read anew; it may raise
             ConfigurationError, and then none of them counts.
-        interval: seconds between two looks at the file.
 
     Thread safety: as `FollowedFile`.
     """
@@ -138,10 +130,8 @@ class ConfigSource(FollowedFile):
         path: str,
         defaults: Defaults,
         on_config: Callable[[ConfigFile], None] = lambda config: None,
-        *,
-        interval: float = LOOK_EVERY,
     ) -> None:
-        super().__init__(path, interval=interval)
+        super().__init__(path, interval=LOOK_EVERY)
         self._defaults = defaults
         self._on_config = on_config
 

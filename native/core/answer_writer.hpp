@@ -1,7 +1,7 @@
 // An answer's JSON for all instances at once, written from columns of what their ranks hold.
 //
 // What never changes (names, keys) is prepared once. A write copies it and puts numbers between,
-// with no object for a rank and no allocation. The Python twin is kvindex/service/queries/writing.py.
+// with no object for a rank and no allocation.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace kvindex {
 
-// kvindex/service/queries/writing.py has the same numbers, and says what each looks like.
+// kvindex/service/queries/answers.py has the same numbers, and says what each looks like.
 enum class AnswerDialect : uint8_t { dynamo, rfc, motor };
 
 // One value for each row, as of Match.hits: in tokens, cumulative by tier.

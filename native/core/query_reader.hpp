@@ -6,7 +6,6 @@
 // JSON, then the light pass has seen its structure rightly, so the member was cut out between two
 // others, where a whole object had it. A body that is no JSON thus leaves a rest that is none.
 //
-// The Python twin is kvindex/service/queries/scanning.py.
 #pragma once
 
 #include <cstddef>

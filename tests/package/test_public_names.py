@@ -12,7 +12,6 @@ import pytest
 import kvindex
 import kvindex.index.replicas
 import kvindex.routing
-import kvindex.service.queries
 import kvindex.shm
 import kvindex.subscribe
 import kvindex.subscribe.discovery
@@ -101,9 +100,13 @@ def test_every_error_is_had_where_it_is_raised() -> None:
     assert queue_errors <= set(kvindex.shm.__all__)
     assert routing_errors <= set(kvindex.routing.__all__)
     assert "DiscoveryError" in kvindex.subscribe.discovery.__all__
-    assert "QueryError" in kvindex.service.queries.__all__
     assert set(errors.__all__) - elsewhere <= set(kvindex.__all__)
     assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.index.replicas.__all__)
+
+
+def test_the_error_of_queries_is_had_where_it_is_raised() -> None:
+    queries = pytest.importorskip("kvindex.service.queries", exc_type=ImportError)
+    assert "QueryError" in queries.__all__
 
 
 def keywords(taker: Any) -> set[str]:

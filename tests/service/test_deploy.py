@@ -35,12 +35,12 @@ def instructions(name: str) -> list[str]:
 
 def unit() -> dict[str, list[str]]:
     """Return the settings of the systemd unit; one may come several times."""
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for line in (DEPLOY / "kvindex.service").read_text().splitlines():
         key, equals, value = line.partition("=")
         if equals and not line.startswith("#"):
-            found.setdefault(key, []).append(value)
-    return found
+            settings.setdefault(key, []).append(value)
+    return settings
 
 
 def test_the_units_command_is_understood() -> None:

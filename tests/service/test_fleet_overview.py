@@ -20,15 +20,15 @@ class Source:
 
     def __init__(self, *statuses: RankStatus) -> None:
         self.index = Index()
-        self.told = {status.rank: status for status in statuses}
-        for rank in self.told:
+        self.present = {status.rank: status for status in statuses}
+        for rank in self.present:
             self.index.add(rank)
 
     def statistics(self) -> dict[str, Any]:
         index = self.index.statistics()
         by_rank = index.pop("ranks")
         ranks = {}
-        for rank, status in self.told.items():
+        for rank, status in self.present.items():
             held = by_rank[str(rank)]
             counted = {"orphans": held["orphans"], "ignored": held["ignored"]}
             ranks[str(rank)] = {**status.to_dict(), "index": held, **counted}
@@ -81,11 +81,11 @@ def test_each_rank_is_shown_with_its_partition_its_state_and_its_blocks_by_mediu
 
 
 def test_partitions_tell_block_sizes_workers_and_whether_text_can_be_turned_into_tokens() -> None:
-    found = [
+    shown = [
         (p.routing_group, p.block_sizes, p.instances, p.ranks, p.tokenizer)
         for p in seen().partitions
     ]
-    assert found == [("blue", [4], 1, 2, True), ("default", [4], 1, 1, False)]
+    assert shown == [("blue", [4], 1, 2, True), ("default", [4], 1, 1, False)]
 
 
 def test_totals_are_the_sums_of_the_ranks_and_count_a_shared_block_once() -> None:

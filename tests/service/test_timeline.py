@@ -15,7 +15,7 @@ A = Rank("a", 0)
 
 
 def kinds(timeline: Timeline, position: int = 0) -> list[str]:
-    return [some.kind for some in timeline.since(position).happenings]
+    return [happening.kind for happening in timeline.since(position).happenings]
 
 
 def test_a_repaired_gap_is_told_as_gap_state_replay_and_state() -> None:
@@ -33,9 +33,12 @@ def test_losses_and_restarts_are_told_with_how_many() -> None:
     timeline = Timeline()
     timeline.begin([status_of(A, losses=1)])
     timeline.observe(status_of(A, losses=4, restarts=1, epoch=1, complete=False))
-    told = {some.kind: (some.count, some.text) for some in timeline.since(1).happenings}
-    assert told["loss"] == (3, "3 losses: batches that no replay can bring back")
-    assert told["restart"][0] == 1
+    by_kind = {
+        happening.kind: (happening.count, happening.text)
+        for happening in timeline.since(1).happenings
+    }
+    assert by_kind["loss"] == (3, "3 losses: batches that no replay can bring back")
+    assert by_kind["restart"][0] == 1
 
 
 def test_a_sweep_finds_what_is_counted_while_the_state_stays_the_same() -> None:
@@ -80,7 +83,9 @@ def test_the_history_is_bounded_and_says_how_many_were_missed() -> None:
     for losses in range(1, 6):
         timeline.sweep([status_of(A, losses=losses)])
     since = timeline.since(1)
-    assert [some.id for some in since.happenings] == [f"{timeline.life}-{n}" for n in (4, 5, 6)]
+    assert [happening.id for happening in since.happenings] == [
+        f"{timeline.life}-{n}" for n in (4, 5, 6)
+    ]
     assert (since.missed, since.position) == (2, 6)
     assert timeline.since(5) == ([since.happenings[-1]], 0, 6)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import re
 import sys
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from kvindex.service.settings import ConfigFile
 from kvindex.service.sources import source_of
 from kvindex.service.workers import BLOCK_SIZE, ConfigSource, Defaults, read_targets
 from kvindex.subscribe.discovery import Target
-from tests.live import PATIENCE
 
 pytestmark = pytest.mark.unit
 
@@ -31,23 +28,17 @@ DEFAULTS = Defaults(model="llama", block_size=16)
 
 
 def test_an_entry_says_where_its_ranks_are_and_whom_they_serve() -> None:
-    (target,) = read_targets(
-        {
-            "workers": [
-                {
-                    "name": "a",
-                    "endpoint": {"0": "tcp://h:1", "3": "tcp://h:4"},
-                    "replay": {"0": "tcp://h:5", "3": "tcp://h:6"},
-                    "model": "qwen",
-                    "routing_group": "night",
-                    "block_size": 32,
-                    "labels": {"role": "prefill"},
-                    "cache": {"eagle": True},
-                }
-            ]
-        },
-        DEFAULTS,
-    )
+    entry = {
+        "name": "a",
+        "endpoint": {"0": "tcp://h:1", "3": "tcp://h:4"},
+        "replay": {"0": "tcp://h:5", "3": "tcp://h:6"},
+        "model": "qwen",
+        "routing_group": "night",
+        "block_size": 32,
+        "labels": {"role": "prefill"},
+        "cache": {"eagle": True},
+    }
+    (target,) = read_targets({"workers": [entry]}, DEFAULTS)
     assert target.worker is not None
     assert target.worker.publishers()[1] == PublisherAddress(3, "tcp://h:4", "tcp://h:6")
     assert (target.model, target.routing_group) == ("qwen", "night")
@@ -55,17 +46,21 @@ def test_an_entry_says_where_its_ranks_are_and_whom_they_serve() -> None:
     assert target.worker.cache == CacheSettings(eagle=True)
 
 
-def test_what_an_entry_does_not_say_is_the_default() -> None:
-    known, asked = read_targets(
-        {
-            "workers": [{"name": "a", "endpoint": "tcp://h:1"}],
-            "engines": [{"url": "http://engine:8000/"}],
-        },
-        DEFAULTS,
+def test_the_defaults_of_the_server_hold_where_an_entry_says_nothing() -> None:
+    defaults = Defaults("llama", "night", 32, CacheSettings(eagle=True))
+    tables = {
+        "workers": [{"name": "a", "endpoint": "tcp://h:1"}],
+        "engines": [{"url": "http://engine:8000/"}],
+    }
+    known, engine = read_targets(tables, defaults)
+    assert known.worker is not None
+    assert known.worker.cache == known.cache == engine.cache == CacheSettings(eagle=True)
+    assert (known.model, known.routing_group, known.labels) == (
+        *("llama", "night"),
+        {BLOCK_SIZE: "32"},
     )
-    assert (known.model, known.routing_group) == ("llama", "default")
-    assert known.labels == {BLOCK_SIZE: "16"}
-    assert (asked.name, asked.url, asked.model) == ("engine:8000", "http://engine:8000", "")
+    assert (engine.name, engine.url) == ("engine:8000", "http://engine:8000")
+    assert (engine.model, engine.routing_group, engine.labels) == ("", "night", {})
 
 
 @pytest.mark.parametrize(
@@ -82,25 +77,6 @@ def test_what_an_entry_does_not_say_is_the_default() -> None:
 def test_an_entry_that_cannot_work_is_named(tables: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         read_targets(tables, DEFAULTS)
-
-
-def test_the_defaults_of_the_server_hold_where_an_entry_says_nothing() -> None:
-    defaults = Defaults("llama", "night", 32, CacheSettings(eagle=True))
-    worker, engine = read_targets(
-        {
-            "workers": [{"name": "a", "endpoint": "tcp://h:1"}],
-            "engines": ["http://h:8000"],
-        },
-        defaults,
-    )
-    assert worker.worker is not None
-    assert worker.worker.cache == worker.cache == engine.cache == CacheSettings(eagle=True)
-    assert (worker.model, worker.routing_group, worker.labels) == (
-        "llama",
-        "night",
-        {BLOCK_SIZE: "32"},
-    )
-    assert (engine.model, engine.routing_group, engine.labels) == ("", "night", {})
 
 
 # Sources ----------------------------------------------------------------------------------------
@@ -141,42 +117,8 @@ def test_a_table_that_describes_none_is_named(entry: dict[str, Any], says: str) 
 # The file followed ------------------------------------------------------------------------------
 
 
-class Watched:
-    """A source that a thread watches, as a Discovery does."""
-
-    def __init__(self, path: Path) -> None:
-        self.told: queue.Queue[list[str] | str] = queue.Queue()
-        self.configs: list[ConfigFile] = []
-        self.source = ConfigSource(str(path), DEFAULTS, self.configs.append)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self.source.is_closed:
-            try:
-                self.source.watch(self._tell)
-            except DiscoveryError as error:
-                self.told.put(str(error))
-
-    def _tell(self, targets: Iterable[Target]) -> None:
-        self.told.put([target.name for target in targets])
-
-    def next(self) -> list[str] | str:
-        """Return the names that are told next, or the error."""
-        self.source.look()
-        return self.told.get(timeout=PATIENCE)
-
-    def close(self) -> None:
-        self.source.close()
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
-
-
 def write(path: Path, *names: str) -> None:
-    replace(path, "".join(f'[[workers]]\nname = "{n}"\nendpoint = "tcp://h:1"\n' for n in names))
-
-
-def replace(path: Path, text: str) -> None:
+    text = "".join(f'[[workers]]\nname = "{n}"\nendpoint = "tcp://h:1"\n' for n in names)
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)
@@ -189,31 +131,31 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def watched(path: Path) -> Iterator[Watched]:
-    watched = Watched(path)
-    yield watched
-    watched.close()
-
-
-def test_a_changed_file_is_told_anew(path: Path, watched: Watched) -> None:
-    assert watched.next() == ["a"]
-    write(path, "a", "b")
-    assert watched.next() == ["a", "b"]
-    assert len(watched.configs) == 2
-
-
-def test_a_file_that_is_broken_or_gone_is_an_error_once_and_then_read_again(
-    path: Path, watched: Watched
+def test_a_file_is_read_with_its_settings_and_a_mistake_is_an_error_that_names_it(
+    path: Path,
 ) -> None:
-    assert watched.next() == ["a"]
-    replace(path, "[[workers]]\nnam = 3\n")  # whole: the last look may not have been answered yet
-    assert "engine 1" in watched.next()
+    configs: list[ConfigFile] = []
+    source = ConfigSource(str(path), DEFAULTS, configs.append)
+    write(path, "a", "b")
+    assert [target.name for target in source.read()] == ["a", "b"]
+    assert len(configs) == 1
+    path.write_text("[[workers]]\nnam = 3\n")
+    with pytest.raises(DiscoveryError, match=re.escape(str(path)) + ".*engine 1") as caught:
+        source.read()
+    assert caught.value.reason == "content"
     path.unlink()
-    assert "No such file" in watched.next()
-    write(path, "c")
-    assert watched.next() == ["c"]
-    assert watched.told.empty()
+    with pytest.raises(DiscoveryError, match="No such file") as caught:
+        source.read()
+    assert caught.value.reason == "unreachable"
+    assert len(configs) == 1
+
+
+def test_settings_that_cannot_be_applied_count_as_a_mistake_of_the_file(path: Path) -> None:
+    def refuse(_: ConfigFile) -> None:
+        raise ConfigurationError("no such network")
+
+    with pytest.raises(DiscoveryError, match="no such network"):
+        ConfigSource(str(path), DEFAULTS, refuse).read()
 
 
 def test_who_watches_again_is_told_again(path: Path) -> None:

@@ -7,24 +7,7 @@ Nothing is counted twice: the collectors read `statistics()` when Prometheus ask
 series go when it goes.
 """
 
-from kvindex.service.metrics.funnel import FunnelCollector, Outcomes
+from kvindex.service.metrics.funnel import FunnelCollector
 from kvindex.service.metrics.ranks import RankCollector, SeriesLabels
-from kvindex.service.metrics.requests import (
-    BUCKETS,
-    DynamoCollector,
-    Queries,
-    RequestCollector,
-    Requests,
-)
 
-__all__ = [
-    "BUCKETS",
-    "DynamoCollector",
-    "FunnelCollector",
-    "Outcomes",
-    "Queries",
-    "RankCollector",
-    "RequestCollector",
-    "Requests",
-    "SeriesLabels",
-]
+__all__ = ["FunnelCollector", "RankCollector", "SeriesLabels"]

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
+from prometheus_client.core import InfoMetricFamily, Metric
 
 from kvindex import BACKEND, State, __version__
+from kvindex.service.metrics.families import ReadCollector, Rows, counter, gauge
 
 __all__ = ["RankCollector", "SeriesLabels", "Statistics"]
 
 _Rank: TypeAlias = Mapping[str, Any]  # an entry of `statistics()["ranks"]`
-_Read: TypeAlias = Callable[[_Rank], float | None]
-_ReadSome: TypeAlias = Callable[[_Rank], Mapping[str, float]]
+_Ranks: TypeAlias = Collection[tuple[list[str], _Rank]]  # each with its labels
 
 
 class SeriesLabels(NamedTuple):
@@ -41,66 +35,108 @@ class Statistics(Protocol):
         """Return counters as `Client.statistics` does."""
 
 
-def _field(name: str) -> _Read:
-    return lambda rank: rank[name]
-
-
-def _held(name: str) -> _Read:
-    return lambda rank: rank["index"].get(name, 0)
-
-
-_GAUGES: Final[tuple[tuple[str, str, _Read], ...]] = (
-    ("complete", "Whether every batch since the publisher's first was applied", _field("complete")),
-    ("connected", "Whether the publisher is connected", _field("connected")),
-    ("lag_batches", "Batches known of but not applied yet", _field("lag")),
-    (
-        "last_event_age_seconds",
-        "Time since the last batch was applied",
-        _field("last_event_age"),
-    ),
-    ("epoch", "How often the publisher was seen to restart", _field("epoch")),
-    ("last_seq", "Number of the last applied batch", _field("seq")),
-    ("orphan_blocks", "Stored blocks that wait for their parent", _field("orphans")),
-)
-_COUNTERS: Final[tuple[tuple[str, str, _Read], ...]] = (
-    ("batches", "Batches applied", lambda rank: rank["counters"].get("delivered", 0)),
-    ("gaps", "Holes found in the numbering of batches", _field("gaps")),
-    ("losses", "Holes that could not be filled", _field("losses")),
-    ("restarts", "Changes of publisher", _field("restarts")),
-    ("duplicates", "Batches that came again", _field("duplicates")),
-    ("decode_failures", "Messages that could not be decoded", _field("decode_failures")),
-    ("blocks_stored", "Blocks that events stored", _held("stored")),
-    ("blocks_removed", "Blocks that events removed", _held("removed")),
-    ("caches_cleared", "Events that cleared a whole cache", _held("cleared")),
-)
-_REPLAYS: Final = ("asked", "filled", "failed")
 _NAMED: Final = {  # that have series of their own
     *("delivered", "gaps", "losses", "restarts", "duplicates", "decode_failures"),
     *("replays_asked", "replays_ended", "replays_failed", "replay_timeouts"),
 }
 
 
-def _replays(rank: _Rank) -> Mapping[str, float]:
-    return {outcome: rank[f"replays_{outcome}"] for outcome in _REPLAYS}
+def _field(name: str) -> Callable[[_Rank], Any]:
+    return lambda rank: rank[name]
 
 
-def _other_counters(rank: _Rank) -> Mapping[str, float]:
-    counters: Mapping[str, float] = rank["counters"]
-    return {kind: count for kind, count in counters.items() if kind not in _NAMED}
+def _held(name: str) -> Callable[[_Rank], Any]:
+    return lambda rank: rank["index"].get(name, 0)
 
 
 def _states(rank: _Rank) -> Mapping[str, float]:
     return {state.value: rank["state"] == state.value for state in State}
 
 
-_LABELLED_COUNTERS: Final[tuple[tuple[str, str, str, _ReadSome], ...]] = (
-    ("replays", "Replay requests", "outcome", _replays),
-    ("ignored_blocks", "Blocks that the index left out", "reason", lambda rank: rank["ignored"]),
-    ("stream_events", "What else happened to a stream, by its counter", "kind", _other_counters),
+def _replays(rank: _Rank) -> Mapping[str, float]:
+    return {outcome: rank[f"replays_{outcome}"] for outcome in ("asked", "filled", "failed")}
+
+
+def _other_counters(rank: _Rank) -> Mapping[str, float]:
+    return {kind: count for kind, count in rank["counters"].items() if kind not in _NAMED}
+
+
+class _Series(NamedTuple):
+    """Series of each rank: one, or one for each value of a further label."""
+
+    family: Callable[..., Metric]
+    name: str
+    text: str
+    read: Callable[[_Rank], Any]
+    label: str = ""
+
+    def rows(self, ranks: _Ranks) -> Rows:
+        for labels, rank in ranks:
+            value = self.read(rank)
+            if self.label:
+                yield from (([*labels, kind], number) for kind, number in value.items())
+            elif value is not None:  # None: nothing was applied yet
+                yield labels, value
+
+
+_SERIES: Final = (
+    _Series(gauge, "rank_state", "1 for the state that the rank is in", _states, "state"),
+    _Series(
+        *(gauge, "rank_complete"),
+        "Whether every batch since the publisher's first was applied",
+        _field("complete"),
+    ),
+    _Series(gauge, "rank_connected", "Whether the publisher is connected", _field("connected")),
+    _Series(gauge, "rank_lag_batches", "Batches known of but not applied yet", _field("lag")),
+    _Series(
+        *(gauge, "rank_last_event_age_seconds"),
+        "Time since the last batch was applied",
+        _field("last_event_age"),
+    ),
+    _Series(gauge, "rank_epoch", "How often the publisher was seen to restart", _field("epoch")),
+    _Series(gauge, "rank_last_seq", "Number of the last applied batch", _field("seq")),
+    _Series(
+        gauge, "rank_orphan_blocks", "Stored blocks that wait for their parent", _field("orphans")
+    ),
+    _Series(
+        *(gauge, "rank_blocks", "Resident blocks by medium"),
+        lambda rank: rank["index"].get("media", {}),
+        "medium",
+    ),
+    _Series(
+        counter, "batches", "Batches applied", lambda rank: rank["counters"].get("delivered", 0)
+    ),
+    _Series(counter, "gaps", "Holes found in the numbering of batches", _field("gaps")),
+    _Series(counter, "losses", "Holes that could not be filled", _field("losses")),
+    _Series(counter, "restarts", "Changes of publisher", _field("restarts")),
+    _Series(counter, "duplicates", "Batches that came again", _field("duplicates")),
+    _Series(
+        *(counter, "decode_failures", "Messages that could not be decoded"),
+        _field("decode_failures"),
+    ),
+    _Series(counter, "blocks_stored", "Blocks that events stored", _held("stored")),
+    _Series(counter, "blocks_removed", "Blocks that events removed", _held("removed")),
+    _Series(counter, "caches_cleared", "Events that cleared a whole cache", _held("cleared")),
+    _Series(counter, "replays", "Replay requests", _replays, "outcome"),
+    _Series(
+        counter, "ignored_blocks", "Blocks that the index left out", _field("ignored"), "reason"
+    ),
+    _Series(
+        *(counter, "stream_events", "What else happened to a stream, by its counter"),
+        *(_other_counters, "kind"),
+    ),
 )
+_INDEX: Final = {
+    "blocks": ("blocks", "Resident blocks over all ranks"),
+    "unique_blocks": (
+        "unique_blocks",
+        "Blocks of the shared tree: one that many ranks hold counts once",
+    ),
+    "orphan_blocks": ("orphans", "Stored blocks that wait for their parent, over all ranks"),
+}
 
 
-class RankCollector(Collector):
+class RankCollector(ReadCollector):
     """Every rank's stream and what the index holds of it, read when Prometheus asks.
 
     Series are named `kvindex_rank_…` (gauges) and `kvindex_…_total` (counters), with the labels
@@ -132,92 +168,29 @@ class RankCollector(Collector):
         self._workers = workers
         self._per_rank = per_rank
 
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: which series there are depends on the ranks."""
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """Yield the present values."""
         statistics = self._source.statistics()
         ranks = [
-            (self._rank_labels(worker, dp_rank), rank)
+            ([*self._labels_of(worker), worker, dp_rank], rank)
             for name, rank in statistics["ranks"].items()
             for worker, _, dp_rank in [name.rpartition("/")]
             if self._workers is None or worker in self._workers
         ]
         info = {"version": __version__, "backend": BACKEND}
         yield InfoMetricFamily("kvindex_build", "Which kvindex runs", info)
-        yield from _index(statistics["index"])
+        for name, (key, text) in _INDEX.items():
+            yield gauge(f"kvindex_index_{name}", text, statistics["index"][key])
         yield from _totals([rank for _, rank in ranks])
-        if self._per_rank:
-            yield from _rank_series(ranks)
-
-    def _rank_labels(self, worker: str, dp_rank: str) -> list[str]:
-        return [*self._labels_of(worker), worker, dp_rank]
-
-
-_RANK: Final = (*SeriesLabels._fields, "worker", "dp_rank")
-
-
-def _index(index: Mapping[str, Any]) -> Iterator[Metric]:
-    texts = {
-        "blocks": ("blocks", "Resident blocks over all ranks"),
-        "unique_blocks": (
-            "unique_blocks",
-            "Blocks of the shared tree: one that many ranks hold counts once",
-        ),
-        "orphan_blocks": ("orphans", "Stored blocks that wait for their parent, over all ranks"),
-    }
-    for name, (key, text) in texts.items():
-        yield GaugeMetricFamily(f"kvindex_index_{name}", text, index[key])
+        labels = (*SeriesLabels._fields, "worker", "dp_rank")
+        for series in _SERIES if self._per_rank else ():
+            further = (series.label,) if series.label else ()
+            name = f"kvindex_{series.name}"
+            yield series.family(name, series.text, series.rows(ranks), *labels, *further)
 
 
 def _totals(ranks: Collection[_Rank]) -> Iterator[Metric]:
-    by_state = GaugeMetricFamily("kvindex_ranks", "Ranks by state", labels=["state"])
-    for state in State:
-        count = sum(rank["state"] == state.value for rank in ranks)
-        by_state.add_metric([state.value], count)
-    yield by_state
+    states = [((s.value,), sum(rank["state"] == s.value for rank in ranks)) for s in State]
+    yield gauge("kvindex_ranks", "Ranks by state", states, "state")
     complete = sum(rank["complete"] for rank in ranks)
-    yield GaugeMetricFamily(
-        "kvindex_ranks_complete", "Ranks of which all history was seen", complete
-    )
-
-
-def _rank_series(ranks: Collection[tuple[list[str], _Rank]]) -> Iterator[Metric]:
-    yield _one_each("kvindex_rank_state", "1 for the state that the rank is in", "state", ranks)
-    for name, text, read in _GAUGES:
-        gauge = GaugeMetricFamily(f"kvindex_rank_{name}", text, labels=_RANK)
-        for labels, rank in ranks:
-            value = read(rank)
-            if value is not None:  # nothing was applied yet
-                gauge.add_metric(labels, value)
-        yield gauge
-    blocks = GaugeMetricFamily(
-        "kvindex_rank_blocks", "Resident blocks by medium", labels=[*_RANK, "medium"]
-    )
-    for labels, rank in ranks:
-        for medium, count in rank["index"].get("media", {}).items():
-            blocks.add_metric([*labels, medium], count)
-    yield blocks
-    for name, text, read in _COUNTERS:
-        counter = CounterMetricFamily(f"kvindex_{name}", text, labels=_RANK)
-        for labels, rank in ranks:
-            counter.add_metric(labels, read(rank) or 0)
-        yield counter
-    for name, text, label, read_some in _LABELLED_COUNTERS:
-        counter = CounterMetricFamily(f"kvindex_{name}", text, labels=[*_RANK, label])
-        for labels, rank in ranks:
-            for kind, count in read_some(rank).items():
-                counter.add_metric([*labels, kind], count)
-        yield counter
-
-
-def _one_each(
-    name: str, text: str, label: str, ranks: Collection[tuple[list[str], _Rank]]
-) -> Metric:
-    gauge = GaugeMetricFamily(name, text, labels=[*_RANK, label])
-    for labels, rank in ranks:
-        for state, is_it in _states(rank).items():
-            gauge.add_metric([*labels, state], is_it)
-    return gauge
+    yield gauge("kvindex_ranks_complete", "Ranks of which all history was seen", complete)

@@ -1,7 +1,7 @@
 """What servers need around `match`: a query's JSON to tokens, and an answer to JSON.
 
-Both are done for a whole prompt and for all ranks at once, without a Python object for each token
-or rank. Nothing here knows HTTP.
+Both are done by the native module for a whole prompt and for all ranks at once, without a Python
+object for each token or rank. Nothing here knows HTTP.
 """
 
 from kvindex.service.queries.answers import AnswerForm

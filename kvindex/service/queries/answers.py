@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kvindex.index import Hits, Match, RankRows
-from kvindex.service.queries.writing import AnswerDialect
-from kvindex.wire.backend import BACKEND
+from kvindex.wire._native import AnswerWriter
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank, State, Trust
-
-if TYPE_CHECKING or BACKEND == "native":
-    from kvindex.wire._native import AnswerWriter
-else:
-    from kvindex.service.queries.writing import PythonWriter as AnswerWriter
 
 __all__ = ["AnswerForm"]
 
@@ -29,6 +24,14 @@ _WORSE: Final = (
     State.CLOSED,
 )
 _JUST_ADDED = Trust(State.CONNECTING, False, 0)
+
+
+class _Format(enum.IntEnum):
+    """Whose JSON is written; the native core has the same numbers."""
+
+    DYNAMO = 0
+    RFC = 1
+    MOTOR = 2
 
 
 class _Written(NamedTuple):
@@ -162,11 +165,11 @@ def _members(trust: Trust) -> str:
     return f'"state":"{trust.state.value}","complete":{complete},"lag":{trust.lag}'
 
 
-def _dialect(name: str) -> AnswerDialect:
+def _dialect(name: str) -> _Format:
     try:
-        return AnswerDialect[name.upper()]
+        return _Format[name.upper()]
     except KeyError:
-        known = ", ".join(f'"{each.name.lower()}"' for each in AnswerDialect)
+        known = ", ".join(f'"{each.name.lower()}"' for each in _Format)
         raise ConfigurationError(f"dialect is {name!r}: it is one of {known}") from None
 
 

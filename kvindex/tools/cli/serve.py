@@ -166,22 +166,26 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
     try:
-        from kvindex.service.running import Running
+        from kvindex.service.server import Server
     except ModuleNotFoundError as error:
+        if error.name == "kvindex.wire._native":
+            raise ConfigurationError(
+                "the service needs the native module: install a C++20 compiler, then kvindex again "
+                "with `pip install --no-cache-dir --force-reinstall`"
+            ) from error
         if (error.name or "").startswith("kvindex"):
             raise
         raise ConfigurationError(
             f"the package {error.name} is missing: pip install 'kvindex[server]'"
         ) from error
-    from kvindex.service.serving import Serving
-    from kvindex.service.sources import token_reader
+    from kvindex.service.sources import Serving, token_reader
 
     limits = {name: value for name in _LIMITS if (value := getattr(arguments, name)) is not None}
     serving = Serving(arguments.config, options_of(arguments), limits, cache_of(arguments))
     settings = serving.settings
     serving.add_workers(_workers(arguments))
     serving.add_discovery(sources_of(arguments))
-    running = Running(
+    running = Server(
         settings,
         serving.sources,
         tokens=settings.tokens(),

@@ -23,6 +23,7 @@ __all__ = [
     "Transport",
     "connection_on",
     "listening",
+    "listening_on",
     "post",
     "read_until",
     "responses",
@@ -106,12 +107,29 @@ class Listening:
 
 
 @contextmanager
-def listening(**settings: Any) -> Iterator[Listening]:
-    served = Listening(Guard(**settings))
+def listening(*, tls: tuple[str, str] | None = None, **settings: Any) -> Iterator[Listening]:
+    served = Listening(Guard(**settings), tls=tls)
     try:
         yield served
     finally:
         served.stop()
+
+
+@contextmanager
+def listening_on(site: Site, **options: int) -> Iterator[int]:
+    """Serve a site from a thread, with socket options; give its port."""
+    server = HttpServer(site, shutdown_within=1.0)
+    listening = socket.create_server(("127.0.0.1", 0))
+    for name, value in options.items():
+        listening.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+    port = listening.getsockname()[1]
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    try:
+        yield port
+    finally:
+        server.stop()
+        thread.join(PATIENCE)
 
 
 def post(path: bytes, *headers: bytes, body: bytes = b"", version: bytes = b"1.1") -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +10,14 @@ from kvindex import Client, Rank, State
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Catalog, Partition, Registration
 from kvindex.service.guards import Guard
-from kvindex.service.http import HttpServer
 from kvindex.service.messages import Route
 from kvindex.service.page import Page
 from kvindex.service.service import Service
 from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 from kvindex.testing import FakeEngine
-from tests.live import PATIENCE, worker_of
+from tests.live import worker_of
+from tests.service.http.listening import listening_on
 from tests.service.test_fleet_overview import Source, status_of
 
 __all__ = ["MODEL", "ManyRanks", "at_a_port", "page_of", "paged", "register"]
@@ -51,15 +49,15 @@ class ManyRanks(Source):
             Registration(
                 instance_id=rank.worker, partition=MODEL, dp_rank=rank.dp_rank, endpoint="tcp://h:1"
             )
-            for rank in self.told
+            for rank in self.present
         )
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        return tuple(sorted(self.told))
+        return tuple(sorted(self.present))
 
     def statuses(self) -> dict[Rank, Any]:
-        return dict(self.told)
+        return dict(self.present)
 
     def on_change(self, callback: object) -> Any:
         return lambda: None
@@ -97,13 +95,5 @@ def paged(*engines: FakeEngine, **details: Any) -> Iterator[tuple[Page, Client, 
 @contextmanager
 def at_a_port(routes: Sequence[Route]) -> Iterator[str]:
     """Serve routes from a thread; give their URL."""
-    server = HttpServer(Site(routes, Guard()), shutdown_within=1.0)
-    listening = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    try:
-        yield url
-    finally:
-        server.stop()
-        thread.join(PATIENCE)
+    with listening_on(Site(routes, Guard())) as port:
+        yield f"http://127.0.0.1:{port}"

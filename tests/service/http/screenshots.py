@@ -120,13 +120,13 @@ def asked_of(traffic: Traffic) -> Trends:
         now[0] += 5
         bad = 140 < n < 156
         for _ in range(int(25 + 14 * math.sin(n / 18) + chance.random() * 8)):
-            asked = chance.randrange(400, 4000)
-            held = int(asked * min(1.0, max(0.0, 0.62 + 0.12 * math.sin(n / 25))))
+            prompt = chance.randrange(400, 4000)
+            held = int(prompt * min(1.0, max(0.0, 0.62 + 0.12 * math.sin(n / 25))))
             chosen = int(held * (0.6 if bad else 0.93))
             model = chance.choice((MODELS[0], MODELS[0], MODELS[2]))
             for _ in range(10):
-                traffic.query(model, asked, held, 150_000 + chance.randrange(90_000))
-            traffic.outcome(model, asked, held, chosen, int(chosen * 0.95))
+                traffic.query(model, prompt, held, 150_000 + chance.randrange(90_000))
+            traffic.outcome(model, prompt, held, chosen, int(chosen * 0.95))
         trends.sample(RANKS - EACH * (n > 215), RANKS)
     return trends
 

@@ -70,12 +70,12 @@ class Served:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
         line = self.process.stdout.readline() if ready else ""
-        found = re.search(r"at (https?)://[^ ]*:(\d+)$", line.strip())
-        if found is None:
+        printed = re.search(r"at (https?)://[^ ]*:(\d+)$", line.strip())
+        if printed is None:
             code = self.process.wait(PATIENCE)
             self.errors.join(PATIENCE)
             raise AssertionError(f"{line!r}, exit code {code}: {''.join(self.said)}")
-        return int(found[2])
+        return int(printed[2])
 
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
@@ -116,11 +116,11 @@ class Served:
 
     def children(self) -> list[int]:
         """Return the processes that this one has started, by the kernel's word."""
-        found = []
+        pids: list[int] = []
         for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            found += [int(pid) for pid in path.read_text().split()]
-        self._seen.update(found)
-        return sorted(set(found))
+            pids += [int(pid) for pid in path.read_text().split()]
+        self._seen.update(pids)
+        return sorted(set(pids))
 
     def kill_orphans(self) -> None:
         """Kill processes that it started, and that should have ended with it."""

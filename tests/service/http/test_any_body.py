@@ -6,21 +6,18 @@ from typing import Any
 
 import msgspec
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvindex import Client
-from kvindex.service.asking import answer
 from kvindex.service.catalog import Partition, Registration
 from kvindex.service.messages import Reply
-from kvindex.service.registering import register, unregister
+from kvindex.service.query_requests import answer
+from kvindex.service.registration_requests import register, unregister
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError
-from tests.service.http.asking import request
+from tests.service.http.in_process import request
 
 pytestmark = pytest.mark.service
 
@@ -65,8 +62,8 @@ def dial(endpoint: str) -> str:
 def service() -> Any:
     with Client() as client:
         service = Service(client, Registry(client, dial=dial))
-        told: dict[str, dict[str, Any]] = {"1": {}, "2": {"medium_endpoints": {}}}
-        for name, details in told.items():
+        registered: dict[str, dict[str, Any]] = {"1": {}, "2": {"medium_endpoints": {}}}
+        for name, details in registered.items():
             first = Registration(
                 instance_id=name,
                 partition=Partition("m" * int(name)),
@@ -92,5 +89,5 @@ def test_any_body_is_answered(service: Service, ask: Any, is_packed: bool, body:
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=st.binary(max_size=60), kind=st.sampled_from(["msgpack", "json", "octet-stream", ""]))
 def test_any_bytes_are_answered(service: Service, ask: Any, body: bytes, kind: str) -> None:
-    asked = request("POST", "/", body, content_type=f"application/{kind}" if kind else None)
-    assert ask(service, asked).status < 500
+    question = request("POST", "/", body, content_type=f"application/{kind}" if kind else None)
+    assert ask(service, question).status < 500

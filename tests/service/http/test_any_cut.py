@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from tests.service.http.listening import Transport, connection_on, post
 
 pytestmark = pytest.mark.property

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
 
 from kvindex import (
     BusyError,
@@ -20,29 +17,17 @@ from kvindex import (
     UnknownRankError,
     Worker,
 )
-from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
 from kvindex.wire.errors import RegistrationError
-from tests.live import PATIENCE, caught_up, client_of, worker_of
-from tests.service.http.asking import Asker, body_of
+from tests.live import PATIENCE, caught_up, worker_of
+from tests.service.http.in_process import Asker, body_of
 
 pytestmark = pytest.mark.service
 
 PROMPT = list(range(64))
-
-
-@pytest.fixture
-def client() -> Iterator[Client]:
-    with client_of() as client:
-        yield client
-
-
-@pytest.fixture
-def ask(client: Client) -> Asker:
-    return Asker(app_routes(Service(client)))
 
 
 def test_what_is_registered_is_answered_for_until_it_is_unregistered(
@@ -108,8 +93,9 @@ def test_registering_rank_after_rank_looks_at_no_other_rank(
     assert not looked
 
 
-def test_whoever_asks_for_standings_waits_for_no_registration(client: Client) -> None:
-    service = Service(client)
+def test_whoever_asks_for_standings_waits_for_no_registration(
+    client: Client, service: Service
+) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -134,9 +120,9 @@ def test_whoever_asks_for_standings_waits_for_no_registration(client: Client) ->
         registered.result(PATIENCE)
 
 
-def test_blocks_have_the_size_that_the_events_tell_where_nobody_told_it(client: Client) -> None:
-    service = Service(client)
-    ask = Asker(app_routes(service))
+def test_blocks_have_the_size_that_the_events_tell_where_nobody_told_it(
+    client: Client, service: Service, ask: Asker
+) -> None:
     with FakeEngine("1", dp_rank=3) as engine:
         service.registry.add(worker_of(engine), Partition("m"))
         assert [each["block_size"] for each in ask.get("/workers")[1]] == [0]
@@ -146,9 +132,9 @@ def test_blocks_have_the_size_that_the_events_tell_where_nobody_told_it(client: 
         assert [each["BlockSize"] for each in ask.get("/services")[1]["services"]] == [16]
 
 
-def test_who_asks_for_an_unknown_model_learns_some_that_are_known(client: Client) -> None:
-    service = Service(client)
-    ask = Asker(app_routes(service))
+def test_who_asks_for_an_unknown_model_learns_some_that_are_known(
+    service: Service, ask: Asker
+) -> None:
     for number in range(25):
         worker = Worker(f"w{number}", f"inproc://nobody-publishes-at-{number}")
         service.registry.add(worker, Partition(f"m{number:02}"))

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
-from kvindex import Client, State, Worker
+from kvindex import Client
 from kvindex.service.app import app_routes
-from kvindex.service.catalog import Partition
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
-from tests.live import PATIENCE, caught_up, client_of
-from tests.service.http.asking import Asker
+from tests.live import PATIENCE, caught_up
+from tests.service.http.in_process import Asker
 
 pytestmark = pytest.mark.service
 
 PROMPT = list(range(64))
-PACKED = {"content-type": "application/msgpack"}
 PROFILE = {
     "strategy": "vllm_v1",
     "algorithm": "sha256_cbor",
@@ -53,24 +48,23 @@ class Fleet:
         }
 
     def packed(self, path: str, body: Any) -> tuple[int, Any]:
-        response = self.asker.send(
-            "POST", path, content=msgspec.msgpack.encode(body), headers=PACKED
-        )
+        response = self.asker.packed(path, body)
         assert response.headers["content-type"] == "application/msgpack"
         return response.status_code, msgspec.msgpack.decode(response.content)
+
+    def follow(self) -> None:
+        """Register each engine, and wait until all of their events are applied."""
+        for engine in self.engines:
+            assert self.asker.post("/register", self.register(engine))[0] == 200
+        self.caught_up()
 
     def caught_up(self) -> None:
         caught_up(self.client, *self.engines)
 
 
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    name = "vllm-prefill-7"
-    with (
-        FakeEngine(name) as zero,
-        FakeEngine(name, dp_rank=1) as other,
-        client_of() as client,
-    ):
+def fleet(client: Client) -> Iterator[Fleet]:
+    with FakeEngine("vllm-prefill-7") as zero, FakeEngine("vllm-prefill-7", dp_rank=1) as other:
         zero.serve(PROMPT)
         yield Fleet([zero, other], client)
 
@@ -175,12 +169,14 @@ def test_mooncakes_proxy_registers_asks_and_leaves(fleet: Fleet) -> None:
         ({"token_ids": "abc"}, "invalid_type", "token_ids"),
         ({"token_ids": b"abc"}, "invalid_value", "token_ids"),
         ({"tenant_id": 3}, "invalid_type", "tenant_id"),
+        *(({name: ...}, "missing", name) for name in ("model", "block_size", "token_ids")),
     ],
 )
 def test_the_conductors_queries_are_strict(
     fleet: Fleet, fields: dict[str, Any], reason: str, field: str
 ) -> None:
     query = {"model": "m", "block_size": 16, "token_ids": [1, 2], **fields}
+    query = {name: value for name, value in query.items() if value is not ...}
     status, error = fleet.packed("/query", query)
     assert (status, error["reason"], error["field"]) == (400, reason, field)
     assert error["error"]
@@ -190,14 +186,6 @@ def test_a_fault_in_the_conductors_tokens_names_the_token(fleet: Fleet) -> None:
     query = {"model": "m", "block_size": 16, "token_ids": [1, -2]}
     error = fleet.packed("/query", query)[1]
     assert (error["field"], error["index"]) == ("token_ids", 1)
-
-
-@pytest.mark.parametrize("missing", ["model", "block_size", "token_ids"])
-def test_what_a_conductors_query_lacks_is_told(fleet: Fleet, missing: str) -> None:
-    query = {"model": "m", "block_size": 16, "token_ids": [1, 2]}
-    del query[missing]
-    status, error = fleet.packed("/query", query)
-    assert (status, error["reason"], error["field"]) == (400, "missing", missing)
 
 
 def test_unknown_fields_of_the_conductors_registration_are_refused(fleet: Fleet) -> None:
@@ -227,9 +215,7 @@ def test_mindie_registers_a_medium_and_reads_blocks_by_tier(fleet: Fleet, is_pac
 
 
 def test_an_older_mindie_reads_tokens_of_each_rank(fleet: Fleet) -> None:
-    for engine in fleet.engines:
-        fleet.asker.post("/register", fleet.register(engine))
-    fleet.caught_up()
+    fleet.follow()
     query = {"model": "m", "block_size": 16, "token_ids": PROMPT}
     assert fleet.asker.post("/query", query)[1]["default"]["vllm-prefill-7"]["DP"]["0"] == 64
     detailed = fleet.asker.post("/query", {**query, "hit_detail": True})
@@ -240,9 +226,7 @@ def test_an_older_mindie_reads_tokens_of_each_rank(fleet: Fleet) -> None:
 
 
 def test_raw_tokens_are_asked_for_in_the_url(fleet: Fleet) -> None:
-    for engine in fleet.engines:
-        fleet.asker.post("/register", fleet.register(engine))
-    fleet.caught_up()
+    fleet.follow()
     raw: dict[str, Any] = {
         "content": array("I", PROMPT).tobytes(),
         "headers": {"content-type": "application/octet-stream"},
@@ -262,11 +246,10 @@ def test_dynamos_query_may_be_msgpack(fleet: Fleet) -> None:
     assert (status, answer["scores"]) == (200, {"vllm-prefill-7": {"0": 64}})
 
 
-def test_a_dialect_can_be_forced(fleet: Fleet) -> None:
-    forced = Fleet(fleet.engines, fleet.client, "dynamo")
-    assert forced.asker.post("/query", {"model": "m", "token_ids": [1]})[0] == 422
-    forced = Fleet(fleet.engines, fleet.client, "rfc")
-    assert forced.asker.post("/query", {"model_name": "m", "token_ids": [1]})[0] == 422
+@pytest.mark.parametrize(("dialect", "other"), [("dynamo", "model"), ("rfc", "model_name")])
+def test_a_dialect_can_be_forced(client: Client, dialect: str, other: str) -> None:
+    forced = Fleet([], client, dialect)
+    assert forced.asker.post("/query", {other: "m", "token_ids": [1]})[0] == 422
 
 
 def test_a_rank_that_is_registered_elsewhere_has_moved(fleet: Fleet) -> None:
@@ -278,104 +261,14 @@ def test_a_rank_that_is_registered_elsewhere_has_moved(fleet: Fleet) -> None:
     assert [status.endpoint for status in fleet.client.statuses().values()] == [other.endpoint]
 
 
-def test_a_server_is_ready_once_each_rank_was_live_and_strict_asks_for_now() -> None:
-    now = [0.0]
-    with client_of() as client:
-        service = Service(client, patience=30.0, clock=lambda: now[0])
-        ask = Asker(app_routes(service))
-        assert ask.get("/ready")[0] == 200
-        dead = {"modelname": "m", "instance_id": "dead", "block_size": 16}
-        ask.post("/register", {**dead, "endpoint": "tcp://127.0.0.1:9"})
-        status, told = ask.get("/ready")
-        assert (status, list(told["waiting"])) == (503, ["dead/0"])
-        now[0] = 31.0
-        status, told = ask.get("/ready")
-        assert (status, list(told["given_up"])) == (200, ["dead/0"])
-        assert told["given_up"]["dead/0"]
-        assert ask.get("/ready?strict=1")[0] == 503
-
-
-def test_a_new_rank_that_is_not_live_yet_takes_nobodys_answers_away(fleet: Fleet) -> None:
-    now = [0.0]
-    service = Service(fleet.client, patience=30.0, clock=lambda: now[0])
-    ask = Asker(app_routes(service))
-    ask.post("/register", fleet.register(fleet.engines[0]))
-    caught_up(fleet.client, fleet.engines[0])
-    for seconds in (10.0, 1000.0):  # before the server's patience is over, and long after
-        now[0] = seconds
-        assert ask.get("/ready")[0] == 200
-        new = {"modelname": "m", "instance_id": f"new{seconds:g}", "block_size": 16}
-        ask.post("/register", {**new, "endpoint": "tcp://127.0.0.1:9"})
-        status, told = ask.get("/ready")
-        assert (status, told["live"], f"new{seconds:g}/0" in told["given_up"]) == (200, False, True)
-
-
-def test_ranks_are_waited_for_since_the_server_began_not_since_somebody_asked() -> None:
-    now = [0.0]
-    with client_of() as client:
-        service = Service(client, patience=30.0, clock=lambda: now[0])
-        service.registry.add(Worker("dead", "tcp://127.0.0.1:9"), Partition("m"))
-        now[0] = 31.0
-        assert service.standing().ready
-
-
-def test_one_standing_answers_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    with client_of() as client:
-        service = Service(client, patience=30.0, clock=lambda: now[0])
-        service.registry.add(Worker("dead", "tcp://127.0.0.1:9"), Partition("m"))
-        looked = 0
-        statuses = service.statuses
-
-        def look() -> Any:
-            nonlocal looked
-            looked += 1
-            return statuses()
-
-        monkeypatch.setattr(service, "statuses", look)
-        with ThreadPoolExecutor(8) as pool:
-            for seconds, is_ready in ((0.0, False), (29.0, False), (30.0, True)):
-                now[0] = seconds
-                asked = [pool.submit(service.standing) for _ in range(100)]
-                assert {each.result(PATIENCE).ready for each in asked} == {is_ready}
-        assert looked == 3
-
-
-def test_a_rank_that_was_live_is_behind_later_even_if_nobody_asked_before(fleet: Fleet) -> None:
-    engine = fleet.engines[0]
-    fleet.asker.post("/register", fleet.register(engine))
-    caught_up(fleet.client, engine)
-    engine.close()
-    assert fleet.client.wait_for(
-        lambda now: all(status.state is not State.LIVE for status in now.values()), PATIENCE
-    )
-    status, told = fleet.asker.get("/ready")
-    assert (status, told["live"], len(told["behind"])) == (200, False, 1)
-
-
-def test_an_engine_that_is_not_found_is_waited_for_and_named() -> None:
-    now = [0.0]
-    with client_of() as client:
-        service = Service(client, patience=30.0, clock=lambda: now[0])
-        service.missing = lambda: {"http://127.0.0.1:1": "refuses the connection"}
-        ask = Asker(app_routes(service))
-        status, told = ask.get("/ready")
-        assert (status, told["missing"]) == (503, {"http://127.0.0.1:1": "refuses the connection"})
-        now[0] = 31.0
-        assert ask.get("/ready")[0] == 200
-        assert ask.get("/ready?strict=1")[0] == 503
-
-
 def test_a_dump_has_a_line_for_each_rank_and_block(fleet: Fleet) -> None:
-    for engine in fleet.engines:
-        fleet.asker.post("/register", fleet.register(engine))
-    fleet.caught_up()
+    fleet.follow()
     lines = fleet.asker.send("GET", "/dump").text.splitlines()
-    told = [msgspec.json.decode(line) for line in lines]
-    assert [(each["rank"], each["blocks"]) for each in told if "rank" in each] == [
+    entries = [msgspec.json.decode(line) for line in lines]
+    assert [(each["rank"], each["blocks"]) for each in entries if "rank" in each] == [
         ("vllm-prefill-7/0", 4),
         ("vllm-prefill-7/1", 0),
     ]
-    assert sorted(each["depth"] for each in told if "depth" in each) == [0, 1, 2, 3]
+    assert sorted(each["depth"] for each in entries if "depth" in each) == [0, 1, 2, 3]
     assert len(fleet.asker.send("GET", "/dump?blocks=1").text.splitlines()) == 3
     assert fleet.asker.get("/dump?blocks=-1")[0] == 422

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from kvindex.tools.doctor import Report, Target, examine
 from tests.live import until
 from tests.service.http.served import Served, engine, register, serving

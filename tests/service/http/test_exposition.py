@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvindex.service.app import app_routes
@@ -23,7 +20,7 @@ from kvindex.service.traffic import AllTraffic
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
 from tests.live import caught_up, client_of
-from tests.service.http.asking import Asker, body_of
+from tests.service.http.in_process import Asker, body_of
 from tests.service.http.test_metrics import Samples
 
 pytestmark = pytest.mark.service
@@ -61,20 +58,20 @@ def exposed() -> str:
         ask.post("/query", {"token_ids": [*PROMPT, 1], "model_name": "m"})
         ask.post("/query", {"token_ids": PROMPT, "model_name": "other"})
         ask.send("GET", "/nothing", headers={"host": "evil.example"})
-        told = {"model_name": "m", "asked": 65, "attainable": 64, "chosen": 64, "delivered": 48}
-        assert ask.post("/outcomes", told) == (200, {"status": "ok"})
-        assert ask.post("/outcomes", {**told, "model_name": "x"})[0] == 404
-        assert ask.post("/outcomes", {**told, "delivered": 66})[0] == 422
+        outcome = {"model_name": "m", "asked": 65, "attainable": 64, "chosen": 64, "delivered": 48}
+        assert ask.post("/outcomes", outcome) == (200, {"status": "ok"})
+        assert ask.post("/outcomes", {**outcome, "model_name": "x"})[0] == 404
+        assert ask.post("/outcomes", {**outcome, "delivered": 66})[0] == 422
         return str(ask.send("GET", "/metrics").text)
 
 
 @pytest.fixture(scope="module")
 def samples(exposed: str) -> Samples:
-    found: Samples = {}
+    named: Samples = {}
     for family in text_string_to_metric_families(exposed):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
-    return found
+            named.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return named
 
 
 def test_queries_requests_and_refusals_are_counted(samples: Samples) -> None:
@@ -100,7 +97,14 @@ def test_ranks_carry_the_model_that_they_were_registered_for(samples: Samples) -
     [(labels, complete)] = samples["kvindex_rank_complete"]
     assert labels == {"model": "m", "routing_group": "default", "worker": "1", "dp_rank": "0"}
     assert complete == 1
+
+
+def test_dynamos_names_stand_beside_ours_by_wish(samples: Samples) -> None:
+    query = {"endpoint": "/query"}
     assert ({"status": "active"}, 1) in samples["dynamo_kvindexer_listeners"]
+    assert ({**query, "method": "POST"}, 2) in samples["dynamo_kvindexer_requests_total"]
+    assert ({**query, "status_class": "4xx"}, 1) in samples["dynamo_kvindexer_errors_total"]
+    assert samples["dynamo_kvindexer_request_duration_seconds_count"] == [(query, 1)]
 
 
 def expressions() -> Iterator[tuple[str, str]]:
@@ -158,8 +162,8 @@ def asked_for(node: Any, promql: Any) -> tuple[list[tuple[str, set[str]]], set[s
     selectors: list[tuple[str, set[str]]] = []
     labels: set[str] = set()
     for each in below:
-        found, grouped = asked_for(each, promql)
-        selectors += found
+        named, grouped = asked_for(each, promql)
+        selectors += named
         labels |= grouped
     if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
         labels |= set(node.modifier.labels)

@@ -5,10 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-pytest.importorskip("xxhash")
-
 import xxhash
 
 from kvindex import BlockStored
@@ -19,7 +15,7 @@ from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, caught_up, client_of
-from tests.service.http.asking import Asker, body_of
+from tests.service.http.in_process import Asker, body_of
 
 pytestmark = pytest.mark.service
 
@@ -28,18 +24,18 @@ SIZE = 16
 
 def local(tokens: list[int]) -> list[int]:
     """The hash of each whole block, as Dynamo's clients compute and send it."""
-    found = []
+    hashes = []
     for at in range(0, len(tokens) - SIZE + 1, SIZE):
         data = b"".join(token.to_bytes(4, "little") for token in tokens[at : at + SIZE])
         number = xxhash.xxh3_64_intdigest(data, seed=1337)
-        found.append(number - 2**64 if number >= 2**63 else number)
-    return found
+        hashes.append(number - 2**64 if number >= 2**63 else number)
+    return hashes
 
 
 def test_hashes_and_tokens_of_any_traffic_get_the_same_answer() -> None:
     follower = HashFollower()
     with FakeEngine("1", num_blocks=300) as engine, client_of() as client:
-        registry = Registry(client, besides=[follower])
+        registry = Registry(client, besides=[follower.subscriber])
         by_hash = HashQueries(registry, follower)
         ask = Asker(app_routes(Service(client, registry), by_hash=by_hash))
         assert ask.post("/register", body_of(engine))[0] == 201
@@ -47,7 +43,7 @@ def test_hashes_and_tokens_of_any_traffic_get_the_same_answer() -> None:
         engine.run(workload)
         caught_up(client, engine)
         last = engine.published - 1
-        assert follower.wait_for(lambda all_: all_[engine.rank].seq == last, PATIENCE)
+        assert follower.subscriber.wait_for(lambda all_: all_[engine.rank].seq == last, PATIENCE)
         hits = 0
         for request in list(workload)[::5]:
             tokens = list(request.token_ids)
@@ -57,7 +53,7 @@ def test_hashes_and_tokens_of_any_traffic_get_the_same_answer() -> None:
             hits += bool(by_tokens[1]["scores"])
         assert hits > 3
         ask.post("/unregister", {"instance_id": 1, "model_name": "m"})
-        assert follower.ranks == client.ranks
+        assert follower.subscriber.ranks == client.ranks
         follower.close()
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from kvindex.service.event_stream import StreamCounters, event_stream
 from kvindex.service.guards import Guard, Limits
 from kvindex.service.messages import Request
@@ -23,7 +21,7 @@ from kvindex.service.proxy import Proxy
 from kvindex.service.snapshots import snapshot_route
 from kvindex.service.timeline import Timeline
 from tests.live import PATIENCE, until
-from tests.service.http.listening import Listening, post, responses
+from tests.service.http.listening import Listening, listening, post, responses
 from tests.service.http.served import certificate_in
 
 pytestmark = pytest.mark.service
@@ -33,11 +31,8 @@ CHUNKED = b"transfer-encoding: chunked"
 
 @pytest.fixture
 def served() -> Iterator[Listening]:
-    served = Listening(Guard(limits=Limits(body_bytes=4096, head_bytes=4096)))
-    try:
+    with listening(limits=Limits(body_bytes=4096, head_bytes=4096)) as served:
         yield served
-    finally:
-        served.stop()
 
 
 def rest_of(connection: socket.socket) -> bytes:
@@ -62,8 +57,9 @@ def test_what_stands_behind_a_body_in_chunks_is_bounded(
     assert served.guard.counters.values()["head"] == 1
 
 
-def test_a_chunk_whose_head_never_ends_is_cut_off(served: Listening) -> None:
-    with served.raw(post(b"/query", CHUNKED), b"5;" + b"x" * 9000) as connection:
+@pytest.mark.parametrize("begun", [post(b"/query", CHUNKED) + b"5;", b"GET / HTTP/1.1\r\nx: "])
+def test_a_head_that_never_ends_is_cut_off(served: Listening, begun: bytes) -> None:
+    with served.raw(begun, b"x" * 9000) as connection:
         assert b" 431 " in rest_of(connection)
 
 
@@ -81,9 +77,9 @@ def test_a_body_in_the_smallest_chunks_is_whole(served: Listening) -> None:
 
 def test_an_offer_to_upgrade_is_ignored_and_the_body_still_counts(served: Listening) -> None:
     offer = b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAA"
-    asked = post(b"/query", *offer, body=b"abc")
+    offered = post(b"/query", *offer, body=b"abc")
     other = post(b"/other", *offer, body=b"abcd")
-    with served.raw(asked + other + asked) as connection:
+    with served.raw(offered + other + offered) as connection:
         assert responses(connection, 3) == [
             (200, b"none  3"),
             (200, b"app /other 4"),
@@ -96,8 +92,11 @@ def test_a_tunnel_is_refused(served: Listening) -> None:
         assert b" 400 " in rest_of(connection)
 
 
-def test_what_is_no_http_is_refused_and_counted(served: Listening) -> None:
-    with served.raw(b"\x16\x03\x01\x02\x00\x01") as connection:
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01", b"POST /query HTTP/1.1\r\nhost localhost\r\n\r\n"]
+)
+def test_what_is_no_http_is_refused_and_counted(served: Listening, sent: bytes) -> None:
+    with served.raw(sent) as connection:
         answer = rest_of(connection)
     assert b" 400 " in answer
     assert b"connection: close" in answer
@@ -141,13 +140,15 @@ def test_a_client_that_reads_nothing_is_cut_off(served: Listening, answers: int)
 
 
 @pytest.fixture
-def encrypted(tmp_path: Path) -> Iterator[Listening]:
+def tls(tmp_path: Path) -> tuple[str, str]:
     cert, key = certificate_in(tmp_path)
-    served = Listening(Guard(limits=Limits(connections=3)), tls=(str(cert), str(key)))
-    try:
+    return str(cert), str(key)
+
+
+@pytest.fixture
+def encrypted(tls: tuple[str, str]) -> Iterator[Listening]:
+    with listening(limits=Limits(connections=3), tls=tls) as served:
         yield served
-    finally:
-        served.stop()
 
 
 def test_connections_without_a_handshake_count_and_the_next_is_refused(
@@ -162,16 +163,11 @@ def test_connections_without_a_handshake_count_and_the_next_is_refused(
     until(lambda: encrypted.guard.counters.values()["handshake"] == 3)
 
 
-def test_a_handshake_that_never_ends_is_ended(tmp_path: Path) -> None:
-    cert, key = certificate_in(tmp_path)
-    guard = Guard(limits=Limits(head_seconds=0.05))
-    served = Listening(guard, tls=(str(cert), str(key)))
-    try:
+def test_a_handshake_that_never_ends_is_ended(tls: tuple[str, str]) -> None:
+    with listening(limits=Limits(head_seconds=0.05), tls=tls) as served:
         with served.raw() as connection:
             assert rest_of(connection) == b""
-    finally:
-        served.stop()
-    assert guard.counters.values()["handshake"] == 1
+        assert served.guard.counters.values()["handshake"] == 1
 
 
 def test_what_comes_with_the_end_of_the_handshake_is_answered(encrypted: Listening) -> None:
@@ -184,83 +180,62 @@ def test_what_comes_with_the_end_of_the_handshake_is_answered(encrypted: Listeni
         until(lambda: not encrypted.server.site.connections)
 
 
-def test_a_client_is_told_once_to_go_on(served: Listening) -> None:
-    with served.raw(post(b"/query", b"expect: 100-continue", b"content-length: 7")) as connection:
-        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        connection.sendall(b"unknown")
-        assert responses(connection, 1) == [(200, b"app /query 7")]
-
-
-def test_what_a_new_event_stream_begins_with_is_made_beside_the_event_loop() -> None:
+async def test_what_a_new_event_stream_begins_with_is_made_beside_the_event_loop() -> None:
     made_by: list[threading.Thread] = []
 
     def present() -> dict[str, Any]:
         made_by.append(threading.current_thread())
         return {}
 
-    async def ask() -> None:
-        stream = event_stream(Timeline(), present, StreamCounters())
-        await asyncio.wait_for(stream.pieces.__anext__(), PATIENCE)
-        await stream.pieces.aclose()
-
-    asyncio.run(ask())
+    stream = event_stream(Timeline(), present, StreamCounters())
+    await asyncio.wait_for(stream.pieces.__anext__(), PATIENCE)
+    await stream.pieces.aclose()
     assert made_by != [threading.current_thread()]
 
 
-def test_a_process_that_does_not_answer_is_a_503(tmp_path: Path) -> None:
+async def test_a_process_that_does_not_answer_is_a_503(tmp_path: Path) -> None:
     guard = Guard()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
-    async def ask() -> None:
-        path = str(tmp_path / "http")
-        server = await asyncio.start_unix_server(silent, path)
-        proxy = Proxy(path, guard, answer_seconds=0.05)
-        answer = await asyncio.wait_for(proxy(Request.of("GET", b"/workers")), PATIENCE)
-        assert answer.status == 503
-        server.close()
-
-    asyncio.run(ask())
+    path = str(tmp_path / "http")
+    server = await asyncio.start_unix_server(silent, path)
+    proxy = Proxy(path, guard, answer_seconds=0.05)
+    answer = await asyncio.wait_for(proxy(Request.of("GET", b"/workers")), PATIENCE)
+    assert answer.status == 503
+    server.close()
     assert guard.counters.values()["parent"] == 1
 
 
-def test_a_slow_reader_of_the_snapshot_keeps_nobody_waiting() -> None:
-    saves = 0
-    now = [0.0]
+async def test_a_slow_reader_of_the_snapshot_keeps_nobody_waiting() -> None:
+    saves, now = [0], [0.0]
 
     class Saved:
         def save(self, path: str) -> None:
-            nonlocal saves
-            saves += 1
-            Path(path).write_text(str(saves))
+            saves[0] += 1
+            Path(path).write_text(str(saves[0]))
 
-    async def ask() -> list[bytes]:
-        serve: Any = snapshot_route(Saved(), clock=lambda: now[0]).serve  # type: ignore[arg-type]
+    serve: Any = snapshot_route(Saved(), clock=lambda: now[0]).serve  # type: ignore[arg-type]
 
-        async def begin() -> Any:
-            pieces = (await serve(Request.of("GET", b"/snapshot"))).pieces
-            return pieces, await pieces.__anext__()
+    async def begin(seconds: float) -> Any:
+        now[0] = seconds
+        pieces = (await serve(Request.of("GET", b"/snapshot"))).pieces
+        return pieces, await pieces.__anext__()
 
-        answers = []
-        for seconds in (0.0, 5.0, 20.0, 100.0):  # nobody of these reads on
-            now[0] = seconds
-            answers.append(await begin())
-        for body, _ in answers:
-            assert [piece async for piece in body] == []
-        answers.append(await begin())
-        await answers[-1][0].aclose()
-        return [first for _, first in answers]
-
-    assert asyncio.run(ask()) == [b"1", b"1", b"2", b"2", b"3"]
+    begun = [await begin(seconds) for seconds in (0.0, 5.0, 20.0, 100.0)]  # nobody reads on
+    assert [first for _, first in begun] == [b"1", b"1", b"2", b"2"]
+    for body, _ in begun:
+        assert [piece async for piece in body] == []
+    body, first = await begin(100.0)
+    await body.aclose()
+    assert first == b"3"
 
 
 def test_half_of_the_descriptors_stay_free_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
-    with ExitStack() as opened:
-        served = Listening(Guard(limits=Limits(head_seconds=600.0)))
-        opened.callback(served.stop)
+    with listening(limits=Limits(head_seconds=600.0)) as served, ExitStack() as opened:
         for _ in range(4):
             opened.enter_context(served.raw(b"POST /query"))
         until(lambda: len(served.server.site.connections) == 4)

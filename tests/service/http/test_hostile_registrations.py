@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 
 from kvindex import Client, Worker
 from kvindex.service.app import MOST_CHANGES, app_routes
@@ -19,24 +15,19 @@ from kvindex.service.networks import Networks, parse_networks
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError
-from tests.live import PATIENCE, client_of
-from tests.service.http.asking import Answer, Asker, request
+from tests.live import PATIENCE
+from tests.service.http.in_process import Answer, Asker, request
 
 pytestmark = pytest.mark.service
 
 OURS = "tcp://127.0.0.1:1"
 EVIL = "tcp://127.0.0.1:2"
+GONE = {"instance_id": 7, "model_name": "m"}
 
 
 @pytest.fixture
-def client() -> Iterator[Client]:
-    with client_of() as client:
-        yield client
-
-
-@pytest.fixture
-def service(client: Client) -> Service:
-    service = Service(client)
+def theirs(service: Service) -> Service:
+    """A service with a worker that the operator named."""
     service.registry.add(Worker("7", OURS), Partition("m"), source="file workers.toml")
     return service
 
@@ -45,65 +36,56 @@ def body(endpoint: str, **fields: Any) -> dict[str, Any]:
     return {"instance_id": 7, "model_name": "m", "endpoint": endpoint, "block_size": 4, **fields}
 
 
-def test_a_client_cannot_move_what_the_operator_named(service: Service) -> None:
-    ask = Asker(app_routes(service))
+def test_a_client_cannot_move_what_the_operator_named(theirs: Service, ask: Asker) -> None:
     status, said = ask.post("/register", body(EVIL))
     assert (status, "file workers.toml" in said["error"]) == (409, True)
     as_text = {"instance_id": "7", "modelname": "m", "endpoint": EVIL, "block_size": 4}
     assert ask.post("/register", as_text)[0] == 409
-    assert [each.endpoint for each in service.catalog.registrations] == [OURS]
+    assert [each.endpoint for each in theirs.catalog.registrations] == [OURS]
 
 
-def test_a_client_may_register_what_the_operator_named_as_it_is(service: Service) -> None:
-    ask = Asker(app_routes(service))
+def test_a_client_may_register_what_the_operator_named_as_it_is(
+    theirs: Service, ask: Asker
+) -> None:
     assert ask.post("/register", body(OURS))[0] == 200
-    assert [each.source for each in service.catalog.registrations] == ["file workers.toml"]
+    assert [each.source for each in theirs.catalog.registrations] == ["file workers.toml"]
 
 
 def test_a_client_cannot_unregister_what_the_operator_named(
-    service: Service, client: Client
+    theirs: Service, ask: Asker, client: Client
 ) -> None:
-    ask = Asker(app_routes(service))
     assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
-    assert ask.post("/unregister", {"instance_id": 7, "model_name": "m"})[0] == 409
+    assert ask.post("/unregister", GONE)[0] == 409
     for dp_rank, status in ((0, 409), (1, 200)):
-        rank = {
-            "instance_id": 7,
-            "model_name": "m",
-            "routing_group": "default",
-            "dp_rank": dp_rank,
-        }
+        rank = {**GONE, "routing_group": "default", "dp_rank": dp_rank}
         assert ask.post("/unregister", rank)[0] == status
     assert ask.post("/unregister", {"instance_id": "7"})[0] == 409
-    assert [each.endpoint for each in service.catalog.registrations] == [OURS]
+    assert [each.endpoint for each in theirs.catalog.registrations] == [OURS]
     assert len(client.ranks) == 1
-    service.registry.unregister("7")  # the operator takes it away
+    theirs.registry.unregister("7")  # the operator takes it away
     assert not client.ranks
 
 
-def test_the_operator_moves_what_a_client_named(service: Service) -> None:
-    ask = Asker(app_routes(service))
+def test_the_operator_moves_what_a_client_named(theirs: Service, ask: Asker) -> None:
     assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
-    service.registry.add(Worker("7", {1: "tcp://127.0.0.1:3"}), Partition("m"), source="file x")
-    endpoints = {each.dp_rank: each.endpoint for each in service.catalog.registrations}
+    theirs.registry.add(Worker("7", {1: "tcp://127.0.0.1:3"}), Partition("m"), source="file x")
+    endpoints = {each.dp_rank: each.endpoint for each in theirs.catalog.registrations}
     assert endpoints == {0: OURS, 1: "tcp://127.0.0.1:3"}
 
 
 @pytest.mark.parametrize("name", ["a\nERROR kvindex: all is lost", "a\0b", "\x1b[2J", "\u202e"])
 @pytest.mark.parametrize("what", ["instance_id", "modelname", "tenant_id"])
 def test_a_name_that_would_forge_lines_of_a_log_is_refused(
-    service: Service, what: str, name: str
+    theirs: Service, ask: Asker, what: str, name: str
 ) -> None:
-    ask = Asker(app_routes(service))
     fields = {"instance_id": "x", "modelname": "x", "endpoint": EVIL, "block_size": 4}
     assert ask.post("/register", {**fields, what: name})[0] == 400
-    assert len(service.catalog.registrations) == 1
+    assert len(theirs.catalog.registrations) == 1
 
 
 def test_many_instances_at_one_endpoint_cost_a_line_each(
-    service: Service, caplog: pytest.LogCaptureFixture
+    theirs: Service, ask: Asker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ask = Asker(app_routes(service))
     for number in range(10, 20):
         assert ask.post("/register", body(EVIL, instance_id=number))[0] == 201
     lines = [line for line in caplog.messages if "are both at" in line]
@@ -111,7 +93,7 @@ def test_many_instances_at_one_endpoint_cost_a_line_each(
     assert "(and 8 more ranks)" in lines[-1]
 
 
-def test_registrations_that_wait_for_names_delay_nobody_else(client: Client) -> None:
+async def test_registrations_that_wait_for_names_delay_nobody_else(client: Client) -> None:
     waiting, go_on = threading.Semaphore(0), threading.Event()
 
     def dial(endpoint: str) -> str:
@@ -121,24 +103,21 @@ def test_registrations_that_wait_for_names_delay_nobody_else(client: Client) -> 
 
     asker = Asker(app_routes(Service(client, Registry(client, dial=dial))))
 
-    async def ask() -> list[int]:
-        async def register(number: int) -> Answer:
-            asked = request("POST", "/register", body(EVIL, instance_id=number))
-            return await asker.answer(asked)
+    async def register(number: int) -> Answer:
+        return await asker.answer(request("POST", "/register", body(EVIL, instance_id=number)))
 
-        registering = [asyncio.ensure_future(register(n)) for n in range(MOST_CHANGES)]
-        try:
-            assert await asyncio.to_thread(waiting.acquire, timeout=PATIENCE)
-            for path in ("/ready", "/workers", "/services"):
-                asked = await asyncio.wait_for(asker.answer(request("GET", path)), PATIENCE)
-                assert (path, asked.status_code) == (path, 200)
-            refused = await asyncio.wait_for(register(-1), PATIENCE)
-            assert (refused.status_code, refused.json()["reason"]) == (503, "busy")
-        finally:
-            go_on.set()
-        return [answer.status_code for answer in await asyncio.gather(*registering)]
-
-    assert asyncio.run(ask()) == [403] * MOST_CHANGES
+    registering = [asyncio.ensure_future(register(n)) for n in range(MOST_CHANGES)]
+    try:
+        assert await asyncio.to_thread(waiting.acquire, timeout=PATIENCE)
+        for path in ("/ready", "/workers", "/services"):
+            reply = await asyncio.wait_for(asker.answer(request("GET", path)), PATIENCE)
+            assert (path, reply.status_code) == (path, 200)
+        refused = await asyncio.wait_for(register(-1), PATIENCE)
+        assert (refused.status_code, refused.json()["reason"]) == (503, "busy")
+    finally:
+        go_on.set()
+    answers = await asyncio.gather(*registering)
+    assert [answer.status_code for answer in answers] == [403] * MOST_CHANGES
 
 
 def test_every_refused_registration_says_why_in_a_word(client: Client) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("schemathesis")
 
 import schemathesis
@@ -21,21 +20,11 @@ from schemathesis.specs.openapi.checks import (
     use_after_free,
 )
 
-from kvindex import Client
-from kvindex.service.app import app_routes
-from kvindex.service.exposition import Exposition
-from kvindex.service.guards import Guard
-from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.openapi import description
-from kvindex.service.page import Page
-from kvindex.service.registry import Registry
-from kvindex.service.running import Running
-from kvindex.service.service import Service
+from kvindex.service.server import Server
 from kvindex.service.settings import ServeSettings
-from kvindex.service.snapshots import snapshot_route
-from kvindex.service.traffic import AllTraffic
 from kvindex.wire.errors import EndpointRefusedError
-from tests.service.http.asking import Asker
+from tests.service.http.in_process import Asker
 from tests.service.http.page_server import at_a_port
 
 pytestmark = pytest.mark.service
@@ -59,33 +48,10 @@ def dial(endpoint: str) -> str:
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Any]:
-    with Client() as client:
-        hashes = HashFollower()
-        registry = Registry(client, dial=dial, besides=[hashes])
-        service = Service(client, registry)
-        page = Page(service)
-        guard = Guard()
-
-        def statistics() -> dict[str, Any]:
-            streams = {"open_now": 0, "cut_off": 0}
-            return {
-                "refused": guard.counters.values(),
-                "streams": streams,
-                "processes": None,
-                "state": None,
-                "discovery": {"sources": {}},
-            }
-
-        app = app_routes(
-            service,
-            routes=[snapshot_route(client), *page.routes],
-            metrics=Exposition(service, AllTraffic(lambda: [service.traffic]), statistics).write,
-            by_hash=HashQueries(registry, hashes),
-        )
-        with at_a_port(app) as url:
+    with Server(ServeSettings(port=0, hash_queries="xxh3")) as server:
+        server.service.registry._dial = dial
+        with at_a_port(server.routes) as url:
             yield schemathesis.openapi.from_url(f"{url}/openapi.json")
-        page.close()
-        hashes.close()
 
 
 # A 501 or 503 is no fault here; what is well-formed may still be refused.
@@ -115,14 +81,14 @@ def test_every_route_is_tried_or_said_not_to_be(api: Any) -> None:
 
 
 def test_every_route_of_a_running_server_is_described_but_for_files_of_the_page() -> None:
-    with Running(ServeSettings(port=0, hash_queries="xxh3")) as running:
+    with Server(ServeSettings(port=0, hash_queries="xxh3")) as running:
         routes = {r.path for r in running.routes if not r.path.startswith("/static/")}
         assert routes == set(description(running.routes)["paths"])
         assert {"/", "/events", "/snapshot", "/metrics", "/api/explain"} <= routes
 
 
 def test_the_codes_of_the_guard_are_described_where_they_occur() -> None:
-    with Running(ServeSettings(port=0), tokens=["a-token-of-16-characters"]) as running:
+    with Server(ServeSettings(port=0), tokens=["a-token-of-16-characters"]) as running:
         ask = Asker(running.site)
         for path, item in description(running.routes)["paths"].items():
             for method, operation in item.items():

@@ -6,15 +6,11 @@ import asyncio
 import json
 import logging
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
 pytest.importorskip("httpx")
 
 import httpx
@@ -26,14 +22,15 @@ from kvindex.service.event_stream import StreamCounters
 from kvindex.service.event_stream import event_stream as news_of
 from kvindex.service.explaining import TokenizerError, tokenize
 from kvindex.service.guards import Guard, Limits
-from kvindex.service.http import HttpServer
 from kvindex.service.messages import Request, Route, Stream
 from kvindex.service.site import Site
 from kvindex.service.timeline import Timeline
 from kvindex.testing import FakeEngine, HttpEngine
+from tests.canned import CannedServer
 from tests.index.index_events import apply, removed, stored
 from tests.live import PATIENCE, caught_up, until, wait_status, worker_of
-from tests.service.http.asking import Asker
+from tests.service.http.in_process import Asker
+from tests.service.http.listening import listening_on
 from tests.service.http.page_server import MODEL, ManyRanks, page_of, paged, register
 from tests.service.test_fleet_overview import A, status_of
 
@@ -115,10 +112,10 @@ def test_prefixes_of_the_only_partition_have_its_holes_and_the_size_of_the_tree(
     fleet = ManyRanks(2)
     apply(fleet.index, fleet.ranks[0], stored(0, 1, 2, 3), removed(1, 2))
     page = page_of(fleet)
-    _, found = Asker(page.routes).get(f"/api/prefixes?model={MODEL.model}")
+    _, shown = Asker(page.routes).get(f"/api/prefixes?model={MODEL.model}")
     page.close()
-    assert [(node["blocks"], node["ranks"]) for node in found["nodes"]] == [(1, 1), (2, 0), (1, 1)]
-    assert found["unique_blocks"] == 4
+    assert [(node["blocks"], node["ranks"]) for node in shown["nodes"]] == [(1, 1), (2, 0), (1, 1)]
+    assert shown["unique_blocks"] == 4
 
 
 def test_engines_that_were_not_found_are_told(asker: Asker) -> None:
@@ -161,11 +158,11 @@ def test_the_timeline_says_since_when_it_has_everything() -> None:
     assert (said["dropped"], said["since"]) == (2, 102.0)
 
 
-@pytest.mark.parametrize("asked", ["max_nodes=0", "max_nodes=99999", "min_blocks=x"])
-def test_numbers_that_cannot_be_are_refused_in_words(asker: Asker, asked: str) -> None:
-    status, said = asker.get(f"/api/prefixes?{asked}")
+@pytest.mark.parametrize("question", ["max_nodes=0", "max_nodes=99999", "min_blocks=x"])
+def test_numbers_that_cannot_be_are_refused_in_words(asker: Asker, question: str) -> None:
+    status, said = asker.get(f"/api/prefixes?{question}")
     assert status == 422
-    assert asked.partition("=")[0] in said["error"]
+    assert question.partition("=")[0] in said["error"]
 
 
 # Explanations
@@ -177,14 +174,14 @@ def test_a_prompt_is_explained_for_each_rank_longest_first() -> None:
         second.serve(PROMPT)
         with paged(fake, second) as (_, client, url):
             caught_up(client, fake, second)
-            asked = {"model": MODEL.model, "token_ids": PROMPT}
-            found = httpx.post(f"{url}/api/explain", json=asked).json()
-    assert [(r["worker"], r["match"]["tokens"], r["ending"]) for r in found["ranks"]] == [
+            question = {"model": MODEL.model, "token_ids": PROMPT}
+            shown = httpx.post(f"{url}/api/explain", json=question).json()
+    assert [(r["worker"], r["match"]["tokens"], r["ending"]) for r in shown["ranks"]] == [
         ("b", 48, "whole"),
         ("a", 16, "end"),
     ]
-    assert found["tokens"] == 48
-    assert found["ranks"][1]["held"]["spans"] == [[0, 16]]
+    assert shown["tokens"] == 48
+    assert shown["ranks"][1]["held"]["spans"] == [[0, 16]]
 
 
 def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> None:
@@ -194,24 +191,24 @@ def test_text_is_turned_into_tokens_by_the_engine_that_the_operator_named() -> N
         fake.serve(tokens)
         with paged(fake, engine=http.url) as (_, client, url):
             caught_up(client, fake)
-            asked = {"model": MODEL.model, "text": said["prompt"]}
-            found = httpx.post(f"{url}/api/explain", json=asked).json()
+            question = {"model": MODEL.model, "text": said["prompt"]}
+            shown = httpx.post(f"{url}/api/explain", json=question).json()
             fleet = httpx.get(f"{url}/api/fleet").json()
-        assert found["tokens"] == len(tokens)
-        assert found["ranks"][0]["match"]["tokens"] == len(tokens) // 4 * 4
+        assert shown["tokens"] == len(tokens)
+        assert shown["ranks"][0]["match"]["tokens"] == len(tokens) // 4 * 4
         assert fleet["partitions"][0]["tokenizer"] is True
         http.close()
         with paged(fake, engine=http.url) as (_, client, url):
-            gone = httpx.post(f"{url}/api/explain", json=asked)
+            gone = httpx.post(f"{url}/api/explain", json=question)
             assert gone.status_code == 502
             assert http.url in gone.json()["error"]
         configured = page_of(ManyRanks(1), tokenizer=http.url)
-        answer = Asker(configured.routes).send("POST", "/api/explain", json=asked)
+        answer = Asker(configured.routes).send("POST", "/api/explain", json=question)
         configured.close()
         assert answer.status_code == 502  # it was asked, though no registration names it
         # An engine that came over HTTP is not asked: who registers could name any address.
         with paged(fake, engine=http.url, source="zmq") as (_, client, url):
-            assert httpx.post(f"{url}/api/explain", json=asked).status_code == 409
+            assert httpx.post(f"{url}/api/explain", json=question).status_code == 409
 
 
 @pytest.mark.parametrize(
@@ -290,8 +287,8 @@ def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() ->
 
         def come_back(event_id: str) -> list[dict[str, Any]]:
             headers = {"Last-Event-ID": event_id}
-            with httpx.stream("GET", f"{url}/events", headers=headers, timeout=PATIENCE) as found:
-                events = Events(found)
+            with httpx.stream("GET", f"{url}/events", headers=headers, timeout=PATIENCE) as shown:
+                events = Events(shown)
                 return [next(events), next(events)]
 
         fleet, missed = come_back(last)
@@ -314,18 +311,12 @@ def test_a_slow_reader_is_cut_off_counted_and_no_error(
     async def news(_: Request) -> Stream:
         return news_of(timeline, dict, counters, "unknown-0")
 
-    server = HttpServer(Site([Route("GET", "/events", news)], Guard()))
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    site = Site([Route("GET", "/events", news)], Guard())
+    with listening_on(site, SO_SNDBUF=4096) as port, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-        address = listening.getsockname()
-        thread.start()
-        client.connect(address)
+        client.connect(("127.0.0.1", port))
         client.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         until(lambda: (counters.cut_off, counters.open_now) == (1, 0))
-        server.stop()
-        thread.join(PATIENCE)
     assert counters.opened == 1
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -338,35 +329,25 @@ def test_no_more_streams_are_open_than_allowed() -> None:
     assert (answer.status_code, answer.json()["reason"]) == (503, "streams")
 
 
-def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
-    counters = StreamCounters()
-    timeline = Timeline(most=2)
-
-    async def slow() -> list[bytes]:
-        stream = news_of(timeline, dict, counters)
-        sent = [await stream.pieces.__anext__()]
-        timeline.observe(status_of(A))  # while the first event is on its way, much happens
-        for losses in range(1, 9):
-            timeline.sweep([status_of(A, losses=losses)])
-        return sent + [piece async for piece in stream.pieces]
-
-    sent = asyncio.run(asyncio.wait_for(slow(), PATIENCE))
+async def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
+    counters, timeline = StreamCounters(), Timeline(most=2)
+    stream = news_of(timeline, dict, counters)
+    await asyncio.wait_for(stream.pieces.__anext__(), PATIENCE)
+    timeline.observe(status_of(A))  # while the first event is on its way, much happens
+    for losses in range(1, 9):
+        timeline.sweep([status_of(A, losses=losses)])
+    assert [piece async for piece in stream.pieces] == []
     assert counters.cut_off == 1
-    assert b"event: loss" not in b"".join(sent)
 
 
-def test_a_silent_stream_says_now_and_then_that_it_is_alive(
+async def test_a_silent_stream_says_now_and_then_that_it_is_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(event_stream, "HEARTBEAT", 0.01)
-
-    async def quiet() -> list[bytes]:
-        pieces = news_of(Timeline(), dict, StreamCounters()).pieces
-        sent = [await pieces.__anext__() for _ in range(3)]
-        await pieces.aclose()
-        return sent
-
-    assert asyncio.run(asyncio.wait_for(quiet(), PATIENCE))[1:] == [b": alive\n\n"] * 2
+    pieces = news_of(Timeline(), dict, StreamCounters()).pieces
+    sent = [await asyncio.wait_for(pieces.__anext__(), PATIENCE) for _ in range(3)]
+    await pieces.aclose()
+    assert sent[1:] == [b": alive\n\n"] * 2
 
 
 @pytest.mark.parametrize(
@@ -380,35 +361,8 @@ def test_a_silent_stream_says_now_and_then_that_it_is_alive(
 def test_an_engine_that_gives_no_tokens_is_told_with_what_it_said(
     body: bytes, status: int, why: str
 ) -> None:
-    with answering(body, status) as url, pytest.raises(TokenizerError, match=why):
-        tokenize(url, "m", "text")
-
-
-def test_an_engine_that_nobody_reaches_is_told() -> None:
+    with CannedServer({"/tokenize": (status, body)}) as engine:
+        with pytest.raises(TokenizerError, match=why):
+            tokenize(engine.url, "m", "text")
     with pytest.raises(TokenizerError, match="refuses the connection"):
-        tokenize("http://127.0.0.1:1", "m", "text")
-
-
-@contextmanager
-def answering(body: bytes, status: int) -> Iterator[str]:
-    """The URL of an HTTP server that answers every POST alike."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # the library's name
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+        tokenize(engine.url, "m", "text")  # it is gone

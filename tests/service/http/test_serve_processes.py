@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import logging
 import os
@@ -13,27 +12,25 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 import msgspec
+import pytest
 
 from kvindex import Client, Worker
 from kvindex.service.catalog import Catalog, Partition, Registration
-from kvindex.service.child import COUNTED, ReplicaService, child_site
-from kvindex.service.guards import Counters, Guard
-from kvindex.service.http import HttpServer
+from kvindex.service.child import ReplicaService, child_site
+from kvindex.service.guards import Guard
 from kvindex.service.proxy import Proxy
 from kvindex.service.site import Site
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
-from tests.service.http.asking import Asker, request
+from tests.service.http.in_process import Asker, request
+from tests.service.http.listening import listening_on
 from tests.service.http.served import BLOCK, Served, engine, matched, register, serving
 
 pytestmark = [pytest.mark.service, needs_ring]
 
 PROMPT = list(range(3 * BLOCK))
+QUERY = {"token_ids": PROMPT, "model_name": "m"}
 
 
 def answering(served: Served, count: int) -> list[int]:
@@ -71,7 +68,7 @@ def test_a_killed_child_is_started_again_and_others_answer_meanwhile() -> None:
     with serving("--processes", 2) as served, engine() as first:
         register(served, first)
         first.serve(PROMPT)
-        until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
+        until(lambda: matched(served, PROMPT) == len(PROMPT))
         before = answering(served, 2)
         os.kill(before[0], signal.SIGKILL)
         until(lambda: "".join(served.said), lambda said: "signal 9" in said)
@@ -99,14 +96,13 @@ def test_the_private_directory_is_gone_after_the_end(tmp_path: Path) -> None:
 
 
 def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
-    query = {"token_ids": PROMPT, "model_name": "m"}
     routed = {"model_name": "m", "asked": 12, "attainable": 8, "chosen": 8, "delivered": 4}
     best: list[int] = []  # of each query
 
     with serving("--processes", 2) as served, engine() as first:
 
         def ask() -> int:
-            instances = served.post("/query", query).json["instances"]
+            instances = served.post("/query", QUERY).json["instances"]
             best.append(instances.get("1", {}).get("longest_matched", 0))
             return best[-1]
 
@@ -133,7 +129,7 @@ def test_the_traffic_over_time_adds_up_what_each_process_was_asked() -> None:
             "reported": 24,
             "delivered": 8,
         }
-        until(sums, lambda found: found == expected)
+        until(sums, lambda values: values == expected)
 
 
 def test_all_processes_know_of_a_registration_that_was_answered() -> None:
@@ -149,14 +145,13 @@ def test_each_process_hears_who_comes_and_who_goes() -> None:
         engines = [opened.enter_context(engine(str(n))) for n in (1, 2, 3)]
 
         def listed() -> set[str]:
-            return set(served.post("/query", query).json["instances"])
+            return set(served.post("/query", QUERY).json["instances"])
 
         def each_lists(*names: str) -> None:
             for pid in answering(served, 2):
                 with alone(served, pid):
-                    until(listed, lambda found: found == set(names))
+                    until(listed, lambda values: values == set(names))
 
-        query = {"token_ids": PROMPT, "model_name": "m"}
         for each in engines:
             each.serve(PROMPT)
             assert register(served, each).status == 201
@@ -175,8 +170,7 @@ def test_a_kept_connection_carries_queries_and_what_is_passed_on() -> None:
         kept = served.connection()
         for _ in range(10):
             assert served.ask("GET", "/workers", via=kept).json[0]["instance_id"] == 1
-            query = {"token_ids": PROMPT, "model_name": "m"}
-            assert served.ask("POST", "/query", query, via=kept).status == 200
+            assert served.ask("POST", "/query", QUERY, via=kept).status == 200
             assert served.ask("GET", "/nowhere", via=kept).status == 404
             assert served.ask("HEAD", "/workers", via=kept).body == b""
         kept.close()
@@ -186,20 +180,21 @@ def test_a_snapshot_streams_through_a_child() -> None:
     with serving("--processes", 2) as served, engine() as first:
         register(served, first)
         first.serve(PROMPT)
-        until(lambda: matched(served, PROMPT), lambda tokens: tokens == len(PROMPT))
+        until(lambda: matched(served, PROMPT) == len(PROMPT))
         answer = until(lambda: served.get("/snapshot"), lambda got: got.status == 200)
         assert int(answer.headers["content-length"]) == len(answer.body) > 0
 
 
-def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_dialect() -> None:
+async def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_dialect() -> (
+    None
+):
     with Client(Worker("1", "inproc://nobody-publishes-here")) as client:
         service = ReplicaService(client)
-        counters = Counters(COUNTED)
-        guard = Guard(counters=counters)
-        site = child_site(service, guard, counters, Proxy("/nowhere", guard))
+        guard = Guard()
+        site = child_site(service, guard, Proxy("/nowhere", guard))
         tokens = {"token_ids": [1, 2, 3, 4]}
         packed = msgspec.msgpack.encode({**tokens, "model": "m"})
-        asked = [
+        requests = [
             request("POST", "/query", {**tokens, "model_name": "m"}),
             request("POST", "/query", {**tokens, "model": "m"}),
             request("POST", "/query", packed, content_type="application/msgpack"),
@@ -210,15 +205,15 @@ def test_a_partition_that_a_child_does_not_know_is_left_to_the_parent_in_every_d
         ]
 
         async def statuses() -> list[int]:
-            return [(await Asker(site).answer(question)).status_code for question in asked]
+            return [(await Asker(site).answer(question)).status_code for question in requests]
 
-        assert asyncio.run(statuses()) == [503] * 4  # the parent is nowhere
-        assert counters.values()["passed_on"] == 4
+        assert await statuses() == [503] * 4  # the parent is nowhere
+        assert guard.counters.values()["parent"] == 4
         entry = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
         service._registry = None  # as with a replica, whose registrations the parent sends
         service.follow(Catalog([entry]))
-        assert asyncio.run(statuses()) == [200, 200, 400, 200]  # the conductor's has no block_size
-        assert counters.values()["passed_on"] == 4
+        assert await statuses() == [200, 200, 400, 200]  # the conductor's has no block_size
+        assert guard.counters.values()["parent"] == 4
 
 
 def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_an_error(
@@ -232,24 +227,14 @@ def test_a_response_that_breaks_off_behind_a_child_ends_the_connection_without_a
 
     path = str(tmp_path / "http")
     guard = Guard()
-    proxy = Proxy(path, guard)
-    server = HttpServer(Site([], guard, otherwise=proxy))
-    with socket.socket(socket.AF_UNIX) as upstream, socket.create_server(("127.0.0.1", 0)) as front:
+    with socket.socket(socket.AF_UNIX) as upstream:
         upstream.bind(path)
         upstream.listen()
-        port = front.getsockname()[1]
-        threads = [
-            threading.Thread(target=break_off, args=(upstream,), daemon=True),
-            threading.Thread(target=server.run, args=([front],), daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-        client.request("GET", "/events")
-        with pytest.raises((http.client.HTTPException, OSError)):
-            client.getresponse().read()
-        client.close()
-        server.stop()
-        for thread in threads:
-            thread.join(PATIENCE)
+        threading.Thread(target=break_off, args=(upstream,), daemon=True).start()
+        with listening_on(Site([], guard, otherwise=Proxy(path, guard))) as port:
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+            client.request("GET", "/events")
+            with pytest.raises((http.client.HTTPException, OSError)):
+                client.getresponse().read()
+            client.close()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

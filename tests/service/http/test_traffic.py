@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("prometheus_client")
-
 from kvindex.service.catalog import Partition
-from kvindex.service.metrics import (
-    DynamoCollector,
-    FunnelCollector,
-    RequestCollector,
-    SeriesLabels,
-)
+from kvindex.service.exposition import RequestCollector
+from kvindex.service.metrics import FunnelCollector
 from kvindex.service.traffic import AllTraffic, Rows, Traffic
 from tests.service.http.test_metrics import scraped
 
@@ -29,7 +23,7 @@ def test_processes_are_added_up_by_name_wherever_each_has_its_rows() -> None:
     other.query(A, 50, 50, 1_000)
     other.request("POST", "/query", 200)
     totals = AllTraffic(lambda: [first, other])
-    samples = scraped(RequestCollector(totals.requests, totals.queries))
+    samples = scraped(RequestCollector(totals))
     assert samples["kvindex_http_requests_total"] == [({"route": "/query", "code": "200"}, 2)]
     tokens = {labels["routing_group"]: n for labels, n in samples["kvindex_query_tokens_total"]}
     best = {
@@ -56,10 +50,7 @@ def test_a_process_that_is_started_again_goes_on_counting_where_the_dead_one_end
     after.query(A, 4, 4, 1)
     after.request("GET", "/workers", 200)
     totals = AllTraffic(lambda: [after])
-    assert {each.labels: each.tokens for each in totals.queries()} == {
-        SeriesLabels(*A): 5,
-        SeriesLabels(*B): 2,
-    }
+    assert {partition: of.tokens for partition, of in totals.sums().items()} == {A: 5, B: 2}
     assert totals.requests() == {("GET", "/workers", 200): 2}
 
 
@@ -74,13 +65,13 @@ def test_names_without_room_count_as_others() -> None:
 def test_no_name_of_a_model_breaks_the_metrics(model: str) -> None:
     traffic = Traffic()
     traffic.query(Partition(model), 5, 5, 5)
-    assert [each.tokens for each in AllTraffic(lambda: [traffic]).queries()] == [5]
+    assert [of.tokens for of in AllTraffic(lambda: [traffic]).sums().values()] == [5]
 
 
 def test_what_routers_report_has_the_stages_of_a_funnel() -> None:
     traffic = Traffic()
     traffic.outcome(A, 100, 96, 80, 64)
-    traffic.outcome(A, 10, 0, 0)
+    traffic.outcome(B, 10, 0, 0)  # another group of the same model
     samples = scraped(FunnelCollector(AllTraffic(lambda: [traffic]).outcomes))
     model = {"model": "a"}
     assert samples["kvindex_routed_requests_total"] == [({**model, "end": "finished"}, 2)]
@@ -88,28 +79,3 @@ def test_what_routers_report_has_the_stages_of_a_funnel() -> None:
     assert samples["kvindex_routed_attainable_tokens_total"] == [(model, 96)]
     assert samples["kvindex_routed_reported_asked_tokens_total"] == [(model, 100)]
     assert samples["kvindex_routed_delivered_tokens_total"] == [(model, 64)]
-
-
-def test_dynamo_names_stand_beside_ours_by_wish() -> None:
-    traffic = Traffic()
-    traffic.request("POST", "/query", 200)
-    traffic.request("POST", "/query", 404)
-    traffic.query(A, 1, 0, 1)
-    totals = AllTraffic(lambda: [traffic])
-    samples = scraped(
-        DynamoCollector(
-            totals.requests,
-            totals.queries,
-            listeners=lambda: {"active": 2, "pending": 1},
-            models=lambda: 1,
-            workers=lambda: 2,
-        )
-    )
-    asked = {"endpoint": "/query", "method": "POST"}
-    assert samples["dynamo_kvindexer_requests_total"] == [(asked, 2)]
-    refused = {"endpoint": "/query", "status_class": "4xx"}
-    assert samples["dynamo_kvindexer_errors_total"] == [(refused, 1)]
-    assert ({"status": "pending"}, 1) in samples["dynamo_kvindexer_listeners"]
-    assert samples["dynamo_kvindexer_request_duration_seconds_count"] == [
-        ({"endpoint": "/query"}, 1)
-    ]

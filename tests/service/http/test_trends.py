@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvindex.service.catalog import Partition
-from kvindex.service.metrics import SeriesLabels
 from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.trends import WINDOWS, Trends
 
@@ -18,7 +17,7 @@ A, B = Partition("a"), Partition("b", "blue")
 START = 1_800_000.0  # divides by every step
 
 
-class Asked:
+class Processes:
     """Two processes that are asked, and a clock."""
 
     def __init__(self) -> None:
@@ -32,20 +31,19 @@ class Asked:
         self.trends.sample(live, ranks)
 
     def points(self, seconds: int = 300, partition: Partition | None = None) -> dict[str, Any]:
-        labels = None if partition is None else SeriesLabels(*partition)
-        found: dict[str, Any] = self.trends.points(seconds, labels)["points"]
-        return found
+        points: dict[str, Any] = self.trends.points(seconds, partition)["points"]
+        return points
 
 
 def test_what_all_processes_were_asked_is_added_up_in_slots_of_time() -> None:
-    asked = Asked()
-    asked.parts[0].query(A, 100, 60, 7_000)
-    asked.parts[1].query(A, 50, 50, 1_000)
-    asked.parts[1].outcome(A, 40, 30, 20, 10)
-    asked.parts[1].outcome(A, 40, 30, 20)
-    asked.after(live=1)
-    asked.after()
-    points = asked.points()
+    processes = Processes()
+    processes.parts[0].query(A, 100, 60, 7_000)
+    processes.parts[1].query(A, 50, 50, 1_000)
+    processes.parts[1].outcome(A, 40, 30, 20, 10)
+    processes.parts[1].outcome(A, 40, 30, 20)
+    processes.after(live=1)
+    processes.after()
+    points = processes.points()
     assert points["at"] == [START + 5, START + 10]
     assert points["seconds"] == [5, 5]
     assert (points["live"], points["ranks"]) == ([1, 2], [2, 2])
@@ -68,14 +66,14 @@ def test_what_all_processes_were_asked_is_added_up_in_slots_of_time() -> None:
 
 
 def test_a_partition_has_sums_of_its_own_and_one_that_nobody_asked_has_none() -> None:
-    asked = Asked()
-    asked.parts[0].query(A, 10, 0, 1)
-    asked.parts[0].query(B, 20, 5, 1)
-    asked.after()
-    assert asked.points(300)["tokens"] == [30]
-    assert asked.points(300, B)["tokens"] == [20]
-    assert asked.points(300, Partition("none"))["tokens"] == [0]
-    assert asked.trends.points(300)["partitions"] == [
+    processes = Processes()
+    processes.parts[0].query(A, 10, 0, 1)
+    processes.parts[0].query(B, 20, 5, 1)
+    processes.after()
+    assert processes.points(300)["tokens"] == [30]
+    assert processes.points(300, B)["tokens"] == [20]
+    assert processes.points(300, Partition("none"))["tokens"] == [0]
+    assert processes.trends.points(300)["partitions"] == [
         {"model": "a", "routing_group": "default"},
         {"model": "b", "routing_group": "blue"},
     ]
@@ -83,11 +81,11 @@ def test_a_partition_has_sums_of_its_own_and_one_that_nobody_asked_has_none() ->
 
 @pytest.mark.parametrize(("seconds", "step"), WINDOWS.items())
 def test_each_window_has_at_most_120_points_and_loses_nothing(seconds: int, step: int) -> None:
-    asked = Asked()
+    processes = Processes()
     for _ in range(seconds // 5):
-        asked.parts[0].query(A, 1, 1, 1)
-        asked.after()
-    points = asked.points(seconds)
+        processes.parts[0].query(A, 1, 1, 1)
+        processes.after()
+    points = processes.points(seconds)
     assert len(points["at"]) <= 121  # the first and the last are parts of one
     assert all(b - a == step for a, b in zip(points["at"], points["at"][1:], strict=False))
     assert sum(points["queries"]) == seconds // 5
@@ -95,37 +93,37 @@ def test_each_window_has_at_most_120_points_and_loses_nothing(seconds: int, step
 
 
 def test_time_that_nobody_looked_at_has_no_points_and_is_not_taken_for_quiet() -> None:
-    asked = Asked()
-    asked.after()
-    asked.parts[0].query(A, 1, 1, 1)
-    asked.after(120.0)  # the machine slept
-    points = asked.points()
+    processes = Processes()
+    processes.after()
+    processes.parts[0].query(A, 1, 1, 1)
+    processes.after(120.0)  # the machine slept
+    points = processes.points()
     assert points["at"] == [START + 5, START + 125]
     assert points["seconds"] == [5, 120]  # so that a rate is right
 
 
 def test_a_clock_that_is_set_back_breaks_nothing() -> None:
-    asked = Asked()
-    asked.after()
-    asked.parts[0].query(A, 1, 1, 1)
-    asked.after(-3600.0)
-    asked.now += 3600
-    assert asked.points()["queries"] == [1]
-    assert min(asked.points()["seconds"]) >= 0
+    processes = Processes()
+    processes.after()
+    processes.parts[0].query(A, 1, 1, 1)
+    processes.after(-3600.0)
+    processes.now += 3600
+    assert processes.points()["queries"] == [1]
+    assert min(processes.points()["seconds"]) >= 0
 
 
 def test_a_day_and_any_number_of_partitions_take_bounded_memory() -> None:
-    asked = Asked()
-    everything = list(asked.trends._rings)
+    processes = Processes()
+    everything = list(processes.trends._rings)
     for number in range(40):
-        asked.parts[0].query(Partition(f"m{number}"), 1, 1, 1)
+        processes.parts[0].query(Partition(f"m{number}"), 1, 1, 1)
     for _ in range(3 * 86_400 // 60):
-        asked.after(60.0)
+        processes.after(60.0)
     slots = [slot for _, ring in everything for slot in ring]
     assert len(slots) == 726 + 484
-    asked.after()
-    asked.parts[0].query(Partition("m39"), 1, 1, 1)
-    asked.after()
-    assert asked.points()["queries"][-1] == 1  # counted with all, though not by itself
-    assert len(asked.trends.points(300)["partitions"]) == 16
+    processes.after()
+    processes.parts[0].query(Partition("m39"), 1, 1, 1)
+    processes.after()
+    assert processes.points()["queries"][-1] == 1  # counted with all, though not by itself
+    assert len(processes.trends.points(300)["partitions"]) == 16
     assert sum(map(sys.getsizeof, slots)) < 200_000

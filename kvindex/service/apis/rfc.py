@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvindex.service.apis.dynamo import Endpoint, check_endpoint
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
-from kvindex.service.dialects.dynamo import Endpoint, check_endpoint
 from kvindex.service.messages import Reply, json_reply
 from kvindex.wire.errors import RegistrationError
 

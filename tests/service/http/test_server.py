@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs kvindex[server]")
-
 from kvindex import ConfigurationError, Worker
-from kvindex.service.running import Running, own_directory
-from kvindex.service.serving import FixedSource
+from kvindex.service.server import Server, own_directory
 from kvindex.service.settings import ServeSettings
+from kvindex.service.sources import FixedSource
 from kvindex.service.workers import target_of
 from kvindex.tools.cli.serve import _print_beginning
 
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.service
 def test_workers_that_are_named_are_added_before_it_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvindex.service.running._FIRST_LOOK", 0.0)
+    monkeypatch.setattr("kvindex.service.server._FIRST_LOOK", 0.0)
     workers = [Worker(f"w{n}", f"inproc://nobody-publishes-at-{n}") for n in range(50)]
     source = FixedSource(target_of(worker) for worker in workers)
-    with Running(ServeSettings(port=0), [source]) as running:
+    with Server(ServeSettings(port=0), [source]) as running:
         assert running.missing == {}
         assert len(running.service.catalog.registrations) == 50
 
@@ -53,7 +53,7 @@ def test_a_state_that_is_no_ordinary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state"
     os.mkfifo(path)
     with pytest.raises(ConfigurationError, match="no ordinary file"):
-        Running(ServeSettings(port=0, state=str(path)))
+        Server(ServeSettings(port=0, state=str(path)))
 
 
 def test_directories_of_killed_servers_are_removed_and_no_others(
@@ -70,3 +70,13 @@ def test_directories_of_killed_servers_are_removed_and_no_others(
         with own_directory() as own:
             assert {str(path) for path in tmp_path.iterdir()} == {str(new), str(other), living, own}
     assert set(tmp_path.iterdir()) == {new, other}
+
+
+def test_without_the_native_module_the_command_says_how_to_get_it() -> None:
+    code = (
+        "import sys; sys.modules['kvindex.wire._native'] = None\n"
+        "from kvindex.tools.cli import main; sys.exit(main(['serve', '--port', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "needs the native module: install a C++20 compiler" in done.stderr

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from kvindex import Hits, Rank
+from kvindex.service.apis.dynamo import check_endpoint
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
-from kvindex.service.dialects.dynamo import check_endpoint
-from kvindex.service.messages import MSGPACK, Reply
+from kvindex.service.messages import MSGPACK, RefusedError, Reply
 from kvindex.wire.errors import RegistrationError
 
 __all__ = [
     "ConductorQuery",
+    "TokensError",
     "answer",
+    "little_endian",
     "not_registered",
     "packed_tokens",
     "query",
@@ -29,18 +31,13 @@ Fault: TypeAlias = "tuple[str, str]"  # reason and message
 Check: TypeAlias = Callable[[Any], "Fault | None"]
 
 
-def _text(value: Any) -> Fault | None:
-    if not isinstance(value, str):
-        return "invalid_type", "must be a string"
-    return None if value else ("invalid_value", "must not be empty")
+def _is(kinds: type | tuple[type, ...], words: str, *, is_empty_refused: bool = False) -> Check:
+    def check(value: Any) -> Fault | None:
+        if not isinstance(value, kinds):
+            return "invalid_type", f"must be {words}"
+        return ("invalid_value", "must not be empty") if is_empty_refused and not value else None
 
-
-def _maybe_text(value: Any) -> Fault | None:
-    return None if isinstance(value, str) else ("invalid_type", "must be a string")
-
-
-def _text_or_nil(value: Any) -> Fault | None:
-    return None if value is None or isinstance(value, str) else ("invalid_type", "must be a string")
+    return check
 
 
 def _whole(least: int) -> Check:
@@ -70,46 +67,44 @@ def _profile(value: Any) -> Fault | None:
     return "invalid_type", "must be a map of strings to strings and numbers"
 
 
-def _tokens(value: Any) -> Fault | None:
-    if isinstance(value, (bytes, list)):
-        return None
-    return "invalid_type", "must be little-endian 32-bit integers as bin, or an array"
+_TEXT = _is(str, "a string", is_empty_refused=True)
+_MAYBE_EMPTY = _is(str, "a string")
+_TOKENS = _is((bytes, list), "little-endian 32-bit integers as bin, or an array")
 
 
-_QUERY: Mapping[str, Check] = {
-    "model": _text,
-    "block_size": _whole(1),
-    "token_ids": _tokens,
-    "tenant_id": _maybe_text,
-    "lora_name": _maybe_text,
-    "cache_salt": _text_or_nil,
-    "instance_id": _maybe_text,
-}
-_REGISTER: Mapping[str, Check] = {
-    "endpoint": _text,
-    "type": _text,
-    "modelname": _text,
-    "instance_id": _text,
-    "block_size": _whole(1),
-    "dp_rank": _whole(0),
-    "hash_profile": _profile,
-    "replay_endpoint": _maybe_text,
-    "lora_name": _maybe_text,
-    "tenant_id": _maybe_text,
-    "cache_group": _group,
-}
-_UNREGISTER: Mapping[str, Check] = {
-    "instance_id": _text,
-    "dp_rank": _whole(0),
-    "tenant_id": _maybe_text,
-}
-_REQUIRED = frozenset(
-    {"model", "token_ids", "endpoint", "type", "modelname", "dp_rank", "hash_profile"}
+class _Form(NamedTuple):
+    """The fields of a body; the first ones are required."""
+
+    required: Mapping[str, Check]
+    optional: Mapping[str, Check]
+
+
+_QUERY = _Form(
+    {"model": _TEXT, "block_size": _whole(1), "token_ids": _TOKENS},
+    {
+        "tenant_id": _MAYBE_EMPTY,
+        "lora_name": _MAYBE_EMPTY,
+        "cache_salt": _is((str, type(None)), "a string"),
+        "instance_id": _MAYBE_EMPTY,
+    },
 )
+_REGISTER = _Form(
+    {
+        **dict.fromkeys(("endpoint", "type", "modelname", "instance_id"), _TEXT),
+        "block_size": _whole(1),
+        "dp_rank": _whole(0),
+        "hash_profile": _profile,
+    },
+    {
+        **dict.fromkeys(("replay_endpoint", "lora_name", "tenant_id"), _MAYBE_EMPTY),
+        "cache_group": _group,
+    },
+)
+_UNREGISTER = _Form({"instance_id": _TEXT, "dp_rank": _whole(0)}, {"tenant_id": _MAYBE_EMPTY})
 
 
 class ConductorQuery(NamedTuple):
-    """A query of this dialect."""
+    """A query of this API."""
 
     partition: Partition
     token_ids: memoryview
@@ -118,43 +113,55 @@ class ConductorQuery(NamedTuple):
     instance: str | None
 
 
-def _checked(fields: Mapping[str, Any], checks: Mapping[str, Check]) -> Reply | None:
-    """Return what is wrong with a request's fields, None if nothing is."""
+def _check(fields: Mapping[str, Any], form: _Form) -> None:
+    """Raise RefusedError for what is wrong with a request's fields."""
+    checks = {**form.required, **form.optional}
     for name in fields:
         if name not in checks:
-            return _fault("unknown_field", f"unsupported field: {name}", name)
+            raise _refusal("unknown_field", f"unsupported field: {name}", name)
     for name, check in checks.items():
-        if name not in fields:
-            needed = name in _REQUIRED or (name in ("instance_id", "block_size"))
-            if needed and not (name == "instance_id" and checks is _QUERY):
-                return _fault("missing", f"{name} is required", name)
-            continue
-        fault = check(fields[name])
-        if fault is not None:
-            return _fault(fault[0], f"{name} {fault[1]}", name)
-    return None
+        if name in fields:
+            fault = check(fields[name])
+            if fault is not None:
+                raise _refusal(fault[0], f"{name} {fault[1]}", name)
+        elif name in form.required:
+            raise _refusal("missing", f"{name} is required", name)
 
 
-def _fault(reason: str, message: str, field: str, index: int | None = None) -> Reply:
-    error: dict[str, Any] = {"error": message, "reason": reason, "field": field}
-    if index is not None:
-        error["index"] = index
-    return Reply(400, msgspec.msgpack.encode(error), MSGPACK)
+def _refusal(reason: str, message: str, field: str, **more: int) -> RefusedError:
+    error = {"error": message, "reason": reason, "field": field, **more}
+    return RefusedError(Reply(400, msgspec.msgpack.encode(error), MSGPACK))
 
 
-def packed_tokens(value: bytes | list[Any]) -> memoryview | tuple[str, int | None]:
-    """Return tokens as 32-bit integers; or what is wrong, and with which of them.
+class TokensError(ValueError):
+    """Tokens that cannot be read.
+
+    Attributes:
+        index: of the token that is none; None if there is no such token.
+    """
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+def packed_tokens(value: bytes | list[Any]) -> memoryview:
+    """Return tokens as 32-bit integers.
 
     Args:
         value: little-endian 32-bit integers, signed or not, or whole numbers from 0 to 2^32-1.
+
+    Raises:
+        TokensError: it is something else.
     """
     if isinstance(value, bytes):
         if len(value) % 4:
-            return f"token_ids has {len(value)} bytes, no multiple of 4", None
+            raise TokensError(f"token_ids has {len(value)} bytes, no multiple of 4")
         return little_endian(value)
     for index, token in enumerate(value):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**32:
-            return f"token_ids[{index}] is {token!r:.40}: a token is 0 to 4294967295", index
+            why = f"token_ids[{index}] is {token!r:.40}: a token is 0 to 4294967295"
+            raise TokensError(why, index)
     return memoryview(array("I", value))
 
 
@@ -167,14 +174,14 @@ def little_endian(data: bytes | memoryview) -> memoryview:
     return memoryview(numbers)
 
 
-def query(fields: Mapping[str, Any]) -> ConductorQuery | Reply:
-    """Return what a query's body asks, or why it is refused."""
-    refusal = _checked(fields, _QUERY)
-    if refusal is not None:
-        return refusal
-    tokens = packed_tokens(fields["token_ids"])
-    if not isinstance(tokens, memoryview):
-        return _fault("invalid_value", tokens[0], "token_ids", tokens[1])
+def query(fields: Mapping[str, Any]) -> ConductorQuery:
+    """Return what a query's body asks, or raise RefusedError."""
+    _check(fields, _QUERY)
+    try:
+        tokens = packed_tokens(fields["token_ids"])
+    except TokensError as error:
+        more = {} if error.index is None else {"index": error.index}
+        raise _refusal("invalid_value", str(error), "token_ids", **more) from None
     return ConductorQuery(
         Partition(fields["model"], fields.get("tenant_id") or DEFAULT_GROUP),
         tokens,
@@ -184,15 +191,13 @@ def query(fields: Mapping[str, Any]) -> ConductorQuery | Reply:
     )
 
 
-def registration(fields: Mapping[str, Any]) -> Registration | Reply:
-    """Return what a registration's body asks for, or why it is refused."""
-    refusal = _checked(fields, _REGISTER)
-    if refusal is not None:
-        return refusal
+def registration(fields: Mapping[str, Any]) -> Registration:
+    """Return what a registration's body asks for, or raise RefusedError."""
+    _check(fields, _REGISTER)
     try:
         check_endpoint(fields["endpoint"])
     except RegistrationError as error:
-        return _fault("invalid_registration", str(error), "endpoint")
+        raise _refusal("invalid_registration", str(error), "endpoint") from None
     details = {name: fields.get(name) for name in ("type", "cache_group", "hash_profile")}
     return Registration(
         instance_id=fields["instance_id"],
@@ -205,11 +210,9 @@ def registration(fields: Mapping[str, Any]) -> Registration | Reply:
     )
 
 
-def which(fields: Mapping[str, Any]) -> dict[str, Any] | Reply:
-    """Return arguments of `Registry.unregister`, or why a body is refused."""
-    refusal = _checked(fields, _UNREGISTER)
-    if refusal is not None:
-        return refusal
+def which(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `Registry.unregister`, or raise RefusedError."""
+    _check(fields, _UNREGISTER)
     return {
         "worker": fields["instance_id"],
         "routing_group": fields.get("tenant_id") or DEFAULT_GROUP,

@@ -21,16 +21,14 @@ from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
 from kvindex.index.replicas import FanOut
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
-from kvindex.service.child import COUNTED
 from kvindex.service.exposition import Exposition
-from kvindex.service.guards import REASONS, Guard
+from kvindex.service.guards import Guard
 from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.http import HttpServer
 from kvindex.service.messages import Route
 from kvindex.service.networks import Networks
-from kvindex.service.orders import Start
 from kvindex.service.page import Page
-from kvindex.service.processes import Children
+from kvindex.service.processes import Children, Start
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.service.settings import ConfigFile, ServeSettings, Table
@@ -41,7 +39,7 @@ from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.workers import BLOCK_SIZE
 from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Source
 
-__all__ = ["Running", "own_directory"]
+__all__ = ["Server", "own_directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ _DESCRIPTORS: Final = 65_536
 _BACKLOG: Final = 2048  # connections that wait to be accepted
 
 
-class Running:
+class Server:
     """A server that listens; `run` serves until `stop`, and `close` takes it all down.
 
     Args:
@@ -117,12 +115,13 @@ class Running:
             )
             opened.callback(self._discovery.close)
             self.service.missing = self._missing
+            self._traffic = AllTraffic(self._counted)
             self.missing = self._first_missing()
             self._guard = self._new_guard()
             self._page = Page(
                 self.service,
                 tokenizer=settings.tokenizer,
-                traffic=AllTraffic(self._traffic),
+                traffic=self._traffic,
                 guard=self._guard,
             )
             opened.callback(self._page.close)
@@ -192,7 +191,7 @@ class Running:
             dial=lambda endpoint: self._networks.check(endpoint),  # a new file brings new networks
             max_ranks=limits.ranks,
             max_ranks_per_instance=limits.ranks_per_instance,
-            besides=() if self._hashes is None else (self._hashes,),
+            besides=() if self._hashes is None else (self._hashes.subscriber,),
         )
         return Service(source, registry, dialect=self.settings.dialect, max_tokens=limits.tokens)
 
@@ -224,12 +223,17 @@ class Running:
             limits = msgspec.structs.replace(
                 limits, connections=settings.processes * limits.connections
             )
-        return Guard(tokens=self._tokens, allowed_hosts=settings.allowed_hosts, limits=limits)
+        return Guard(
+            tokens=self._tokens,
+            allowed_hosts=settings.allowed_hosts,
+            limits=limits,
+            counters=self.service.traffic.refused,
+        )
 
     def _new_routes(self) -> list[Route]:
         exposition = Exposition(
             self.service,
-            AllTraffic(self._traffic),
+            self._traffic,
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
@@ -241,7 +245,7 @@ class Running:
             by_hash=None if hashes is None else HashQueries(registry, hashes, traffic),
         )
 
-    def _traffic(self) -> list[Traffic]:
+    def _counted(self) -> list[Traffic]:
         """Return each process's counted requests."""
         own = [self.service.traffic]
         return own if self._children is None else own + self._children.traffic()
@@ -252,28 +256,21 @@ class Running:
             return HttpServer(
                 self.site,
                 shutdown_within=settings.shutdown_within,
-                tls=None if settings.tls_cert is None else (settings.tls_cert, settings.tls_key),
+                tls=settings.tls,
             )
-        self._children = Children(settings.processes, self._orders(), COUNTED)
+        self._children = Children(settings.processes, self._orders())
         self.service.registry.on_change(self._children.follow)
         self._children.follow(self.service.catalog)
         return HttpServer(self.site, shutdown_within=settings.shutdown_within)
 
     def _orders(self) -> Start:
-        settings = self.settings
         return Start(
+            settings=self.settings,
+            tokens=self._tokens,
             fanout=self._path("fanout"),
             upstream=self._path("http"),
             listen_fd=self._socket.fileno(),
-            counters_fd=-1,
             routes=tuple({route.path for route in self.routes}),
-            dialect=settings.dialect,
-            tokens=self._tokens,
-            allowed_hosts=settings.allowed_hosts,
-            limits=settings.limits,
-            tls_cert=settings.tls_cert,
-            tls_key=settings.tls_key,
-            shutdown_within=settings.shutdown_within,
             log_level=logging.getLogger("kvindex").getEffectiveLevel(),
         )
 
@@ -372,12 +369,8 @@ class Running:
         streams `opened`, `open_now`, `resumed` and `cut_off`. `discovery`, `state` and `processes`:
         as their parts say; None where there is no such part.
         """
-        refused = self._guard.counters.values()
-        if self._children is not None:
-            counted = self._children.counters()
-            refused = {name: refused[name] + counted[name] for name in REASONS}
         return {
-            "refused": refused,
+            "refused": self._traffic.refused(),
             "streams": msgspec.to_builtins(self._page.streams),
             "discovery": self._discovery.statistics(),
             "state": None if self._saver is None else self._saver.statistics(),
@@ -392,7 +385,7 @@ class Running:
         self._opened.close()
         return saved
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -16,11 +16,12 @@ from typing import Any, Final
 import msgspec
 
 from kvindex import BusyError, ClosedError
-from kvindex.service.dialects import conductor, dynamo, rfc
+from kvindex.service.apis import conductor, dynamo, rfc
 from kvindex.service.messages import (
     JSON,
     MSGPACK_TYPES,
     UNREADABLE,
+    RefusedError,
     Reply,
     Request,
     packed,
@@ -86,6 +87,8 @@ def _carried_out(change: _Change, service: Service, request: Request) -> Reply:
         return text_reply(422, "the body has not the right form: it is no object")
     try:
         reply = change(service, fields, is_packed)
+    except RefusedError as error:
+        return error.reply
     except msgspec.ValidationError as error:
         return text_reply(422, f"the body has not the right form: {error}")
     except RegistrationError as error:
@@ -103,8 +106,6 @@ def _register(service: Service, fields: Mapping[str, Any], is_packed: bool) -> R
         return dynamo.registered(service.registry.register(ours.registration()))
     if is_packed and "hash_profile" in fields:
         registration = conductor.registration(fields)
-        if isinstance(registration, Reply):
-            return registration
     else:
         registration = msgspec.convert(fields, rfc.RfcRegister).registration()
     service.registry.register(registration)
@@ -119,8 +120,6 @@ def _unregister(service: Service, fields: Mapping[str, Any], is_packed: bool) ->
         return dynamo.unregistered()
     if is_packed and "modelname" not in fields:
         which = conductor.which(fields)
-        if isinstance(which, Reply):
-            return which
     elif "modelname" in fields or isinstance(fields.get("instance_id"), str):
         which = msgspec.convert(fields, rfc.RfcUnregister).which()
     else:  # it says what is missing

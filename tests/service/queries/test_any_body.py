@@ -1,7 +1,4 @@
-"""Queries and answers as JSON, natively and in Python, side by side: they say the same.
-
-Collected only where the native module was built (conftest.py here).
-"""
+"""Property: whatever a query or an answer holds, it is read and written as JSON says."""
 
 from __future__ import annotations
 
@@ -15,14 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvindex import Hits
-from kvindex.service.queries.scanning import Fault, Scanned, scan_in_python
-from kvindex.service.queries.writing import AnswerDialect, PythonWriter
+from kvindex.service.queries import Query, QueryError, read_query
 from kvindex.wire._native import AnswerWriter
-from kvindex.wire._native import read_query as scan_natively
 
 pytestmark = pytest.mark.property
-
-ANY = 2**62
 
 PIECES = [
     *(b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\", b"\\u00", b" ", b"\n", b"\t\r"),
@@ -46,21 +39,9 @@ values = st.recursive(
     max_leaves=5,
 )
 tokens = st.integers(0, 2**32 - 1) | st.integers(0, 200_000)
-prompts = st.lists(tokens) | st.lists(tokens).map(lambda some: some * 12)  # some take many blocks
-
-
-def scan(body: bytes, max_tokens: int = ANY) -> Scanned:
-    found, other = scan_natively(body, max_tokens), scan_in_python(body, max_tokens)
-    assert found == scan_natively(bytearray(body), max_tokens)
-    if len(found) == len(other) == 2:
-        assert found[0] == other[0]
-        assert json.loads(found[1]) == json.loads(other[1])
-    else:  # the one in Python finds faults of the rest at once
-        assert len(other) == 3
-        assert Fault(other[0])
-        assert 0 <= other[1] <= len(body)
-        assert len(found) == 3 or not decoded(found[1])[0]
-    return found
+prompts = st.lists(tokens) | st.lists(tokens).map(
+    lambda prompt: prompt * 12
+)  # some take many blocks
 
 
 @st.composite
@@ -90,19 +71,25 @@ MEMBER = (st.text(max_size=5), values)
 
 @given(objects())
 def test_what_is_read_is_what_json_says(text: str) -> None:
-    found = scan(text.encode())
-    assert len(found) == 2
-    whole = json.loads(text)
+    query, whole = read_query(text.encode()), json.loads(text)
     expected = whole.pop("token_ids", None)
-    told = None if found[0] is None else memoryview(found[0]).cast("I").tolist()
-    assert told == expected
-    assert json.loads(found[1]) == whole
+    assert (None if query.token_ids is None else query.token_ids.tolist()) == expected
+    assert json.loads(query.rest) == whole
 
 
 @given(objects(), st.data())
 def test_a_body_that_is_cut_off_is_refused(text: str, data: st.DataObject) -> None:
     body = text.rstrip().encode()
-    assert len(scan(body[: data.draw(st.integers(0, len(body) - 1))])) == 3
+    with pytest.raises(QueryError):
+        read_query(body[: data.draw(st.integers(0, len(body) - 1))])
+
+
+def read(body: bytes) -> Query | str:
+    """Return a query, or why it is refused."""
+    try:
+        return read_query(body)
+    except QueryError as error:
+        return error.reason
 
 
 def decoded(body: bytes) -> tuple[bool, Any]:
@@ -116,19 +103,17 @@ def decoded(body: bytes) -> tuple[bool, Any]:
 @example(b'{"a":[}],"token_ids":[1]}')
 @example(b'{"a":1"token_ids":[1],"b":2}')
 @example(b'{"a":"\\","token_ids":[1],"b":"}')
-def test_hostile_bytes_are_read_alike_and_never_pass_as_json(body: bytes) -> None:
-    for max_tokens in (ANY, 2):
-        found = scan(body, max_tokens)
-        if len(found) == 3:
-            assert Fault(found[0])
-            assert 0 <= found[1] <= len(body)
-            continue
-        is_json, whole = decoded(body)
-        rest_is_json, rest = decoded(found[1])
-        assert rest_is_json == is_json
-        if is_json and found[0] is not None:
-            assert whole.pop("token_ids") == memoryview(found[0]).cast("I").tolist()
-        assert rest == whole
+def test_hostile_bytes_never_pass_as_json(body: bytes) -> None:
+    is_json, whole = decoded(body)
+    query = read(body)
+    if isinstance(query, str):
+        assert not (is_json and query == "malformed") or b"[" * 101 in body
+        return
+    rest_is_json, rest = decoded(query.rest)
+    assert rest_is_json == is_json
+    if is_json and query.token_ids is not None:
+        assert whole.pop("token_ids") == query.token_ids.tolist()
+    assert rest == whole
 
 
 names = st.text(max_size=40).map(lambda name: msgspec.json.encode(name).decode())
@@ -140,9 +125,9 @@ instances = st.lists(
 )
 
 
-@given(st.sampled_from(AnswerDialect), names, instances, st.booleans())
-def test_answers_are_written_alike_and_are_json(
-    dialect: AnswerDialect,
+@given(st.integers(0, 2), names, instances, st.booleans())
+def test_answers_are_json_with_what_each_rank_holds(
+    dialect: int,
     tenant: str,
     given: list[tuple[str, list[tuple[str, tuple[int, ...]]]]],
     trusted: bool,
@@ -151,6 +136,15 @@ def test_answers_are_written_alike_and_are_json(
     rows = [values for _, ranks in given for _, values in ranks]
     columns = Hits._make(array("q", [row[tier] for row in rows]) for tier in range(4))
     trusts = tuple(f',"trust":{at}'.encode() for at in range(len(given))) if trusted else None
-    told = AnswerWriter(dialect, tenant, named).write(*columns, trusts)
-    assert told == PythonWriter(dialect, tenant, named).write(*columns, trusts)
-    assert isinstance(json.loads(told), dict)
+    answer = json.loads(AnswerWriter(dialect, tenant, named).write(*columns, trusts))
+    by_instance = answer["instances"] if dialect == 0 else answer[json.loads(tenant)]
+    holding = {
+        json.loads(n): at for at, (n, ranks) in enumerate(given) if any(h[2] for _, h in ranks)
+    }
+    assert by_instance.keys() == holding.keys()
+    for name, at in holding.items():
+        held = {json.loads(rank): row for rank, row in given[at][1] if row[2]}
+        shown = by_instance[name]
+        assert shown["longest_matched"] == max(row[2] for row in held.values())
+        assert shown[("dp", "DP", "DP")[dialect]].keys() == held.keys()
+        assert shown.get("trust") == (at if trusted else None)

@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvindex.service.guards import Guard
 from kvindex.service.messages import Reply, Request, Route, Stream
 from kvindex.service.site import Site
@@ -58,13 +60,13 @@ class Asker:
     def __init__(self, of: Site | Sequence[Route]) -> None:
         self.site = of if isinstance(of, Site) else Site(of, Guard())
 
-    async def answer(self, asked: Request) -> Answer:
+    async def answer(self, question: Request) -> Answer:
         """Return the response to one request; a stream's as a whole."""
-        refusal = self.site.admit(asked)
-        answer: Any = self.site.answer(asked) if refusal is None else refusal.reply
+        refusal = self.site.admit(question)
+        answer: Any = self.site.answer(question) if refusal is None else refusal.reply
         if not isinstance(answer, Reply):
             answer = await answer
-        self.site.count(asked, answer.status)
+        self.site.count(question, answer.status)
         headers = {name.decode(): value.decode() for name, value in answer.headers}
         if isinstance(answer, Stream):
             body = b"".join([piece async for piece in answer.pieces])
@@ -86,6 +88,12 @@ class Asker:
         """Return the response to one request."""
         body = json if json is not None else content or b""
         return asyncio.run(self.answer(request(method, path, body, headers)))
+
+    def packed(self, path: str, body: Any) -> Answer:
+        """Return the response to a request in msgpack."""
+        content = msgspec.msgpack.encode(body)
+        headers = {"content-type": "application/msgpack"}
+        return self.send("POST", path, content=content, headers=headers)
 
     def get(self, path: str) -> tuple[int, Any]:
         """Return status and JSON."""

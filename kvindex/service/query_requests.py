@@ -16,21 +16,23 @@ from typing import Any, Final
 import msgspec
 
 from kvindex import KVIndexError
+from kvindex.service.apis import conductor, dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
-from kvindex.service.dialects import conductor, dynamo
 from kvindex.service.messages import (
     JSON,
     MSGPACK_TYPES,
     UNREADABLE,
+    RefusedError,
     Reply,
     Request,
     json_reply,
     packed,
+    refusal,
     refused,
     text_reply,
 )
 from kvindex.service.queries import QueryError, read_query
-from kvindex.service.service import Ranks, Service
+from kvindex.service.service import Service
 
 __all__ = ["answer"]
 
@@ -56,20 +58,25 @@ _fields = msgspec.json.Decoder(_Fields)
 def answer(service: Service, request: Request) -> Reply:
     """Return the answer to a query; raw tokens have their other fields in the URL."""
     kind, body = request.media_type, request.body
+    is_packed = kind in MSGPACK_TYPES
     try:
         if kind == JSON:
-            return _answer_json(service, body)
-        if kind == _OCTETS:
-            return _answer_octets(service, request)
-        if kind in MSGPACK_TYPES:
-            return _answer_msgpack(service, body)
+            reply = _answer_json(service, body)
+        elif kind == _OCTETS:
+            reply = _answer_octets(service, request)
+        elif is_packed:
+            reply = _answer_msgpack(service, body)
+        else:
+            reply = text_reply(
+                415,
+                "send the query with content-type application/json, application/msgpack, or "
+                "application/octet-stream (32-bit little-endian tokens)",
+            )
+    except RefusedError as error:
+        reply = error.reply
     except KVIndexError as error:  # what `match` refuses
-        return refused(422, str(error))
-    return text_reply(
-        415,
-        "send the query with content-type application/json, application/msgpack, or "
-        "application/octet-stream (32-bit little-endian tokens)",
-    )
+        reply = refused(422, str(error))
+    return packed(reply) if is_packed else reply
 
 
 def _answer_json(service: Service, body: bytes) -> Reply:
@@ -95,9 +102,7 @@ def _answer_octets(service: Service, request: Request) -> Reply:
     if len(body) % 4:
         return text_reply(422, f"the body has {len(body)} bytes, no multiple of 4")
     named = {name: values[-1] for name, values in request.parameters.items()}
-    refusal = _too_many(service, len(body) // 4)
-    if refusal is not None:
-        return refusal
+    _check_number(service, len(body) // 4)
     return _answer(service, msgspec.convert(named, _Fields), conductor.little_endian(body))
 
 
@@ -105,12 +110,24 @@ def _answer_msgpack(service: Service, body: bytes) -> Reply:
     try:
         fields = msgspec.msgpack.decode(body)
     except UNREADABLE as error:
-        return packed(refused(400, f"the body is no msgpack: {error}"))
+        return refused(400, f"the body is no msgpack: {error}")
     if not isinstance(fields, dict):
-        return packed(refused(400, "the body is no map"))
+        return refused(400, "the body is no map")
     if _is_conductor(service, fields):
         return _answer_conductor(service, fields)
-    return packed(_answer_map(service, fields))
+    try:
+        named = msgspec.convert({**fields, "token_ids": None}, _Fields)
+    except msgspec.ValidationError as error:
+        return refused(422, f"the query has not the right form: {error}")
+    given = fields.get("token_ids")
+    if not isinstance(given, (bytes, list)):
+        return refused(422, "token_ids must be little-endian 32-bit integers as bin, or an array")
+    try:
+        tokens = conductor.packed_tokens(given)
+    except conductor.TokensError as error:
+        return refused(422, str(error))
+    _check_number(service, len(tokens))
+    return _answer(service, named, tokens)
 
 
 def _is_conductor(service: Service, fields: Mapping[str, Any]) -> bool:
@@ -126,33 +143,14 @@ def _is_conductor(service: Service, fields: Mapping[str, Any]) -> bool:
     return ranks is None or not ranks.of_mindie
 
 
-def _answer_map(service: Service, fields: Mapping[str, Any]) -> Reply:
-    """Answer a msgpack query of dialects A, B and D."""
-    try:
-        named = msgspec.convert({**fields, "token_ids": None}, _Fields)
-    except msgspec.ValidationError as error:
-        return refused(422, f"the query has not the right form: {error}")
-    given = fields.get("token_ids")
-    if not isinstance(given, (bytes, list)):
-        return refused(422, "token_ids must be little-endian 32-bit integers as bin, or an array")
-    tokens = conductor.packed_tokens(given)
-    if not isinstance(tokens, memoryview):
-        return refused(422, tokens[0])
-    return _too_many(service, len(tokens)) or _answer(service, named, tokens)
-
-
 def _answer_conductor(service: Service, fields: Mapping[str, Any]) -> Reply:
-    asked = conductor.query(fields)
-    if isinstance(asked, Reply):
-        return asked
-    ranks = service.ranks_of(asked.partition)
+    query = conductor.query(fields)
+    ranks = service.ranks_of(query.partition)
     if ranks is None:
         return conductor.not_registered()
-    refusal = _too_many(service, len(asked.token_ids))
-    if refusal is not None:
-        return packed(refusal)
-    hits, _ = service.match(ranks, asked.token_ids, lora=asked.lora, salt=asked.salt)
-    return conductor.answer(ranks.instances, hits, asked.instance)
+    _check_number(service, len(query.token_ids))
+    hits, _ = service.match(ranks, query.token_ids, lora=query.lora, salt=query.salt)
+    return conductor.answer(ranks.instances, hits, query.instance)
 
 
 def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
@@ -180,20 +178,15 @@ def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
     hits, trusts = service.match(
         ranks, tokens, lora=fields.lora_name or None, salt=fields.cache_salt or None
     )
-    if is_dynamo:
-        return Reply(200, ranks.form("dynamo").write(hits, trusts))
-    return Reply(200, ranks.form(_kind(service, ranks, fields)).write(hits, trusts))
+    if is_dynamo or service.dialect != "auto":
+        form = "dynamo" if is_dynamo else service.dialect
+    else:
+        form = "motor" if ranks.of_mindie or fields.hit_detail else "rfc"
+    return Reply(200, ranks.form(form).write(hits, trusts))
 
 
-def _kind(service: Service, ranks: Ranks, fields: _Fields) -> str:
-    """Return whether a query with `model` is MindIE's or the RFC's."""
-    if service.dialect != "auto":
-        return service.dialect
-    return "motor" if ranks.of_mindie or fields.hit_detail else "rfc"
-
-
-def _too_many(service: Service, tokens: int) -> Reply | None:
-    if tokens <= service.max_tokens:
-        return None
-    said = f"the query has {tokens} tokens, more than {service.max_tokens}: see --max-tokens"
-    return refused(413, said, "tokens")
+def _check_number(service: Service, tokens: int) -> None:
+    if tokens > service.max_tokens:
+        most = service.max_tokens
+        why = f"the query has {tokens} tokens, more than {most}: see --max-tokens"
+        raise refusal(413, why, "tokens")

@@ -1,0 +1,216 @@
+"""The view of the fleet in a browser: tiles, traffic, troubles and the table."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+
+import pytest
+
+pytest.importorskip("playwright")
+pytest.importorskip("httpx")
+
+import httpx
+from playwright.sync_api import Browser, expect
+
+from kvindex import Rank, State
+from kvindex.service.traffic import AllTraffic
+from kvindex.service.trends import Trends
+from kvindex.testing import FakeEngine
+from tests.index.index_events import apply, stored
+from tests.service.http.browser import READ_AGAIN, names, shown, tab_of, tiles
+from tests.service.http.page_server import MODEL, ManyRanks, page_of, paged
+from tests.service.test_fleet_overview import status_of
+
+pytestmark = pytest.mark.service
+
+
+def test_512_ranks_are_drawn_with_a_bounded_number_of_nodes(browser: Browser, many: str) -> None:
+    with tab_of(browser, many) as tab:
+        expect(tiles(tab)).to_have_count(512)
+        assert tab.evaluate("document.querySelectorAll('*').length") < 3000
+        tab.get_by_role("searchbox", name="Find").fill("vllm-63/")
+        expect(tiles(tab)).to_have_count(8)
+        tab.get_by_role("searchbox", name="Find").fill("")
+        tab.locator(".chip.live").click()  # those that are live and complete: hidden
+        assert not [name for name in names(tiles(tab)) if "live and complete" in name]
+
+
+def test_tiles_are_grouped_by_worker_and_say_who_they_are_on_hover_and_focus(
+    browser: Browser, many: str
+) -> None:
+    with tab_of(browser, many) as tab:
+        worker = tab.get_by_role("group", name="vllm-12", exact=True)
+        expect(worker.get_by_role("option")).to_have_count(8)
+        worker.get_by_role("option").nth(3).hover()
+        expect(tab.locator(".tip")).to_contain_text("vllm-12/3")
+        tiles(tab).first.focus()
+        tab.keyboard.press("ArrowRight")
+        expect(tab.locator(".tip")).to_contain_text("vllm-0/1")
+        tab.keyboard.press("Escape")
+        expect(tab.locator(".tip")).to_have_count(0)
+        tab.keyboard.press("ArrowDown")  # the same place in the worker below
+        expect(tab.locator(".tip b")).to_have_text(re.compile(r"vllm-[1-9]\d*/1"))
+        tab.keyboard.press("End")
+        expect(tab.locator(".tip b")).to_have_text("vllm-63/7")
+
+
+def test_the_blocks_of_a_few_ranks_are_written_out_on_their_tiles(browser: Browser) -> None:
+    with ExitStack() as opened:
+        engines = [
+            opened.enter_context(
+                FakeEngine("vllm-0", dp_rank=n, block_size=4, num_blocks=500, cpu_blocks=250)
+            )
+            for n in range(4)
+        ]
+        for each in engines:
+            each.serve(list(range(1200)))
+        _, _, url = opened.enter_context(paged(*engines))
+        with tab_of(browser, url) as tab:
+            expect(tiles(tab).locator(".more")).to_have_text(["300 GPU, 250 CPU"] * 4)
+            cut = "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+            assert tiles(tab).locator(".more").evaluate_all(cut) == 0
+
+
+def test_tiles_are_coloured_by_what_is_asked_for_and_the_legend_says_what_it_means(
+    browser: Browser,
+) -> None:
+    fleet = ManyRanks(64)
+    apply(fleet.index, fleet.ranks[0], stored(*range(100)))
+    apply(fleet.index, fleet.ranks[1], stored(*range(30)))
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
+        tab.get_by_label("Colour by").select_option("Blocks")
+        for row, shade in enumerate(("h5", "h2", "none")):
+            expect(tiles(tab).nth(row)).to_have_class(re.compile(rf"shade {shade}$"))
+        legend = tab.get_by_role("region", name="Ranks", exact=True).locator(".legend")
+        expect(legend).to_contain_text("to 100")
+        tab.get_by_label("Colour by").select_option("Last event")
+        expect(legend).to_contain_text("under 10 s")
+        expect(tiles(tab).first).to_have_class(re.compile("shade h5$"))
+        tab.get_by_label("Colour by").select_option("State")
+        expect(legend).to_have_count(0)
+
+
+def test_equal_reasons_are_told_once_and_so_are_engines_that_were_not_found(
+    browser: Browser,
+) -> None:
+    reason = "nothing listens at {}, or its host is unknown (failed attempts: 8): is it up?"
+    fleet = ManyRanks(0)
+    for n in range(16):
+        at = f"tcp://h:{5557 + n}"
+        fleet.present[Rank("vllm-7", n)] = status_of(
+            Rank("vllm-7", n), State.CONNECTING, reason=reason.format(at), endpoint=at
+        )
+        fleet.index.add(Rank("vllm-7", n))
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
+        wrong = tab.get_by_role("region", name="What is wrong").get_by_role("listitem")
+        expect(wrong).to_have_count(2)
+        expect(wrong.first).to_contain_text("http://vllm-99:8000")
+        expect(wrong.last).to_contain_text("vllm-7: 16 ranks")
+        expect(wrong.last).to_contain_text("nothing listens at its publisher, or its host")
+        expect(wrong.last).not_to_contain_text("is it up?")
+        row = tab.get_by_role("row").filter(has_text="vllm-7/3")
+        box = row.bounding_box()
+        assert box is not None
+        assert box["height"] < 40  # one line
+        wrong.last.get_by_role("button").click()
+        expect(tab.get_by_role("complementary")).to_contain_text("is it up?")  # the details
+
+
+def test_what_was_asked_before_the_page_was_opened_is_drawn_and_read_by_keys(
+    browser: Browser,
+) -> None:
+    fleet = ManyRanks(16)
+    page = page_of(fleet)
+    now = [time.time() - 300.0]
+    page.trends = Trends(AllTraffic(lambda: [fleet.traffic]).asked, clock=lambda: now[0])
+    for number in range(60):
+        now[0] += 5
+        for _ in range(10):
+            fleet.traffic.query(MODEL, 100, 80, 1_000_000)
+            fleet.traffic.outcome(MODEL, 100, 80, 60 if number < 30 else 70, 50)
+        page.trends.sample(live=16 - (number < 30), ranks=16)
+    with shown(page) as url, tab_of(browser, url) as tab:
+        traffic = tab.get_by_role("region", name="Traffic")
+        queries = traffic.get_by_role("slider", name="Queries over the last 15 min")
+        expect(queries).to_have_attribute("aria-valuetext", re.compile("2.0$"))
+        hits = traffic.get_by_role("slider", name="Hit rate")
+        now_text = "attainable 80 %, chosen 70 %, delivered 50 %"
+        expect(hits).to_have_attribute("aria-valuetext", re.compile(now_text))
+        expect(traffic.locator(".chart").nth(2)).to_contain_text("0 of 16")
+        hits.focus()
+        tab.keyboard.press("Home")
+        expect(hits).to_have_attribute("aria-valuetext", re.compile("chosen 60 %"))
+        expect(traffic.locator(".chart").nth(2)).to_contain_text("1 of 16")  # all charts go along
+        tab.keyboard.press("Escape")
+        expect(hits).to_have_attribute("aria-valuetext", re.compile("chosen 70 %"))
+        expect(traffic.locator(".plot .unknown").first).to_be_visible()  # before it was watched
+        traffic.get_by_role("combobox").select_option("5 minutes")
+        expect(traffic.get_by_role("slider", name="Queries over the last 5 min")).to_be_visible()
+
+
+def test_the_table_is_sorted_by_its_headers(browser: Browser, many: str) -> None:
+    with tab_of(browser, many) as tab:
+        header = tab.get_by_role("columnheader", name="Losses")
+        header.get_by_role("button").click()
+        expect(header).to_have_attribute("aria-sort", "descending")
+        cells = tab.locator("tbody tr td:nth-last-child(3)")
+        expect(cells.first).to_have_text("2")
+        header.get_by_role("button").click()
+        expect(cells.first).to_have_text("0")
+        expect(tab.get_by_role("row")).to_have_count(51)
+
+
+def test_focus_caret_and_what_was_typed_stay_when_the_fleet_changes(browser: Browser) -> None:
+    fleet = ManyRanks(64)
+
+    def change(losses: int) -> None:
+        fleet.present[Rank("vllm-3", 4)] = status_of(Rank("vllm-3", 4), losses=losses)
+        tab.evaluate(READ_AGAIN)
+
+    with shown(page_of(fleet)) as url, tab_of(browser, url) as tab:
+        expect(tab.locator(".pulse.live")).to_be_visible()
+        tab.get_by_role("columnheader", name="Losses").get_by_role("button").click()
+        rows = tab.locator("tbody tr")
+        expect(rows.first).not_to_contain_text("vllm-3/4")
+        rows.filter(has_text="vllm-3/4").get_by_role("button").focus()
+        change(1_000)
+        expect(rows.first).to_contain_text("vllm-3/4")  # the row moved, and kept the focus
+        expect(rows.first.get_by_role("button")).to_be_focused()
+
+        find = tab.get_by_role("searchbox", name="Find")
+        find.press_sequentially("vlm-3")
+        find.press("Home")
+        find.press("ArrowRight")
+        change(2_000)
+        expect(tab.locator(".totals")).to_contain_text("2,0")
+        find.press_sequentially("l")  # where the caret was
+        expect(find).to_have_value("vllm-3")
+        expect(rows).to_have_count(8)
+        expect(find).to_be_focused()
+
+        tab.goto(f"{url}/#match")
+        tab.get_by_label("Salt").fill("secret")
+        tab.locator("textarea").fill("1 2 3")
+        with tab.expect_response("**/api/fleet"):
+            tab.evaluate(READ_AGAIN)
+        tab.get_by_role("button", name="Text").click()  # another prompt, the same form
+        expect(tab.get_by_label("Salt")).to_have_value("secret")
+
+
+def test_a_view_that_cannot_be_shown_says_so_and_the_others_go_on(browser: Browser) -> None:
+    with shown(page_of(ManyRanks(8))) as url, tab_of(browser, url) as tab:
+        expect(tiles(tab)).to_have_count(8)
+        fleet = httpx.get(f"{url}/api/fleet").json()
+        broken = {**fleet, "totals": None}
+        tab.route("**/api/fleet", lambda route: route.fulfill(json=broken))
+        tab.evaluate(READ_AGAIN)
+        expect(tab.get_by_role("alert")).to_contain_text("This view cannot be shown")
+        expect(tiles(tab)).to_have_count(0)
+        tab.get_by_role("link", name="Timeline").click()
+        expect(tab.get_by_role("main")).to_contain_text("All 8 happenings")
+        broken |= {"totals": fleet["totals"], "version": "whole again"}
+        expect(tab.get_by_role("contentinfo")).to_have_text("kvindex whole again")
+        tab.get_by_role("link", name="Fleet").click()
+        expect(tiles(tab)).to_have_count(8)
