@@ -19,19 +19,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvindex import (
-    ConfigurationError,
-    EventStream,
-    Rank,
-    RankBatch,
-    State,
-    StreamItem,
-    Worker,
-)
-from kvindex.subscribe.discovery import ask_engine
+from kvindex import ConfigurationError, EventStream, Rank, RankBatch, State, StreamItem
 from kvindex.tools.audit import Auditor, Report, html_of, text_of
-from kvindex.tools.cli.arguments import add_cache_options, cache_of, count, option, seconds
-from kvindex.tools.cli.endpoints import add_engine_options, workers_of
+from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
+from kvindex.tools.cli.endpoints import add_engine_options, asked_workers, names_engines
 from kvindex.tools.cli.output import Progress, counted, json_line, printable
 from kvindex.tools.cli.recorded import recordings_of
 from kvindex.tools.cli.signals import handled
@@ -94,7 +85,7 @@ def _write(path: Path, text: str) -> None:
 
 def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
     """Return the report, and whether a recording was cut off."""
-    if arguments.worker or arguments.endpoint or arguments.engine:
+    if names_engines(arguments):
         raise ConfigurationError("name recordings, or engines, not both")
     recordings = recordings_of(arguments, on_loss="reset")
     source = f"audit of {counted(len(recordings), 'recording')}"
@@ -137,7 +128,7 @@ def _timed(number: int, items: Iterable[StreamItem]) -> Iterator[tuple[float, in
 
 
 def _audit_engines(arguments: argparse.Namespace) -> Report:
-    workers, models = _engines(arguments)
+    workers, models = asked_workers(arguments)
     source = f"audit of {counted(len(workers), 'worker')}"
     auditor = Auditor(models=models, max_evicted=arguments.max_evicted, source=source)
     interrupted = threading.Event()
@@ -155,21 +146,6 @@ def _audit_engines(arguments: argparse.Namespace) -> Report:
             listening.open()
             listening.listen(arguments.minutes * 60, interrupted)
     return auditor.report(time.time())
-
-
-def _engines(arguments: argparse.Namespace) -> tuple[list[Worker], dict[str, str]]:
-    """Return the workers, and what those that were asked over HTTP serve."""
-    cache = cache_of(arguments)
-    workers = workers_of(arguments, cache, needed=not arguments.engine)
-    models: dict[str, str] = {}
-    for url in arguments.engine:
-        report = ask_engine(url)
-        worker = report.worker(cache=cache)
-        workers.append(worker)
-        models[worker.name] = report.model
-        for note in report.notes:
-            print(printable(f"{url}: {note}"), file=sys.stderr)
-    return workers, models
 
 
 class Listening:

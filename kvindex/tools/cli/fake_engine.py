@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from kvindex.testing import FakeEngine, HttpEngine, Request, Served, Workload
-from kvindex.tools.cli.arguments import count, option, port, seconds
+from kvindex.tools.cli.arguments import count, option, port, rate, seconds
 from kvindex.tools.cli.signals import handled
 from kvindex.wire import LATEST
 
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--blocks N", "blocks in each rank's cache", count, 1000)
     option(parser, "--dialect NAME", "engine version whose events to publish", str, LATEST.name)
     text = "requests per second, over all ranks; 0: only those that arrive over HTTP"
-    option(parser, "--rate N", text, _rate, 5.0)
+    option(parser, "--rate N", text, rate, 5.0)
     option(parser, "--seed N", "seed for the requests", int, 1)
     text = (
         "also answer completions over HTTP at this port of 127.0.0.1, as the engine of the dialect "
@@ -71,23 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.http is not None:
                 server = HttpEngine(engines, model=arguments.model, port=arguments.http)
                 print(f"HTTP at {stack.enter_context(server).url}")
-            rate = f"about {arguments.rate:g}" if arguments.rate else "no"
-            print(f"{rate} requests per second of its own; Ctrl-C ends it", flush=True)
+            number = f"about {arguments.rate:g}" if arguments.rate else "no"
+            print(f"{number} requests per second of its own; Ctrl-C ends it", flush=True)
             _serve(traffic, ending, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of an engine
         print(traffic.summary())
     return 0
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests per second, from 0")
-    return value
 
 
 def _engine(arguments: argparse.Namespace, dp_rank: int) -> FakeEngine:

@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Record until there was enough, or Ctrl-C; then the replays, if asked for."""
-    workers = asked_workers(arguments)
+    workers, _ = asked_workers(arguments)
     names = file_names(arguments.output, workers)
     if arguments.replay and not any(worker.replay for worker in workers):
         raise ConfigurationError("--replay: no engine has a replay endpoint")

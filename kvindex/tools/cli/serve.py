@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvindex import CacheSettings, ConfigurationError, Worker
+from kvindex import ConfigurationError, Worker
 from kvindex.tools.cli.arguments import (
     Options,
     add_cache_options,
@@ -207,9 +207,7 @@ def _workers(arguments: argparse.Namespace) -> list[tuple[Worker, dict[str, Any]
         texts.append(text)
         details[parse_worker(text).name] = further
     plain = argparse.Namespace(**{**vars(arguments), "worker": texts})
-    cache: CacheSettings = cache_of(arguments)
-    workers = workers_of(plain, cache, needed=False)
-    return [(worker, details.get(worker.name, {})) for worker in workers]
+    return [(worker, details.get(worker.name, {})) for worker in workers_of(plain)]
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:

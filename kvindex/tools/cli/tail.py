@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print items until there were enough, or Ctrl-C."""
     seen: Counter[str] = Counter()
-    workers = asked_workers(arguments)
+    workers, _ = asked_workers(arguments)
     try:
         with EventStream(workers) as stream:
             _print_items(stream, arguments, seen)

@@ -24,7 +24,7 @@ from kvindex import Client, ConfigurationError, KVIndexError, State, connect
 from kvindex.service.overview import Fleet, overview
 from kvindex.subscribe.discovery.web import Web
 from kvindex.tools.cli.arguments import count, option, seconds
-from kvindex.tools.cli.endpoints import add_engine_options, engines_of
+from kvindex.tools.cli.endpoints import add_engine_options, engines_of, names_engines
 from kvindex.wire.errors import DiscoveryError
 
 __all__ = ["SORTS", "ServiceError", "ServiceFleet", "add_options", "run"]
@@ -68,8 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the fleet until q or Ctrl-C, or print it once."""
-    named = bool(arguments.worker or arguments.endpoint or arguments.engine)
-    if named == bool(arguments.url):
+    if names_engines(arguments) == bool(arguments.url):
         raise ConfigurationError(
             "name either a running service by its URL, or engines (--worker, --endpoint, --engine)"
         )

@@ -12,7 +12,6 @@ from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
 from kvindex.tools.cli import main
 from kvindex.tools.cli.arguments import (
     add_cache_options,
-    cache_of,
     count,
     parse_tokens,
     read_tokens,
@@ -200,7 +199,7 @@ def test_cache_settings_are_given_to_each_worker() -> None:
         upper_bound=True,
         resets_connector=True,
     )
-    assert [worker.cache for worker in workers_of(arguments, cache_of(arguments))] == [expected] * 2
+    assert [worker.cache for worker in workers_of(arguments)] == [expected] * 2
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "frames"]], ids=" ".join)
