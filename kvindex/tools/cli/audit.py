@@ -23,10 +23,9 @@ from kvindex import ConfigurationError, EventStream, Rank, RankBatch, State, Str
 from kvindex.tools.audit import Auditor, Report, html_of, text_of
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, asked_workers, names_engines
-from kvindex.tools.cli.output import Progress, counted, json_line, printable
+from kvindex.tools.cli.output import Progress, StateChanges, counted, json_line, printable
 from kvindex.tools.cli.recorded import recordings_of
 from kvindex.tools.cli.signals import handled
-from kvindex.tools.cli.states import StateChanges
 
 __all__ = ["Listening", "add_options", "run"]
 

@@ -25,9 +25,9 @@ from kvindex.index.replicas import FanOut
 from kvindex.subscribe.discovery import Engines
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of
-from kvindex.tools.cli.output import counted
+from kvindex.tools.cli.output import StateChanges, counted
 from kvindex.tools.cli.signals import handled
-from kvindex.tools.cli.states import StateChanges, state_table
+from kvindex.tools.cli.status import state_table
 
 __all__ = ["add_options", "run"]
 

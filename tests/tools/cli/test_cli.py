@@ -19,7 +19,7 @@ import pytest
 from kvindex import EventStream
 from kvindex.subscribe import RankBatch
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
-from kvindex.tools.cli import main, states
+from kvindex.tools.cli import main, output
 from tests.children import ended_after
 from tests.live import PATIENCE, worker_of
 
@@ -125,7 +125,7 @@ def test_tail_shows_a_restart(engine: FakeEngine) -> None:
 def test_tail_says_why_nothing_comes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states, "_PATIENCE", 1.0)
+    monkeypatch.setattr(output, "_PATIENCE", 1.0)
     argv = ["tail", "--endpoint", "tcp://127.0.0.1:1", "--seconds", "2"]
     assert main(argv) == 0
     assert "worker-0/0: connecting: nothing listens at tcp://127.0.0.1:1" in capsys.readouterr().err
