@@ -86,7 +86,7 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
     """Return the report, and whether a recording was cut off."""
     if names_engines(arguments):
         raise ConfigurationError("name recordings, or engines, not both")
-    recordings = recordings_of(arguments, on_loss="reset")
+    recordings = recordings_of(arguments)
     source = f"audit of {counted(len(recordings), 'recording')}"
     auditor = Auditor(max_evicted=arguments.max_evicted, source=source)
     progress = Progress()

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvindex import (
     CacheSettings,
@@ -24,19 +23,17 @@ from kvindex import (
 )
 from kvindex.tools.cli.arguments import cache_of
 from kvindex.tools.cli.output import Progress
-from kvindex.wire import (
-    RecordedMessage,
-    decode_batch,
-    parse_live,
-    parse_replay,
-    read_recording,
-)
+from kvindex.wire import RecordedMessage, decode_batch, parse_live, parse_replay, read_recording
 
 __all__ = ["Recorded", "recordings_of"]
 
 
-def recordings_of(arguments: argparse.Namespace, *, on_loss: str) -> list[Recorded]:
+def recordings_of(arguments: argparse.Namespace, *, resets: bool = True) -> list[Recorded]:
     """Return the recordings that a command's arguments name.
+
+    Args:
+        arguments: `files`, `with_replayed`, and the options of `add_cache_options`.
+        resets: whether a gap drops what the rank held.
 
     Raises:
         ConfigurationError: a file cannot be opened, or two would be one worker.
@@ -54,7 +51,7 @@ def recordings_of(arguments: argparse.Namespace, *, on_loss: str) -> list[Record
             )
     cache = cache_of(arguments)
     return [
-        Recorded(path, on_loss=on_loss, with_replayed=arguments.with_replayed, cache=cache)
+        Recorded(path, resets=resets, with_replayed=arguments.with_replayed, cache=cache)
         for path in arguments.files
     ]
 
@@ -66,7 +63,7 @@ class Recorded:
 
     Args:
         path: the recording; its stem names the worker.
-        on_loss: at a gap, "reset" drops what the rank held, "keep" keeps it.
+        resets: whether a gap drops what the rank held.
         with_replayed: fill what the live records lack from the replay replies.
         cache: what the events do not report of the publisher's cache.
 
@@ -80,14 +77,14 @@ class Recorded:
     """
 
     def __init__(
-        self, path: Path, *, on_loss: str, with_replayed: bool, cache: CacheSettings
+        self, path: Path, *, resets: bool, with_replayed: bool, cache: CacheSettings
     ) -> None:
         self.path = path
         self.seq: int | None = None
         self.complete = False
         self.counters: Counter[str] = Counter()
         self.error = ""
-        self._resets = on_loss == "reset"
+        self._resets = resets
         self._with_replayed = with_replayed
         self._cache = cache
         self._ts = 0.0
@@ -116,10 +113,12 @@ class Recorded:
             self._collect_replies()
         try:
             for message in self._messages(progress):
-                self.counters["live" if message.kind == "live" else "replies"] += 1
                 if message.kind == "live":
+                    self.counters["live"] += 1
                     self._live(message.frames)
                     yield from self._drained()
+                else:
+                    self.counters["replies"] += 1
             self._finish()
         except DecodeError as error:
             self.error = str(error)
@@ -231,12 +230,3 @@ class Recorded:
         """Return the counters, those at zero included."""
         names = ("live", "replies", "applied", "duplicates", "gaps", "lost", "resets", "restarts")
         return {n: self.counters[n] for n in (*names, "filled", "undecodable", "bad_frames")}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what is known of the file as plain values."""
-        return {
-            "path": str(self.path),
-            "ranks": [str(rank) for rank in self.ranks],
-            "counters": self.statistics(),
-            "error": self.error or None,
-        }

@@ -26,6 +26,7 @@ from kvindex.subscribe.discovery.web import Web
 from kvindex.tools.cli.arguments import count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of, names_engines
 from kvindex.wire.errors import DiscoveryError
+from kvindex.wire.waker import Waker
 
 __all__ = ["SORTS", "ServiceError", "ServiceFleet", "add_options", "run"]
 
@@ -77,19 +78,20 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigurationError(f"{_MISSING} ({error})") from None
     live = sys.stdout.isatty()
-    changed = threading.Event()
+    news = Waker()
     read: Callable[[], Fleet]
     with ExitStack() as stack:
+        stack.callback(news.close)
         if arguments.url:
             service = stack.enter_context(closing(ServiceFleet(arguments.url, arguments.cacert)))
             read = service.read
             if live:
-                service.watch(changed)
+                service.watch(news.wake)
         else:
             client = stack.enter_context(connect(engines_of(arguments)))
             read = partial(_overview, client)
             if live:
-                client.on_change(lambda _: changed.set())
+                client.on_change(lambda _: news.wake())
             else:
                 client.wait_for(
                     lambda statuses: all(s.state is State.LIVE for s in statuses.values()),
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_once(read(), sort=arguments.sort, most=arguments.ranks)
             return 0
         with suppress(KeyboardInterrupt):  # the normal end
-            show(read, changed, sort=arguments.sort, most=arguments.ranks, every=arguments.every)
+            show(read, news, sort=arguments.sort, most=arguments.ranks, every=arguments.every)
     return 0
 
 
@@ -151,40 +153,38 @@ class ServiceFleet:
         Raises:
             ServiceError: the service cannot be asked, or answers something else.
         """
-        url = self._web.url
         try:
             answer = self._web.get(_FLEET, _TIMEOUT, limit=_MOST_BYTES)
             if answer.status == 200:
                 return msgspec.json.decode(answer.body, type=Fleet)
+            why = f"it answers {answer.status}: {answer.body[:300].decode(errors='replace')}"
+            if answer.status == 401:
+                why = "it requires its token: set KVINDEX_TOKEN"
+            elif answer.status == 404:
+                why = f"it has no {_FLEET}: is it kvindex serve?"
         except msgspec.DecodeError as error:
             why = f"it answers something else than kvindex serve of this version ({error})"
-            raise ServiceError(url, why) from None
         except DiscoveryError as error:
-            raise ServiceError(url, _why_unreached(error)) from None
-        why = f"it answers {answer.status}: {answer.body[:300].decode(errors='replace')}"
-        if answer.status == 401:
-            why = "it requires its token: set KVINDEX_TOKEN"
-        elif answer.status == 404:
-            why = f"it has no {_FLEET}: is it kvindex serve?"
-        raise ServiceError(url, why)
+            why = _why_unreached(error)
+        raise ServiceError(self._web.url, why)
 
-    def watch(self, changed: threading.Event) -> None:
-        """Set an event whenever something happens to the fleet, until `close`."""
+    def watch(self, notify: Callable[[], object]) -> None:
+        """Call a function whenever something happens to the fleet, until `close`."""
         threading.Thread(
-            target=self._listen, args=(changed,), name="kvindex-top-news", daemon=True
+            target=self._listen, args=(notify,), name="kvindex-top-news", daemon=True
         ).start()
 
     def close(self) -> None:
         """Listen no longer. Idempotent."""
         self._closed.set()
 
-    def _listen(self, changed: threading.Event) -> None:
+    def _listen(self, notify: Callable[[], object]) -> None:
         while not self._closed.is_set():
             try:
                 with self._web.open("/events", _SILENCE) as news:
                     while line := news.read_line(_MOST_LINE, _SILENCE):
                         if line.startswith(b"event:"):
-                            changed.set()
+                            notify()
                         if self._closed.is_set():
                             return
             except DiscoveryError:

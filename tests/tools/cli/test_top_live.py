@@ -81,7 +81,7 @@ def test_news_of_a_service_are_heard_at_once() -> None:
         caught_up(client, engine)
         service = ServiceFleet(url)
         changed = threading.Event()
-        service.watch(changed)
+        service.watch(changed.set)
         assert changed.wait(PATIENCE)  # the first event: the states as they are
         changed.clear()
         engine.close()
