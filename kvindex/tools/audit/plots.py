@@ -35,8 +35,8 @@ def draw_bars(
     bars: Sequence[tuple[str, Sequence[int]]],
     classes: Sequence[str],
     *,
-    unit: str,
     across: str,
+    unit: str = "tokens",
     wide: bool = False,
 ) -> str:
     """Return columns, each of stacked amounts.
@@ -45,8 +45,8 @@ def draw_bars(
         title: what it shows.
         bars: the label of each column, and its amounts from the bottom up.
         classes: the colour of each amount.
-        unit: what the amounts are.
         across: what the labels are.
+        unit: what the amounts are.
         wide: whether it has the page's whole width.
     """
     full = _WIDE if wide else _NARROW

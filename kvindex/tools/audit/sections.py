@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -32,7 +32,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
         rows: the cells; the first one names the row.
         note: a sentence for the page.
         summary: a sentence that stands for the table in text; "" where text has the table.
-        plot: draws it, for pages.
+        plot: drawn, for pages; "" for none.
         keys: the colours of the rows in the plot, by their CSS classes.
         wide: whether a page gives it the whole width.
     """
@@ -42,7 +42,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     rows: Sequence[Sequence[str]]
     note: str = ""
     summary: str | None = ""
-    plot: Callable[[], str] | None = None
+    plot: str = ""
     keys: Sequence[str] = ()
     wide: bool = False
 
@@ -55,24 +55,30 @@ def sections(report: Report) -> Iterator[Section]:
         yield _over_time(report)
     yield _ranks(report.ranks)
     if report.tokens.evicted:
-        title = "What larger caches would have held"
         savings = [(f"{saving.factor:g}x", saving.tokens) for saving in report.savings]
-        yield Section(
-            title=title,
-            header=("cache", "tokens", "of computed"),
+        yield _columns(
+            "What larger caches would have held",
+            ("cache", "tokens", "of computed"),
+            savings,
+            "evicted",
+            across="times the cache as seen",
             rows=[(name, number(tokens), share(tokens, computed)) for name, tokens in savings],
-            plot=partial(
-                draw_bars,
-                title,
-                [(name, (tokens,)) for name, tokens in savings],
-                ("evicted",),
-                unit="tokens",
-                across="times the cache as seen",
-            ),
         )
         yield _histogram("How long ago it was evicted", report.ages, "evicted", "tokens")
     if report.duplication.unique:
-        yield from _shared(report)
+        by_ranks = [(str(n), tokens) for n, tokens in enumerate(report.duplication.by_ranks, 1)]
+        title = "How many ranks hold the same"
+        yield _columns(title, ("ranks", "different tokens"), by_ranks, "first", summary=None)
+    if report.shared:
+        yield Section(
+            title="Most shared prefixes",
+            header=("tokens", "ranks", "begins with"),
+            rows=[
+                (number(p.tokens), str(p.ranks), " ".join(map(str, p.first_tokens)) or "-")
+                for p in report.shared
+            ],
+            note="By tokens × ranks; of prefixes that begin alike the first.",
+        )
     if report.lifetimes:
         half, most = quantile(report.lifetimes, 0.5), quantile(report.lifetimes, 0.9)
         summary = (
@@ -80,7 +86,7 @@ def sections(report: Report) -> Iterator[Section]:
             f"{duration(most or 0)} (nine in ten)."
         )
         title = "How long blocks were held"
-        yield _histogram(title, report.lifetimes, "here", "blocks", summary=summary)
+        yield _histogram(title, report.lifetimes, "here", "blocks", note=summary, summary=summary)
 
 
 def _origins(tokens: Tokens) -> Section:
@@ -100,7 +106,7 @@ def _origins(tokens: Tokens) -> Section:
             f"the device. {number(tokens.alone)} of the computed tokens are in blocks that were "
             "stored one at a time, as generation does."
         ),
-        plot=partial(draw_shares, title, parts),
+        plot=draw_shares(title, parts),
         keys=[name for name, _, _ in parts],
         wide=True,
     )
@@ -122,15 +128,7 @@ def _over_time(report: Report) -> Section:
         ],
         note="Colours as above: at the bottom what another rank held, above it all others.",
         summary=None,
-        plot=partial(
-            draw_bars,
-            title,
-            bars,
-            ("elsewhere", "first"),
-            unit="tokens",
-            across="since the start",
-            wide=True,
-        ),
+        plot=draw_bars(title, bars, ("elsewhere", "first"), across="since the start", wide=True),
         wide=True,
     )
 
@@ -163,44 +161,26 @@ def _ranks(ranks: Sequence[RankReport]) -> Section:
     )
 
 
-def _shared(report: Report) -> Iterator[Section]:
-    title = "How many ranks hold the same"
-    by_ranks = [(str(n), (tokens,)) for n, tokens in enumerate(report.duplication.by_ranks, 1)]
-    yield Section(
-        title=title,
-        header=("ranks", "different tokens"),
-        rows=[(ranks, number(tokens)) for ranks, (tokens,) in by_ranks],
-        summary=None,
-        plot=partial(draw_bars, title, by_ranks, ("first",), unit="tokens", across="ranks"),
-    )
-    if report.shared:
-        yield Section(
-            title="Most shared prefixes",
-            header=("tokens", "ranks", "begins with"),
-            rows=[
-                (
-                    number(prefix.tokens),
-                    str(prefix.ranks),
-                    " ".join(map(str, prefix.first_tokens)) or "-",
-                )
-                for prefix in report.shared
-            ],
-            note="By tokens × ranks; of prefixes that begin alike the first.",
-        )
+def _histogram(title: str, bars: Sequence[Bar], css: str, unit: str, **details: Any) -> Section:
+    columns = [(duration(bar.up_to), bar.weight) for bar in doublings(bars)]
+    return _columns(title, ("up to", unit), columns, css, unit=unit, **details)
 
 
-def _histogram(
-    title: str, bars: Sequence[Bar], css: str, unit: str, *, summary: str | None = None
+def _columns(
+    title: str,
+    header: Sequence[str],
+    columns: Sequence[tuple[str, int]],
+    css: str,
+    *,
+    unit: str = "tokens",
+    across: str = "",
+    **details: Any,
 ) -> Section:
-    columns = [(duration(bar.up_to), (bar.weight,)) for bar in doublings(bars)]
-    return Section(
-        title=title,
-        header=("up to", unit),
-        rows=[(name, number(weight)) for name, (weight,) in columns],
-        note=summary or "",
-        summary=summary,
-        plot=partial(draw_bars, title, columns, (css,), unit=unit, across="up to"),
-    )
+    """A table of amounts by name, and the same as columns of one colour."""
+    bars = [(name, (amount,)) for name, amount in columns]
+    plot = draw_bars(title, bars, (css,), unit=unit, across=across or header[0])
+    rows = [(name, number(amount)) for name, amount in columns]
+    return Section(**{"title": title, "header": header, "rows": rows, "plot": plot, **details})
 
 
 def _origins_of(tokens: Tokens) -> dict[str, int]:

@@ -44,12 +44,12 @@ class _Rendering(msgspec.Struct, frozen=True):
 
 
 def check_prompt(
-    prompt: UserPrompt, cases: Sequence[Case], client: Client | None, model: str
+    prompt: UserPrompt, cases: Sequence[Case], client: Client | None
 ) -> tuple[list[Finding], list[str]]:
     """Return what is wrong with a prompt, and per rank how far it is held, as sentences."""
     case = next((case for case in cases if case.http is not None), None)
     findings: list[Finding] = []
-    renderings = _renderings(prompt, case, model) if case is not None else []
+    renderings = _renderings(prompt, case) if case is not None else []
     field = "" if prompt.body is None else field_against_cache(prompt.body)
     if field:
         findings.append(finding_of("prompt-logprobs", _SUBJECT, field=field))
@@ -85,9 +85,9 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
-def _renderings(prompt: UserPrompt, case: Case, model: str) -> list[_Rendering]:
+def _renderings(prompt: UserPrompt, case: Case) -> list[_Rendering]:
     assert case.http is not None
-    name = {"model": model or (case.report.model if case.report else "")}
+    name = {"model": case.model}
     if prompt.body is not None:
         bodies = {"the request": {**name, **prompt.body}}
     elif prompt.text:
@@ -136,11 +136,8 @@ def _template(explained: Sequence[tuple[_Rendering, Explanation]]) -> list[Findi
     if as_chat <= as_plain:
         return []
     at = first_difference(plain, chat)
-    return [
-        finding_of(
-            "chat-template", _SUBJECT, position=at, plain_tokens=as_plain, chat_tokens=as_chat
-        )
-    ]
+    evidence: dict[str, Any] = {"position": at, "plain_tokens": as_plain, "chat_tokens": as_chat}
+    return [finding_of("chat-template", _SUBJECT, **evidence)]
 
 
 def _endings(rendering: _Rendering, explanation: Explanation) -> list[Finding]:
