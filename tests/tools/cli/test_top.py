@@ -11,11 +11,11 @@ pytest.importorskip("rich", reason="needs kvindex[server]")
 
 from kvindex import Rank, State
 from kvindex.service.overview import Fleet, overview
-from kvindex.tools.cli import main
 from kvindex.tools.cli.top import SORTS
 from kvindex.tools.cli.top_screen import print_once, sorted_ranks
 from tests.index.index_events import apply, stored
 from tests.service.test_fleet_overview import Source, status_of
+from tests.tools.commands import Run
 
 pytestmark = pytest.mark.unit
 
@@ -79,11 +79,10 @@ def test_names_and_reasons_cannot_steer_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["http://h:1", "--worker", "a=tcp://h:1"]])
-def test_either_a_service_or_engines_are_named(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["top", *argv]) == 2
-    assert "by its URL, or engines" in capsys.readouterr().err
+def test_either_a_service_or_engines_are_named(argv: list[str], run: Run) -> None:
+    ran = run("top", *argv)
+    assert ran.code == 2
+    assert "by its URL, or engines" in ran.err
 
 
 def test_a_reason_that_many_ranks_have_is_one_line_and_engines_that_were_not_found_are_named() -> (
