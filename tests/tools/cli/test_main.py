@@ -118,7 +118,9 @@ def test_json_names_ranks_and_writes_bytes_in_hex() -> None:
     assert plain({1: (Rank("a"), None)}) == {"1": ["a/0", None]}
 
 
-def batch(*events: Event, ts: float = 0.0, replayed: bool = False, **fields: Any) -> RankBatch[EventBatch]:
+def batch(
+    *events: Event, ts: float = 0.0, replayed: bool = False, **fields: Any
+) -> RankBatch[EventBatch]:
     return RankBatch(Rank("a"), 2, 9, EventBatch(ts, list(events), **fields), replayed)
 
 
