@@ -68,11 +68,8 @@ class _Held(msgspec.Struct, order=True):
 class Lane:
     """Messages going one way: each that is pushed comes out now, later, twice, damaged or never.
 
-    Args:
-        name: first part of the counters' names.
-        random: decides the faults.
-        counters: counts each fault by kind.
-        max_held: messages held back at most; beyond, the one due first goes early.
+    At most `max_held` messages are held back; beyond, the one due first goes early. Each fault is
+    counted, by its kind, under the lane's name.
     """
 
     def __init__(

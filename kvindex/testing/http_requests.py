@@ -46,10 +46,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request, and how it is to be served.
 
     Attributes:
-        token_ids: the prompt.
-        max_tokens: how many tokens to generate.
-        model: the model, or the LoRA adapter, that is asked.
-        salt: `cache_salt`.
         dp_rank: the rank that the request insists on.
         images: by the place of its placeholder, a digest of each image.
         reads_cache: False if the engine must compute the whole prompt (`prompt_logprobs`, `echo`
@@ -168,10 +164,6 @@ def _rank(value: object) -> int:
 def text_tokens(text: str, *, begin: bool = True) -> list[int]:
     """Return a text's token ids: 256 (the beginning), then each byte of its UTF-8.
 
-    Args:
-        text: any text.
-        begin: False leaves out the beginning, as `add_special_tokens: false` does.
-
     Examples:
         >>> text_tokens("hi")
         [256, 104, 105]
@@ -183,10 +175,6 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -
     """Return a chat's token ids: each message between its role's token and the end's.
 
     An image is one placeholder token, whatever it shows.
-
-    Args:
-        messages: as in a request to `/v1/chat/completions`.
-        answer: whether the assistant's token follows, as `add_generation_prompt` has it.
 
     Raises:
         ConfigurationError: a message has no role that is known, or no content.

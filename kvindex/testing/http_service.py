@@ -134,7 +134,7 @@ class EngineService:
 
     def server_info(self) -> dict[str, Any]:
         """Return SGLang's server info."""
-        first = self._first
+        first = self.ranks[min(self.ranks)]
         info: dict[str, Any] = {
             "model_path": self.model,
             "served_model_name": self.model,
@@ -162,10 +162,6 @@ class EngineService:
             *({"id": x, **base, "root": x, "parent": self.model} for x in self.options.loras),
         ]
 
-    @property
-    def _first(self) -> FakeEngine:
-        return self.ranks[min(self.ranks)]
-
     def _served(
         self, engine: FakeEngine, prompt: Completion, lora: str | None, tokens: list[int]
     ) -> Served:
@@ -183,8 +179,7 @@ class EngineService:
             )
         except (ConfigurationError, TokenError) as error:
             raise RequestError(400, str(error)) from None
-        hit = served.hit_tokens
-        hit = max(0, hit - self.options.drops_blocks * engine.block_size)
+        hit = max(0, served.hit_tokens - self.options.drops_blocks * engine.block_size)
         if not (self.options.reads_cache and prompt.reads_cache):
             hit = 0
         return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))

@@ -116,9 +116,6 @@ class Auditor:
 
         A replayed batch counts only if its publisher made it after this moment: what a late rank
         replays of its past is no cost of the window.
-
-        Args:
-            at: now, in seconds since 1970.
         """
         self._began = at
         for audit in self._audits.values():
@@ -158,9 +155,6 @@ class Auditor:
 
     def report(self, at: float) -> Report:
         """Return what was found between `begin` and now.
-
-        Args:
-            at: now, in seconds since 1970.
 
         Raises:
             ConfigurationError: `begin` was never called.

@@ -54,13 +54,6 @@ class Window(NamedTuple):
 class RankAudit:
     """Processes one rank's batches in order, and notes how its stream stood.
 
-    Args:
-        rank: which rank.
-        number: the bit that stands for it, among the ranks that are subscribed to.
-        model: what it serves.
-        blocks: what it holds.
-        tree: the fleet's prefixes.
-
     Attributes:
         groups: which group of its model counts.
         tokens: what the window has, in tokens, by the names of `Tokens`.

@@ -53,7 +53,7 @@ def option(
         kind: the type of its value, or all values that it may have; text by default.
         default: its value if it is not given.
         repeat: whether it may be given several times; the value is a list then.
-        dest: the name of its value; that of the option by default.
+        dest: the name of its value, if it is not that of the option.
     """
     names = [word for word in form.split() if word.startswith("-")]
     value = form.split()[len(names) :]

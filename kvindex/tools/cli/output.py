@@ -164,9 +164,7 @@ class Progress:
 class StateChanges:
     """Reports on stderr when a rank becomes live or stops being live, and why.
 
-    Args:
-        statuses: returns the status of each rank.
-        first_live: whether to report that a rank is live for the first time.
+    That a rank is live for the first time is reported only if `first_live`.
     """
 
     def __init__(

@@ -59,13 +59,8 @@ def recordings_of(arguments: argparse.Namespace, *, resets: bool = True) -> list
 class Recorded:
     """Reads one publisher's recording: duplicates are dropped, gaps and restarts are noted.
 
-    A lower or equal number with a newer timestamp is a restart, with another one a duplicate.
-
-    Args:
-        path: the recording; its stem names the worker.
-        resets: whether a gap drops what the rank held.
-        with_replayed: fill what the live records lack from the replay replies.
-        cache: what the events do not report of the publisher's cache.
+    A lower or equal number with a newer timestamp is a restart, with another one a duplicate. A gap
+    drops what the rank held (`resets`), and is filled from the replay replies (`with_replayed`).
 
     Attributes:
         seq: number of the last applied batch.
@@ -102,9 +97,6 @@ class Recorded:
         """Yield what an event stream would have yielded of the whole file, in order.
 
         A file that is cut off, or no recording, is read as far as it goes: see `error`.
-
-        Args:
-            progress: shows how far the reading is.
 
         Raises:
             ConfigurationError: the file cannot be read.

@@ -43,11 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def state_table(ranks: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return how ranks stand, and below it why some are not live.
-
-    Args:
-        ranks: as in `Client.statistics()`.
-    """
+    """Return how ranks stand, as in `Client.statistics()`, and below it why some are not live."""
     rows = [
         (
             name,

@@ -111,12 +111,7 @@ def _overview(client: Client) -> Fleet:
 
 
 class ServiceError(KVIndexError):
-    """A service could not be asked.
-
-    Attributes:
-        url: the service.
-        reason: what is wrong.
-    """
+    """A service could not be asked."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"{url}: {reason}")
@@ -125,14 +120,10 @@ class ServiceError(KVIndexError):
 
 
 class ServiceFleet:
-    """A service's report of its fleet.
-
-    Args:
-        url: where the service listens. Its token is in the environment, KVINDEX_TOKEN.
-        cacert: file of the authorities to trust; the system's by default.
+    """A service's report of its fleet. Its token is in the environment, KVINDEX_TOKEN.
 
     Raises:
-        ConfigurationError: the URL cannot work, or the file cannot be read.
+        ConfigurationError: the URL cannot work, or the file of trusted authorities cannot be read.
 
     Thread safety: `read` on one thread.
     """

@@ -65,14 +65,10 @@ class View(msgspec.Struct):
     """How the table is to be shown; keys change it.
 
     Attributes:
-        sort: one of SORTS.
-        reverse: the other way round.
-        first: which rank stands first; the drawing keeps it within what there is.
-        page: how many were drawn.
+        first: the rank at the top; the drawing keeps it within the fleet, and sets `page`.
         find: only ranks with this in their name, model or reason.
         finding: whether keys are part of what is to be found.
         why: whether reasons are shown in full, instead of the table.
-        ended: whether q was pressed.
 
     Owner: the thread that draws.
     """
@@ -119,14 +115,9 @@ class View(msgspec.Struct):
 def drawn(
     fleet: Fleet | None, view: View, *, most: int, trouble: str = "", once: bool = False
 ) -> Group:
-    """Return what is shown of a fleet, at most so many ranks.
+    """Return what is shown of a fleet, at most so many ranks; `once` for what is not drawn again.
 
-    Args:
-        fleet: as it was read last, if it was.
-        view: how.
-        most: ranks at most.
-        trouble: why it could not be read just now.
-        once: with all reasons and without help, as it is not drawn again.
+    `trouble` is why the fleet could not be read just now; without a fleet there is nothing else.
     """
     parts: list[Text | Table] = []
     if trouble:
@@ -253,14 +244,9 @@ def _help(view: View) -> Text:
 def show(
     read: Callable[[], Fleet], news: Waker, *, sort: str, most: int | None, every: float
 ) -> None:
-    """Draw a fleet again and again, until q is pressed.
+    """Draw a fleet again and again, after news or so many seconds, until q is pressed.
 
-    Args:
-        read: returns the fleet as it is; an error is shown, and the fleet is read again.
-        news: woken when something happened.
-        sort: one of SORTS.
-        most: ranks at most; as many as the terminal has room for by default.
-        every: seconds between two looks without news.
+    An error of `read` is shown, and the fleet is read again.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.

@@ -97,10 +97,6 @@ class Reception:
 class Listener:
     """Subscribe to an engine's ranks, to every topic. Owned by one thread at a time.
 
-    Args:
-        context: of the sockets.
-        addresses: the ranks' endpoints, none of which may be inproc.
-
     Raises:
         zmq.ZMQError: an endpoint cannot be used.
     """
