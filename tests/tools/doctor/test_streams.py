@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -39,7 +39,17 @@ from kvindex.wire.errors import EncodeError
 from tests.index.index_events import prompt
 from tests.index.test_proofs import sparse
 from tests.live import worker_of
-from tests.tools.doctor.doctored import HEARING, LIVE, PATIENT, ids, look_at, the, two_ranks
+from tests.tools.doctor.doctored import (
+    HEARING,
+    LIVE,
+    PATIENT,
+    ids,
+    look_at,
+    port_of,
+    stranger,
+    the,
+    two_ranks,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -238,54 +248,36 @@ def test_messages_that_cannot_be_decoded_are_found() -> None:
     assert "undecodable" in ids(report)
 
 
-def hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 @contextmanager
 def balanced(*endpoints: str) -> Iterator[str]:
     """An address that gives each connection to the next of these endpoints."""
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        kept: list[socket.socket] = []
-        threads: list[threading.Thread] = []
+    targets = itertools.cycle(endpoints)
+    sockets: list[socket.socket] = []
+    threads: list[threading.Thread] = []
 
-        def pump(source: socket.socket, sink: socket.socket) -> None:
-            try:
-                while data := source.recv(65536):
-                    sink.sendall(data)
-            except OSError:
-                pass
-            finally:
-                hang_up(sink)
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
 
-        def accept() -> None:
-            targets = itertools.cycle(endpoints)
-            try:
-                while True:
-                    near, _ = server.accept()
-                    host, port = next(targets).removeprefix("tcp://").split(":")
-                    far = socket.create_connection((host, int(port)))
-                    kept.extend((near, far))
-                    for pair in ((near, far), (far, near)):
-                        threads.append(threading.Thread(target=pump, args=pair))
-                        threads[-1].start()
-            except OSError:
-                pass
+    def forward(near: socket.socket) -> None:
+        far = socket.create_connection(("127.0.0.1", port_of(next(targets))))
+        sockets.extend((near, far))
+        for pair in ((near, far), (far, near)):
+            threads.append(threading.Thread(target=pump, args=pair))
+            threads[-1].start()
 
-        threads.append(threading.Thread(target=accept))
-        threads[0].start()
-        try:
-            yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            for connection in kept:
-                hang_up(connection)
-            for thread in threads:
-                thread.join()
-            for connection in kept:
-                connection.close()
+    with stranger(forward) as endpoint:
+        yield endpoint
+        for connection in sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for connection in sockets:
+            connection.close()
 
 
 def test_an_address_that_balances_over_engines_is_found() -> None:
