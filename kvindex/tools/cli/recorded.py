@@ -86,7 +86,6 @@ class Recorded:
         self._damaged = -1  # highest number of this epoch that could not be decoded
         self._ranks: set[Rank] = set()
         self._replies: dict[int, EventBatch] = {}
-        self._items: list[StreamItem] = []  # not handed on yet
 
     @property
     def ranks(self) -> list[Rank]:
@@ -107,20 +106,14 @@ class Recorded:
             for message in self._messages(progress):
                 if message.kind == "live":
                     self.counters["live"] += 1
-                    self._live(message.frames)
-                    yield from self._drained()
+                    yield from self._live(message.frames)
                 else:
                     self.counters["replies"] += 1
-            self._finish()
+            yield from self._finish()
         except DecodeError as error:
             self.error = str(error)
         except OSError as error:
             raise ConfigurationError(f"cannot read {self.path}: {error}") from error
-        yield from self._drained()
-
-    def _drained(self) -> list[StreamItem]:
-        items, self._items = self._items, []
-        return items
 
     def _messages(self, progress: Progress) -> Iterator[RecordedMessage]:
         with self.path.open("rb") as file:
@@ -149,7 +142,12 @@ class Recorded:
             pass  # `items` meets it too
         self._replies = {seq: batch for seq, batch in replies.items() if seq not in live}
 
-    def _live(self, frames: Sequence[bytes]) -> None:
+    @property
+    def _next(self) -> int:
+        """The number that follows the last applied batch."""
+        return 0 if self.seq is None else self.seq + 1
+
+    def _live(self, frames: Sequence[bytes]) -> Iterator[StreamItem]:
         try:
             frame = parse_live(frames)
         except DecodeError:
@@ -165,56 +163,50 @@ class Recorded:
             if batch.ts <= self._ts:
                 self.counters["duplicates"] += 1
                 return
-            self._restart()
-        self._close_gap(frame.seq, batch.ts)
-        self._apply(frame.seq, batch)
+            self.counters["restarts"] += 1
+            self.seq, self._damaged = None, -1
+            for rank in self._ranks:
+                yield RankRestarted(rank, self.counters["restarts"], "seq_backwards")
+        yield from self._close_gap(frame.seq, batch.ts)
+        yield from self._apply(frame.seq, batch)
 
-    def _restart(self) -> None:
-        self.counters["restarts"] += 1
-        self.seq, self._damaged = None, -1
-        epoch = self.counters["restarts"]
-        self._items += [RankRestarted(rank, epoch, "seq_backwards") for rank in self._ranks]
-
-    def _finish(self) -> None:
+    def _finish(self) -> Iterator[StreamItem]:
         """Fill what follows the last live batch; a damaged end is a loss too."""
-        first = 0 if self.seq is None else self.seq + 1
-        later = [n for n, batch in self._replies.items() if n >= first and batch.ts >= self._ts]
+        replies = self._replies.items()
+        later = [n for n, batch in replies if n >= self._next and batch.ts >= self._ts]
         last = max([self._damaged, *later])
-        if last >= first:
-            self._close_gap(last + 1, math.inf)
+        if last >= self._next:
+            yield from self._close_gap(last + 1, math.inf)
 
-    def _close_gap(self, seq: int, ts: float) -> None:
+    def _close_gap(self, seq: int, ts: float) -> Iterator[StreamItem]:
         """Fill the numbers before `seq` from the replies; what stays missing is a loss."""
-        first = 0 if self.seq is None else self.seq + 1
-        missing = 0
-        for number in sorted(n for n in self._replies if first <= n < seq):
+        lost = self.counters["lost"]
+        for number in sorted(n for n in self._replies if self._next <= n < seq):
             if self._ts <= self._replies[number].ts <= ts:  # of this epoch of the publisher
-                missing += self._lost(number)
+                yield from self._lose_until(number)
                 self.counters["filled"] += 1
-                self._apply(number, self._replies.pop(number))
-        missing += self._lost(seq)
-        self.counters["gaps"] += bool(missing)
+                yield from self._apply(number, self._replies.pop(number))
+        yield from self._lose_until(seq)
+        self.counters["gaps"] += self.counters["lost"] > lost
 
-    def _lost(self, seq: int) -> int:
-        """Note the batches between the last applied one and `seq`; return how many."""
+    def _lose_until(self, seq: int) -> Iterator[StreamItem]:
+        """Note the batches between the last applied one and `seq`."""
+        first = self._next
         if self.seq is None:
             self.complete = seq == 0  # joined later: partial, but true
-            return 0
-        missing = seq - self.seq - 1
-        if missing:
-            self.counters["lost"] += missing
+        elif first < seq:
+            self.counters["lost"] += seq - first
             self.complete = False
             self.counters["resets"] += self._resets
-            lost = (self.counters["restarts"], "not_recorded", self.seq + 1, seq - 1, self._resets)
-            self._items += [RankLost(rank, *lost) for rank in self._ranks]
-        return missing
+            lost = (self.counters["restarts"], "not_recorded", first, seq - 1, self._resets)
+            yield from (RankLost(rank, *lost) for rank in self._ranks)
 
-    def _apply(self, seq: int, batch: EventBatch) -> None:
+    def _apply(self, seq: int, batch: EventBatch) -> Iterator[StreamItem]:
         rank = Rank(self.path.stem, batch.data_parallel_rank or 0)
         if rank not in self._ranks:
             self._ranks.add(rank)
-            self._items.append(RankAdded(rank, self._cache))
-        self._items.append(RankBatch(rank, self.counters["restarts"], seq, batch, False))
+            yield RankAdded(rank, self._cache)
+        yield RankBatch(rank, self.counters["restarts"], seq, batch, False)
         self.seq, self._ts = seq, batch.ts
         self.counters["applied"] += 1
 
