@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from html import escape
 
 from kvindex.tools.audit.report import Report
-from kvindex.tools.audit.sections import Section, headlines, sections
-from kvindex.tools.audit.words import duration
+from kvindex.tools.audit.sections import Section, duration, headlines, sections
 
 __all__ = ["html_of"]
 

@@ -255,7 +255,7 @@ def _print_route(fleet: _Fleet, requests: Sequence[Request]) -> bool:
         own = fleet.engines[held.rank].lookup(tokens).tokens
         agree = agree and own == held.tokens
         best = "<- send it here" if match.best and held.rank == match.best.rank else ""
-        rows.append((held.rank, held.tokens, own, held.state or "-", best))
+        rows.append((held.rank, held.tokens, own, held.state, best))
     print(f"\nA prompt of {len(tokens)} tokens, and how many of them each rank holds:")
     shown = table(("rank", "by the index", "by its engine", "state", ""), rows)
     print(_with_colours(shown, {"<- send it here": "bold"}))

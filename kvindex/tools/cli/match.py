@@ -76,8 +76,8 @@ def match_table(match: Match, prompt_tokens: int) -> str:
             held.tokens,
             held.blocks,
             ", ".join(f"{n} {medium}" for medium, n in sorted(held.by_medium.items())) or "-",
-            held.state or "-",
-            {None: "-", True: "yes", False: "no"}[held.complete],
+            held.state,
+            held.complete,
         )
         for held in match
     ]

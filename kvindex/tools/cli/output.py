@@ -46,16 +46,24 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return lines with aligned columns: numbers to the right, words to the left.
 
     Examples:
-        >>> print(table(["rank", "tokens"], [["vllm-0/0", 96], ["vllm-0/1", 0]]))
-        rank      tokens
-        vllm-0/0      96
-        vllm-0/1       0
+        >>> print(table(["rank", "tokens", "whole"], [["a/0", 96, True], ["a/1", None, False]]))
+        rank  tokens  whole
+        a/0       96  yes
+        a/1        -  no
     """
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    cells = [[printable(_cell(value)) for value in row] for row in rows]
     columns = list(zip(header, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(not cell.translate(_NUMBER) for cell in column[1:]) for column in columns]
     return "\n".join(_line(row, widths, right) for row in [header, *cells])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:

@@ -132,8 +132,8 @@ def _row(index: Index, rank: Rank, recorded: Recorded) -> tuple[object, ...]:
         rank,
         statistics["blocks"],
         statistics["orphans"],
-        "-" if recorded.seq is None else recorded.seq,
+        recorded.seq,
         recorded.counters["applied"],
-        "yes" if recorded.complete else "no",
+        recorded.complete,
         ", ".join(note for note in noted if not note.startswith("0 ")) or "-",
     )

@@ -47,14 +47,9 @@ def state_table(ranks: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
         (
             name,
-            rank["state"],
-            "yes" if rank["complete"] else "no",
-            "-" if rank["seq"] is None else rank["seq"],
-            rank["lag"],
-            rank["epoch"],
-            rank["losses"],
+            *(rank[key] for key in ("state", "complete", "seq", "lag", "epoch", "losses")),
             rank["index"].get("blocks", 0),
-            "-" if rank["last_event_age"] is None else f"{rank['last_event_age']:.1f}",
+            rank["last_event_age"],
         )
         for name, rank in ranks.items()
     ]
