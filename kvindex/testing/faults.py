@@ -66,7 +66,7 @@ class _Held(msgspec.Struct, order=True):
 
 
 class Lane:
-    """Messages going one way: each that is pushed comes out now, later, twice, damaged or never.
+    """Messages going one way: each that is pushed leaves now, later, twice, damaged or never.
 
     At most `max_held` messages are held back; beyond, the one due first goes early. Each fault is
     counted, by its kind, under the lane's name.
@@ -122,7 +122,7 @@ class Lane:
         return self._out(out)
 
     def due(self, now: float) -> list[Frames]:
-        """Return the held messages whose time has come."""
+        """Return the held messages that are due."""
         out: list[Frames] = []
         while self._held and self._held[0].due <= now:
             out.append(heapq.heappop(self._held).frames)

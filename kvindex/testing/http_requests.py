@@ -115,7 +115,7 @@ def tokenized(body: Mapping[str, Any]) -> list[int]:
     """
     lists = _token_lists(body)
     if len(lists) != 1:
-        raise RequestError(400, f"/tokenize takes one prompt, not {len(lists)}")
+        raise RequestError(400, f"/tokenize needs one prompt, not {len(lists)}")
     return lists[0]
 
 

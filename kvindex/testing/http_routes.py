@@ -151,9 +151,9 @@ class Routes:
 
     def _prompts(self, chat: bool, body: Mapping[str, Any], rank: str) -> list[Completion]:
         if chat and "messages" not in body:
-            raise RequestError(400, "/v1/chat/completions takes messages")
+            raise RequestError(400, "/v1/chat/completions needs messages")
         if "messages" in body and not chat:
-            raise RequestError(400, "/v1/completions takes a prompt, not messages")
+            raise RequestError(400, "/v1/completions needs a prompt, not messages")
         return completions(body, default_model=self._service.model, header_rank=rank)
 
     def _tokenize(self, body: Mapping[str, Any], _: str) -> Response:

@@ -380,7 +380,7 @@ class _Wires:
 
     def _connected(self, kind: int, target: str) -> Socket:
         made = self._socket(kind)
-        made.reconnect_ivl = 10  # a publisher that comes back is found again soon
+        made.reconnect_ivl = 10  # reach a publisher that starts again soon
         made.reconnect_ivl_max = 200
         try:
             made.connect(target)

@@ -62,7 +62,7 @@ _LEFT_OUT = {
 def trust_lines(report: Report, audits: Sequence[RankAudit]) -> Iterator[str]:
     """Yield what limits the figures of a report, the most important first."""
     if _recorded_apart(audits):
-        yield "Some recordings end before others begin: the audit takes what ended for still held."
+        yield "Some recordings end before others begin: what ended counts as still held."
     for measure, text in _OF_RANKS:
         by_rank = {str(rank.rank): value for rank in audits if (value := measure(rank))}
         if by_rank:

@@ -3,7 +3,7 @@
 Listen to engines for a while, or read recordings (one publisher's each), and report how many
 computed tokens another rank held at that moment, how many larger caches would have kept, and how
 much is held twice. Nothing is sent to the engines but replay requests. All engines must serve one
-model, except that --engine tells models apart. Ctrl-C ends the window early and reports (exit 0).
+model, except that --engine distinguishes models. Ctrl-C ends the window early and reports (exit 0).
 Exit 1: a recording is cut off (the part before is reported), or no engine could be reached at the
 end. Exit 2: the arguments cannot work. Exit 130: Ctrl-C before the window opened.
 """

@@ -83,7 +83,7 @@ def painted(text: str, colour: Colour | None) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text that cannot steer a terminal: names come from the network.
+    r"""Return text that cannot steer a terminal: names are from the network.
 
     Examples:
         >>> printable("GPU"), printable("a\x1b[2J")
