@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvindex import ConfigurationError, EventStream, Rank, RankBatch, State, StreamItem
+from kvindex import ConfigurationError, EventStream, RankBatch, State, StreamItem
 from kvindex.tools.audit import Auditor, Report, html_of, text_of
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, asked_workers, names_engines
@@ -60,15 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
         report = _audit_engines(arguments)
     if arguments.no_tokens:
         report = report.without_tokens()
-    print(json_line(report) if arguments.json else printable_lines(text_of(report)))
+    lines = text_of(report).split("\n")
+    print(json_line(report) if arguments.json else "\n".join(map(printable, lines)))
     if arguments.html is not None:
         _write(arguments.html, html_of(report))
     return 1 if broken or not any(rank.counted for rank in report.ranks) else 0
-
-
-def printable_lines(text: str) -> str:
-    """Return lines that cannot steer a terminal."""
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def _write(path: Path, text: str) -> None:
@@ -153,7 +149,7 @@ class Listening:
     def __init__(self, stream: EventStream, auditor: Auditor) -> None:
         self._stream = stream
         self._auditor = auditor
-        self._states: dict[Rank, tuple[State, bool]] = {}
+        self._standing = ""
         self._changes = StateChanges(stream.subscriber.statuses)
 
     def settle(self, limit: float) -> None:
@@ -161,19 +157,16 @@ class Listening:
         until = time.monotonic() + limit
         progress = Progress()
         while time.monotonic() < until:
-            states = self._look()
-            live = sum(state is State.LIVE for state in states)
-            progress.show(f"{live} of {counted(len(states), 'rank')} live")
-            if self._process(until) and live == len(states):
+            all_live = self._look()
+            progress.show(self._standing)
+            if self._process(until) and all_live:
                 break
         progress.clear()
 
     def open(self) -> None:
         """Open the window, and report that."""
         self._auditor.begin(time.time())
-        live = sum(state is State.LIVE for state, _ in self._states.values())
-        ranks = counted(len(self._states), "rank")
-        print(f"the window is open: {live} of {ranks} live", file=sys.stderr, flush=True)
+        print(f"the window is open: {self._standing}", file=sys.stderr, flush=True)
 
     def listen(self, length: float, interrupted: threading.Event) -> None:
         """Process items for so many seconds."""
@@ -190,14 +183,15 @@ class Listening:
             self._process(until)
         progress.clear()
 
-    def _look(self) -> list[State]:
+    def _look(self) -> bool:
+        """Pass on how the ranks stand; return whether all are live."""
         self._changes.report()
-        statuses = self._stream.subscriber.statuses()
-        for rank, status in statuses.items():
-            if self._states.get(rank) != (status.state, status.complete):
-                self._states[rank] = (status.state, status.complete)
-                self._auditor.receive(status, time.time())
-        return [status.state for status in statuses.values()]
+        statuses = self._stream.subscriber.statuses().values()
+        for status in statuses:
+            self._auditor.receive(status, time.time())
+        live = sum(status.state is State.LIVE for status in statuses)
+        self._standing = f"{live} of {counted(len(statuses), 'rank')} live"
+        return live == len(statuses)
 
     def _process(self, until: float) -> bool:
         """Process items until it is time to look again; return whether none is left waiting."""
