@@ -75,12 +75,10 @@ def report_of(
 
 def _rank_report(audit: RankAudit, counted: int) -> RankReport:
     size = audit.groups.size
-    tokens = dict(audit.tokens)
-    elsewhere = tokens.get("same_worker", 0) + tokens.get("other_worker", 0)
     return RankReport(
         rank=str(audit.rank),
         model=audit.model,
-        tokens=Tokens(**tokens, elsewhere=elsewhere),
+        tokens=Tokens(**audit.tokens),
         block_size=size,
         resident=len(audit.blocks.labels) * size,
         unplaced=_unplaced(audit),

@@ -103,12 +103,6 @@ class RankAudit:
         """Whether the engine's labels leave out the prefix of a block (SGLang up to 0.5.5)."""
         return bool(self._content_hashes)
 
-    def series_numbers(self) -> tuple[int, int, int, int]:
-        """Return what a time series shows: computed, elsewhere, evicted, unknown."""
-        tokens = self.tokens
-        elsewhere = tokens["same_worker"] + tokens["other_worker"]
-        return tokens["computed"], elsewhere, tokens["evicted"], tokens["unknown"]
-
     def drop(self, *, forget: bool) -> None:
         """Hold nothing any more; `forget` what was learned of the engine, too."""
         self.blocks.drop()
@@ -279,6 +273,7 @@ class RankAudit:
         others = prefix.whole & self._window.peers
         if others:
             near = others & self._window.siblings
+            blocks["elsewhere"] += 1
             blocks["same_worker" if near else "other_worker"] += 1
         returned = self.blocks.find_evicted(prefix)
         if returned is not None:

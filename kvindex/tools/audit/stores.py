@@ -54,10 +54,6 @@ class MainGroup:
         """Whether a hit needs blocks of other groups, too: windows, Mamba's states."""
         return len(self._groups) > 1
 
-    def configure(self, settings: CacheSettings) -> None:
-        """Apply the user's settings of the kinds of groups."""
-        self.settings = settings
-
     def forget(self) -> None:
         """Forget what was learned: another engine may follow."""
         self.main = self.size = 0
