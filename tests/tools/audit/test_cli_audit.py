@@ -63,9 +63,7 @@ def test_the_text_begins_with_the_three_figures(recordings: list[str], run: Run)
     assert "Blocks that left were held for up to" in out
 
 
-def test_the_page_is_well_formed_and_needs_nothing_else(
-    recordings: list[str], tmp_path: Path, run: Run
-) -> None:
+def test_the_page_is_well_formed_and_whole(recordings: list[str], tmp_path: Path, run: Run) -> None:
     odd = tmp_path / "<b>&.frames"
     odd.write_bytes(Path(recordings[0]).read_bytes())
     page = tmp_path / "report.html"
@@ -94,9 +92,7 @@ def test_tokens_can_be_left_out(recordings: list[str], run: Run) -> None:
     assert {tuple(prefix["first_tokens"]) for prefix in shared} == {()}
 
 
-def test_a_recording_that_is_cut_off_is_reported_as_far_as_it_goes(
-    recordings: list[str], run: Run
-) -> None:
+def test_a_cut_off_recording_is_reported_as_far_as_it_goes(recordings: list[str], run: Run) -> None:
     whole = Path(recordings[0]).read_bytes()
     Path(recordings[0]).write_bytes(whole[:-5])
     ran = run("audit", "--json", *recordings)
@@ -120,7 +116,7 @@ def test_what_cannot_work_ends_with_two(argv: list[str], reason: str, run: Run) 
 
 
 @pytest.mark.parametrize("path", sorted(CAPTURES.glob("vllm-0.[23]*.frames")), ids=lambda p: p.stem)
-def test_what_real_engines_hold_at_the_end_is_what_the_audit_says(path: Path, run: Run) -> None:
+def test_what_real_engines_hold_at_the_end_is_what_the_audit_reports(path: Path, run: Run) -> None:
     mode = ["--report-mode", "full"] if path.stem.endswith("full") else []
     ran = run("audit", "--json", "--with-replayed", *mode, path)
     truth = json.loads(path.with_suffix(".json").read_text())

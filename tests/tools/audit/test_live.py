@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 PROMPT = list(range(160))
 
 
-def test_what_live_engines_computed_and_held_is_what_the_audit_says() -> None:
+def test_what_live_engines_computed_and_held_is_what_the_audit_reports() -> None:
     with FakeEngine("a") as first, FakeEngine("b") as second:
         first.serve(PROMPT)  # the past: held, and not counted
         auditor = Auditor()

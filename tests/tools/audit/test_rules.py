@@ -256,9 +256,7 @@ def test_what_is_gone_with_the_whole_cache_was_not_evicted(scene: Scene, how: st
     assert report.tokens.computed == 48
 
 
-def test_what_returns_shows_how_long_and_by_how_much_the_cache_was_too_small(
-    scene: Scene,
-) -> None:
+def test_what_returns_shows_by_how_much_the_cache_was_too_small(scene: Scene) -> None:
     scene.receive(A, stored(0, 1))
     scene.receive(A, removed(1), stored(0, 2, prompt=1))
     scene.receive(A, removed(0, prompt=1))
@@ -297,7 +295,7 @@ def test_blocks_beyond_the_bound_are_computed_and_held_by_nobody() -> None:
     assert (scene.of(A).tokens.computed, scene.of(B).tokens.elsewhere) == (16, 8)
 
 
-def test_a_bounded_memory_of_evicted_blocks_says_what_it_forgot() -> None:
+def test_a_bounded_memory_of_evicted_blocks_counts_what_it_forgot() -> None:
     scene = Scene(max_evicted=1)
     scene.receive(A, stored(0, 2))
     scene.receive(A, removed(2, 1))
@@ -367,7 +365,7 @@ def test_evicted_blocks_stay_in_order_while_slots_are_closed_up() -> None:
     assert evicted.find(b"5498") is None
 
 
-def test_a_histogram_never_says_too_much() -> None:
+def test_a_histogram_never_counts_too_much() -> None:
     histogram = Histogram()
     for value in range(1, 200):
         histogram.add(value, 1)

@@ -101,9 +101,7 @@ def test_both_forms_add_up() -> None:
         (["--engine", "http://h:1", "--engine", "http://h:1"], "is given twice"),
     ],
 )
-def test_engines_that_cannot_work_exit_2_with_the_reason(
-    argv: list[str], reason: str, run: Run
-) -> None:
+def test_engines_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
     ran = run("tail", *argv)
     assert ran.code == 2
     assert reason in ran.err
@@ -138,9 +136,7 @@ def test_bad_tokens_are_refused_with_their_position(text: str, reason: str) -> N
     assert reason in str(refused.value)
 
 
-def test_tokens_are_read_from_a_file_or_stdin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_in_a_file_or_on_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prompt.json"
     path.write_text("[7, 8]")
     assert read_tokens(str(path)) == [7, 8]
@@ -156,7 +152,7 @@ def test_tokens_are_read_from_a_file_or_stdin(
         (b"hello", "prompt: item 0"),
     ],
 )
-def test_a_token_file_that_cannot_be_read_is_named(
+def test_an_unreadable_token_file_is_named(
     content: bytes | None, reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "prompt"

@@ -135,7 +135,7 @@ def test_match_keeps_loras_and_salts_apart(engine: FakeEngine, prompt: str, run:
     assert (explained["ending"], explained["match"]["state"]) == ("prompts", "live")
 
 
-def test_match_goes_on_without_the_ranks_that_are_not_live(
+def test_match_leaves_out_ranks_that_are_not_live(
     engine: FakeEngine, prompt: str, run: Run
 ) -> None:
     engine.serve(PROMPT)
@@ -149,9 +149,7 @@ def test_match_goes_on_without_the_ranks_that_are_not_live(
     assert run(*argv, "--require-live")[:2] == (3, "")
 
 
-def test_match_refuses_tokens_that_no_engine_has(
-    engine: FakeEngine, tmp_path: Path, run: Run
-) -> None:
+def test_match_refuses_tokens_of_no_engine(engine: FakeEngine, tmp_path: Path, run: Run) -> None:
     (tmp_path / "large").write_text(f"[{2**70}]")
     ran = run("match", tmp_path / "large", *at(engine))
     assert ran.code == 2
@@ -161,7 +159,7 @@ def test_match_refuses_tokens_that_no_engine_has(
 # record ----------------------------------------------------------------------------------------
 
 
-def test_what_is_recorded_replays_into_what_the_engine_holds(
+def test_a_recording_replays_into_the_engines_cache(
     engine: FakeEngine, tmp_path: Path, run: Run
 ) -> None:
     engine.serve(PROMPT)
@@ -203,9 +201,7 @@ def test_every_rank_is_recorded_to_a_file_of_its_own(tmp_path: Path, run: Run) -
     assert {name: rank["blocks"] for name, rank in ranks.items()} == {"x-a-0/0": 6, "x-a-1/1": 3}
 
 
-def test_a_recording_is_not_overwritten_unasked(
-    engine: FakeEngine, tmp_path: Path, run: Run
-) -> None:
+def test_a_recording_is_never_overwritten(engine: FakeEngine, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "kept.frames"
     path.write_text("precious")
     argv = ("record", path, "--seconds", 0.1, *at(engine))
@@ -233,7 +229,7 @@ RECORD_FAILS: dict[str, tuple[int, str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", RECORD_FAILS)
-def test_a_recording_that_fails_names_the_reason(
+def test_a_failed_recording_names_why(
     case: str, engine: FakeEngine, tmp_path: Path, run: Run
 ) -> None:
     code, reason, argv = RECORD_FAILS[case]

@@ -52,7 +52,7 @@ def two_ports() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("ends_it", [signal.SIGINT, signal.SIGTERM])
-def test_a_fake_engine_in_one_terminal_is_matched_in_another(
+def test_a_fake_engine_is_matched_by_others(
     ends_it: signal.Signals, two_ports: tuple[str, str]
 ) -> None:
     live, replay = two_ports

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_processes_join_until_it_is_ended_and_it_goes_on_from_its_state(
+def test_a_fanout_continues_from_its_state(
     number: signal.Signals, path: str, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
@@ -69,7 +69,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_further_signals_break_off_neither_the_saving_nor_the_end(
+def test_further_signals_do_not_stop_the_saving(
     number: signal.Signals, path: str, tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
@@ -80,9 +80,7 @@ def test_further_signals_break_off_neither_the_saving_nor_the_end(
     assert state.exists()
 
 
-def test_a_command_that_no_signal_ended_leaves_the_handlers_as_they_were(
-    path: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_handlers_are_restored(path: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = [signal.getsignal(number) for number in signals]
 
@@ -108,7 +106,7 @@ def never_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("never_served")
 @pytest.mark.parametrize("state", ["none/state", "file/state", ".", "/proc/state"])
-def test_a_state_that_could_not_be_written_at_the_end_is_refused_at_the_start(
+def test_a_state_that_cannot_be_written_is_refused(
     state: str, path: str, tmp_path: Path, run: Run
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
@@ -132,7 +130,7 @@ def test_a_damaged_state_is_named_with_what_to_do(path: str, tmp_path: Path, run
     assert state.read_bytes() == b"junk" * 20
 
 
-def test_a_state_that_cannot_be_written_after_all_is_reported_beside_the_counters(
+def test_a_state_that_cannot_be_saved_is_reported(
     path: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "folder"
@@ -167,9 +165,7 @@ def line_with(stream: IO[str], text: str) -> str:
     raise AssertionError(f"it ended without {text!r}")
 
 
-def test_ranks_that_become_live_and_disconnect_are_reported_and_the_end_has_them(
-    path: str,
-) -> None:
+def test_the_states_of_ranks_are_reported_as_they_change(path: str) -> None:
     with FakeEngine("a") as engine, FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
         with started("fanout", path, *at(link, "a")) as command:
             assert command.err.readline() == f"listening at {path}, 1 rank\n"

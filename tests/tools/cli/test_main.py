@@ -200,9 +200,7 @@ def test_the_version_explains_a_fallback_to_python(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("tty", [True, False])
-def test_progress_is_one_line_of_a_terminal_that_leaves_nothing_behind(
-    tty: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_one_line_that_is_wiped(tty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal(tty=tty)
     monkeypatch.setattr("sys.stderr", terminal)
     progress = Progress()

@@ -191,7 +191,7 @@ def test_messages_of_another_shape_are_counted(recording: Recording, report: Any
     assert blocks(read) == [0, 1]
 
 
-def test_the_dp_rank_comes_from_the_batches(recording: Recording, report: Any) -> None:
+def test_the_dp_rank_is_the_batches_own(recording: Recording, report: Any) -> None:
     read = report(recording.add((0, stored(0, dp_rank=3))).saved())
     assert list(read["ranks"]) == ["vllm-0/3"]
     assert read["files"][0]["ranks"] == ["vllm-0/3"]
@@ -213,7 +213,7 @@ def test_the_table_shows_what_was_noted(recording: Recording, run: Run) -> None:
     assert " 1 " in line, "the batch after the gap waits for its parent: an orphan"
 
 
-def test_a_prompt_can_be_matched_against_the_recording(
+def test_a_prompt_is_matched_by_recordings(
     recording: Recording, tmp_path: Path, run: Run, report: Any
 ) -> None:
     path = recording.add(0, 1).saved()
@@ -231,9 +231,7 @@ def test_a_prompt_can_be_matched_against_the_recording(
     assert line in run("replay", later, "--probe", prompt).out
 
 
-def test_a_cut_off_file_exits_1_with_the_byte_and_shows_the_rest(
-    recording: Recording, run: Run
-) -> None:
+def test_a_cut_off_file_exits_1_with_the_byte_and_its_part(recording: Recording, run: Run) -> None:
     path = Path(recording.add(0, 1).saved())
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
@@ -245,7 +243,7 @@ def test_a_cut_off_file_exits_1_with_the_byte_and_shows_the_rest(
 
 
 @pytest.mark.parametrize("argv", [[], ["--with-replayed"]])
-def test_a_file_of_another_kind_exits_1_with_the_byte_and_no_table(
+def test_a_file_of_another_kind_exits_1_at_its_byte(
     argv: list[str], tmp_path: Path, run: Run
 ) -> None:
     path = tmp_path / "notes.txt"
@@ -299,9 +297,7 @@ def test_dropping_live_records_is_healed_by_the_replies(tmp_path: Path, report: 
     assert rank_of(report(str(path)))["resident"] != whole["resident"]
 
 
-def test_replies_that_are_not_used_are_hinted_at_where_something_is_missing(
-    tmp_path: Path, run: Run
-) -> None:
+def test_replies_that_could_fill_a_gap_are_hinted_at(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "a.frames"
     Recording(path).add(2, [0, 1]).saved()
     hint = f"{path}: it has 3 replay replies, too: --with-replayed fills"

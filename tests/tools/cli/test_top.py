@@ -69,7 +69,7 @@ def test_the_text_has_sums_a_row_for_each_rank_and_the_reasons(fleet: Fleet) -> 
     assert lines[5] == "a/1: nothing listens"
 
 
-def test_a_number_limits_the_rows_and_says_what_is_left_out(fleet: Fleet) -> None:
+def test_a_number_limits_the_rows_and_the_rest_is_counted(fleet: Fleet) -> None:
     text = fleet_text(fleet, sort="losses", most=1)
     assert "ranks 1-1 of 3" in text
     assert "a/0" not in text

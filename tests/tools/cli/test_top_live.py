@@ -57,9 +57,7 @@ def test_a_service_that_does_not_answer_is_reported_in_words() -> None:
         ServiceFleet("ftp://host")
 
 
-def test_a_redirect_is_not_followed_and_its_token_goes_nowhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_redirect_is_not_followed_nor_gets_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVINDEX_TOKEN", "t" * 32)
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
 
@@ -77,7 +75,7 @@ def test_a_redirect_is_not_followed_and_its_token_goes_nowhere(
             elsewhere.accept()
 
 
-def test_a_certificate_of_an_own_authority_is_trusted_by_its_file_and_asked_for_else(
+def test_an_own_authority_is_trusted_by_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)

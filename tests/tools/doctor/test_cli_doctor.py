@@ -42,7 +42,7 @@ def examined(run: Run) -> Examined:
     return examined
 
 
-def test_targets_are_engines_in_every_form(
+def test_a_target_has_every_form(
     engine: FakeEngine, server: HttpEngine, examined: Examined
 ) -> None:
     worker = at(engine, "a")[1]
@@ -63,9 +63,7 @@ def test_targets_are_engines_in_every_form(
     assert examined("--engine", server.url, "--seconds", "10")[0] == 0
 
 
-def test_findings_are_printed_with_what_was_seen_and_what_to_do(
-    engine: FakeEngine, run: Run
-) -> None:
+def test_findings_are_printed_with_evidence_and_remedy(engine: FakeEngine, run: Run) -> None:
     with HttpEngine(engine, options=HttpOptions(reads_cache=False)) as server:
         ran = run("doctor", server.url)
     assert ran.code == 1
@@ -126,7 +124,7 @@ def test_a_prompt_is_read_from_a_file_in_every_form(
     assert "24 of 26 tokens" in report["notes"][0]
 
 
-def test_tokens_of_the_router_are_compared_with_the_engines(
+def test_the_routers_tokens_are_compared(
     server: HttpEngine, tmp_path: Path, examined: Examined
 ) -> None:
     (tmp_path / "ids.json").write_text("[1, 2, 3, 4, 5, 6]")
@@ -148,9 +146,7 @@ def test_tokens_of_the_router_are_compared_with_the_engines(
         (["http://h:1", "--seconds", "9999"], "up to 3600 s"),
     ],
 )
-def test_arguments_that_cannot_work_end_with_2_and_say_why(
-    argv: list[str], reason: str, run: Run
-) -> None:
+def test_arguments_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
     ran = run("doctor", *argv)
     assert ran.code == 2
     assert reason in ran.err

@@ -54,7 +54,7 @@ def test_events_that_are_off_are_found_with_the_flag_to_set(dialect: str, flag: 
         assert report.exit_code == 1
 
 
-def test_an_engine_that_does_not_say_where_it_publishes() -> None:
+def test_an_engine_that_does_not_report_where_it_publishes() -> None:
     with FakeEngine() as engine:
         with HttpEngine(engine, options=HttpOptions(sources=None)) as server:
             report = look_at(server.url)
@@ -160,9 +160,7 @@ def given(server: HttpEngine, worker: Worker, limits: Limits = HEARING) -> Repor
     return look_at(Target(url=server.url, worker=worker), limits=limits)
 
 
-def test_a_wrong_event_port_is_named_beside_the_one_that_the_engine_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_event_port_is_named_beside_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, ports, "_who_dials")
     with FakeEngine() as engine, HttpEngine(engine) as server, unused() as endpoint:
         report = given(server, Worker("a", endpoint, replay=engine.replay_endpoint), NEVER_LIVE)
@@ -229,7 +227,9 @@ def test_another_engines_endpoints_are_named_as_such() -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-def test_another_engines_replay_endpoint_is_told_by_its_batches(busy: bool, named: bool) -> None:
+def test_another_engines_replay_endpoint_is_recognized_by_its_batches(
+    busy: bool, named: bool
+) -> None:
     with FakeEngine() as engine, FakeEngine("b") as other, HttpEngine(engine) as server:
         for number in range(30):
             (other if busy else engine).serve([number] * 40)

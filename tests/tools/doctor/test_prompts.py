@@ -84,7 +84,7 @@ def test_a_prompt_in_another_namespace_is_named(server: HttpEngine, sent: dict[s
     assert ids(held) == []
 
 
-def test_a_match_that_ends_at_an_image_says_so_if_the_engine_renders(engine: FakeEngine) -> None:
+def test_a_match_that_ends_at_an_image_is_a_finding_if_rendered(engine: FakeEngine) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:,x"}}
     content = [{"type": "text", "text": TEXT}, picture, {"type": "text", "text": TEXT}]
     body = {"messages": [{"role": "user", "content": content}]}
@@ -112,7 +112,7 @@ def test_a_match_that_ends_at_an_image_says_so_if_the_engine_renders(engine: Fak
         ({"messages": CHAT, "logprobs": True}, ""),
     ],
 )
-def test_fields_that_leave_the_cache_unread_are_pointed_out(
+def test_fields_against_the_cache_are_found(
     server: HttpEngine, fields: dict[str, Any], named: str
 ) -> None:
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"

@@ -143,9 +143,7 @@ def test_stream_index_and_engine_that_disagree_are_found(
 @pytest.mark.parametrize(
     ("reads_cache", "finding_id"), [(True, "live-stream-mute"), (False, "live-stream-mute-no-hit")]
 )
-def test_live_messages_that_never_come_are_found_though_replay_brings_them(
-    reads_cache: bool, finding_id: str
-) -> None:
+def test_lost_live_messages_are_found_despite_replay(reads_cache: bool, finding_id: str) -> None:
     with FakeEngine() as engine:
         faults = Faults(live=LaneFaults(drop=1.0))
         with FaultyLink(engine.endpoint, engine.replay_endpoint, faults=faults) as link:
@@ -158,9 +156,7 @@ def test_live_messages_that_never_come_are_found_though_replay_brings_them(
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.23"])
 @pytest.mark.parametrize("keeps", [True, False])
-def test_an_engine_that_gives_the_prompt_to_another_rank_is_found(
-    dialect: str, keeps: bool
-) -> None:
+def test_an_engine_that_ignores_the_asked_rank_is_found(dialect: str, keeps: bool) -> None:
     with two_ranks(dialect) as ranks:
         with HttpEngine(ranks, options=HttpOptions(keeps_rank=keeps)) as server:
             report = look_at(server.url, limits=PATIENT)
@@ -168,7 +164,7 @@ def test_an_engine_that_gives_the_prompt_to_another_rank_is_found(
     assert sorted(ids(report)) == sorted([finding_id, "dp-behind-one-port"])
 
 
-def test_a_model_that_is_not_served_is_told() -> None:
+def test_a_model_that_is_not_served_is_reported() -> None:
     with FakeEngine() as engine, HttpEngine(engine) as server:
         report = look_at(server.url, model="nope", limits=PATIENT)
         assert ids(report) == ["completion-failed"]
@@ -201,7 +197,7 @@ def test_a_topic_filter_that_lets_nothing_through_names_what_was_received() -> N
     assert the(report, "topic-filtered").evidence["topics"] == ["kv@pod@m"]
 
 
-def test_an_engine_that_serves_and_says_nothing_is_found_without_a_test() -> None:
+def test_an_engine_that_serves_and_publishes_nothing_is_found() -> None:
     with FakeEngine() as engine:
         with HttpEngine(engine, options=HttpOptions(silent=True)) as server:
             web = Web(server.url)
@@ -374,7 +370,7 @@ def test_blocks_without_a_place_are_found() -> None:
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_blocks_of_windows_whose_place_no_event_tells_are_no_loss(hybrid: bool) -> None:
+def test_blocks_of_windows_without_a_place_are_no_loss(hybrid: bool) -> None:
     full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     whole = msgspec.structs.replace(stored(1), **full)
     window = BlockStored(
