@@ -30,6 +30,17 @@ class Ran(NamedTuple):
     err: str
 
     @property
+    def ok(self) -> str:
+        """What a command printed that succeeded."""
+        assert self.code == 0, self.err
+        return self.out
+
+    def failed(self, code: int) -> str:
+        """What a command printed on stderr that failed so."""
+        assert self.code == code, self.out
+        return self.err
+
+    @property
     def json(self) -> Any:
         return json.loads(self.out)
 

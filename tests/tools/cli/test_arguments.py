@@ -102,9 +102,7 @@ def test_both_forms_add_up() -> None:
     ],
 )
 def test_engines_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
-    ran = run("tail", *argv)
-    assert ran.code == 2
-    assert reason in ran.err
+    assert reason in run("tail", *argv).failed(2)
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def test_match_prints_every_rank_and_the_best(engine: FakeEngine, prompt: str, r
     engine.serve(PROMPT)
     with FakeEngine("sglang-0", dialect="sglang-0.5.18") as other:
         other.serve(PROMPT[:40])
-        ran = run("match", prompt, *at(other, "sglang-0"), *at(engine))
-    assert ran.code == 0
-    header, best, second, verdict = ran.out.splitlines()
+        header, best, second, verdict = run(
+            "match", prompt, *at(other, "sglang-0"), *at(engine)
+        ).ok.splitlines()
     assert header.split() == ["rank", "tokens", "blocks", "on", "state", "complete"]
     assert best.split() == ["vllm-0/0", "96", "6", "6", "GPU", "live", "yes"]
     assert second.split()[:3] == ["sglang-0/0", "32", "2"]
@@ -151,9 +151,7 @@ def test_match_leaves_out_ranks_that_are_not_live(
 
 def test_match_refuses_tokens_of_no_engine(engine: FakeEngine, tmp_path: Path, run: Run) -> None:
     (tmp_path / "large").write_text(f"[{2**70}]")
-    ran = run("match", tmp_path / "large", *at(engine))
-    assert ran.code == 2
-    assert "kvindex match: " in ran.err
+    assert "kvindex match: " in run("match", tmp_path / "large", *at(engine)).failed(2)
 
 
 # record ----------------------------------------------------------------------------------------
@@ -205,9 +203,7 @@ def test_a_recording_is_never_overwritten(engine: FakeEngine, tmp_path: Path, ru
     path = tmp_path / "kept.frames"
     path.write_text("precious")
     argv = ("record", path, "--seconds", 0.1, *at(engine))
-    ran = run(*argv)
-    assert ran.code == 2
-    assert "exists" in ran.err
+    assert "exists" in run(*argv).failed(2)
     assert path.read_text() == "precious"
     assert run(*argv, "--force").code == 0
     assert path.read_bytes() == b""

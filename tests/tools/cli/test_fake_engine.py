@@ -72,9 +72,7 @@ def test_a_fake_engine_ends_by_itself_and_serves_the_same_for_a_seed(run: Run) -
     argv = ["fake-engine", *ANY_PORTS, "--dp-size", 1, "--name", "engine", "--rate", 0.1]
     ends = []
     for seed in (1, 1, 2):
-        ran = run(*argv, "--seconds", 0.5, "--seed", seed)
-        assert ran.code == 0
-        first, *_, last = ran.out.splitlines()
+        first, *_, last = run(*argv, "--seconds", 0.5, "--seed", seed).ok.splitlines()
         assert first.startswith("engine/0: events at tcp://127.0.0.1:")
         ends.append(last)
     assert ends[0].startswith("2 requests, 0% of their tokens cached; blocks held: ")
@@ -114,9 +112,7 @@ def test_a_bad_rate_names_its_unit(rate: str, run: Run) -> None:
 
 
 def test_a_fake_engine_whose_port_is_taken_exits_2(run: Run, engine: FakeEngine) -> None:
-    ran = run("fake-engine", "--endpoint", engine.endpoint)
-    assert ran.code == 2
-    assert "kvindex fake-engine: " in ran.err
+    assert "kvindex fake-engine: " in run("fake-engine", "--endpoint", engine.endpoint).failed(2)
 
 
 # demo ------------------------------------------------------------------------------------------

@@ -149,9 +149,7 @@ def test_a_state_that_cannot_be_saved_is_reported(
 
 def test_a_path_that_is_taken_is_refused(path: str, run: Run) -> None:
     with FanOut((), path):
-        ran = run("fanout", path, *NOBODY)
-    assert ran.code == 2
-    assert "living server" in ran.err
+        assert "living server" in run("fanout", path, *NOBODY).failed(2)
 
 
 # What a running one reports ----------------------------------------------------------------------

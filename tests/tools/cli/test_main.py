@@ -52,9 +52,7 @@ def test_the_help_lists_every_command(run: Run) -> None:
 
 @pytest.mark.parametrize("argv", [[], ["serve-tea"], ["demo", "--seconds", "0"], ["match"]])
 def test_arguments_that_cannot_be_parsed_exit_2(argv: list[str], run: Run) -> None:
-    ran = run(*argv)
-    assert ran.code == 2
-    assert "usage: kvindex" in ran.err
+    assert "usage: kvindex" in run(*argv).failed(2)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +186,7 @@ def test_colours_are_for_terminals_that_want_them(
 
 
 def test_the_version_names_the_index_that_runs(run: Run) -> None:
-    ran = run("--version")
-    assert ran.code == 0
-    assert ran.out.startswith(f"kvindex {__version__}, {BACKEND} index")
+    assert run("--version").ok.startswith(f"kvindex {__version__}, {BACKEND} index")
 
 
 def test_the_version_explains_a_fallback_to_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,9 +203,7 @@ def test_several_files_are_several_ranks(tmp_path: Path, report: Any) -> None:
 
 
 def test_the_table_shows_what_was_noted(recording: Recording, run: Run) -> None:
-    ran = run("replay", recording.add(0, 0, 3).saved())
-    assert ran.code == 0
-    header, line = ran.out.splitlines()
+    header, line = run("replay", recording.add(0, 0, 3).saved()).ok.splitlines()
     assert header.split()[:5] == ["rank", "blocks", "orphans", "last", "seq"]
     assert header.split()[5:] == ["applied", "complete", "noted"]
     assert line.split("  ", 1)[0] == "vllm-0/0"
@@ -256,17 +254,13 @@ def test_a_file_of_another_kind_exits_1_at_its_byte(
 
 @pytest.mark.parametrize(("name", "reason"), [("", "directory"), ("x.frames", "x.frames")])
 def test_a_path_that_is_no_file_exits_2(name: str, reason: str, tmp_path: Path, run: Run) -> None:
-    ran = run("replay", tmp_path / name)
-    assert ran.code == 2
-    assert reason in ran.err
+    assert reason in run("replay", tmp_path / name).failed(2)
 
 
 def test_two_files_of_one_name_exit_2(tmp_path: Path, run: Run) -> None:
     (tmp_path / "other").mkdir()
     paths = [Recording(p / "a.frames").add(0).saved() for p in (tmp_path, tmp_path / "other")]
-    ran = run("replay", *paths)
-    assert ran.code == 2
-    assert "both be the worker 'a'" in ran.err
+    assert "both be the worker 'a'" in run("replay", *paths).failed(2)
 
 
 @pytest.mark.parametrize("name", ["vllm-0.9.2", "vllm-0.33.0-bytes", "sglang-0.5.23"])

@@ -147,9 +147,7 @@ def test_the_routers_tokens_are_compared(
     ],
 )
 def test_arguments_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
-    ran = run("doctor", *argv)
-    assert ran.code == 2
-    assert reason in ran.err
+    assert reason in run("doctor", *argv).failed(2)
 
 
 def test_names_from_the_network_cannot_steer_a_terminal(run: Run) -> None:
