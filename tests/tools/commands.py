@@ -23,22 +23,10 @@ NOBODY = ("--worker", "a=tcp://127.0.0.1:1")
 
 
 class Ran(NamedTuple):
-    """A command that has ended in this process."""
+    """What a command printed that has ended."""
 
-    code: object
     out: str
     err: str
-
-    @property
-    def ok(self) -> str:
-        """What a command printed that succeeded."""
-        assert self.code == 0, self.err
-        return self.out
-
-    def failed(self, code: int) -> str:
-        """What a command printed on stderr that failed so."""
-        assert self.code == code, self.out
-        return self.err
 
     @property
     def json(self) -> Any:
@@ -46,7 +34,7 @@ class Ran(NamedTuple):
 
 
 Run = Callable[..., Ran]
-"""Runs a command with these arguments: the fixture `run`."""
+"""The fixture `run`: runs a command, which must exit with `code`, 0 by default."""
 
 
 def at(source: FakeEngine | FaultyLink, name: str = "vllm-0") -> tuple[str, str]:
@@ -85,7 +73,7 @@ class Running:
         out, err = self.process.communicate(timeout=PATIENCE)
         assert "Traceback" not in err
         assert self.process.returncode == code, err
-        return Ran(code, out, err)
+        return Ran(out, err)
 
 
 def output_of(*argv: str, code: Sequence[str] = ("-m", "kvindex"), stdin: str = "") -> str:

@@ -13,15 +13,16 @@ from tests.tools.commands import Ran, Run
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process."""
+    """Run a command in this process, which must exit with this code."""
 
-    def run(*argv: object) -> Ran:
-        code: object
+    def run(*argv: object, code: int = 0) -> Ran:
         try:
-            code = main([str(argument) for argument in argv])
-        except SystemExit as ended:
-            code = ended.code
-        return Ran(code, *capsys.readouterr())
+            ended: object = main([str(argument) for argument in argv])
+        except SystemExit as error:
+            ended = error.code
+        ran = Ran(*capsys.readouterr())
+        assert ended == code, ran
+        return ran
 
     return run
 

@@ -102,7 +102,7 @@ def test_both_forms_add_up() -> None:
     ],
 )
 def test_engines_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
-    assert reason in run("tail", *argv).failed(2)
+    assert reason in run("tail", *argv, code=2).err
 
 
 @pytest.mark.parametrize(
@@ -219,5 +219,5 @@ def test_cache_settings_are_given_to_each_worker() -> None:
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "frames"]], ids=" ".join)
 def test_commands_that_do_not_match_have_no_cache_settings(command: list[str], run: Run) -> None:
-    ran = run(*command, "--endpoint", "tcp://h:1", "--eagle")
+    ran = run(*command, "--endpoint", "tcp://h:1", "--eagle", code=2)
     assert "unrecognized arguments: --eagle" in ran.err

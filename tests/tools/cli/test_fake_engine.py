@@ -72,7 +72,7 @@ def test_a_fake_engine_ends_by_itself_and_serves_the_same_for_a_seed(run: Run) -
     argv = ["fake-engine", *ANY_PORTS, "--dp-size", 1, "--name", "engine", "--rate", 0.1]
     ends = []
     for seed in (1, 1, 2):
-        first, *_, last = run(*argv, "--seconds", 0.5, "--seed", seed).ok.splitlines()
+        first, *_, last = run(*argv, "--seconds", 0.5, "--seed", seed).out.splitlines()
         assert first.startswith("engine/0: events at tcp://127.0.0.1:")
         ends.append(last)
     assert ends[0].startswith("2 requests, 0% of their tokens cached; blocks held: ")
@@ -108,19 +108,18 @@ def test_fake_engines_serve_one_model_whatever_their_names() -> None:
 @pytest.mark.parametrize("rate", ["-1", "x", "inf", "nan"])
 def test_a_bad_rate_names_its_unit(rate: str, run: Run) -> None:
     wrong = "is not a number of requests per second, from 0"
-    assert wrong in run("fake-engine", f"--rate={rate}").err
+    assert wrong in run("fake-engine", f"--rate={rate}", code=2).err
 
 
 def test_a_fake_engine_whose_port_is_taken_exits_2(run: Run, engine: FakeEngine) -> None:
-    assert "kvindex fake-engine: " in run("fake-engine", "--endpoint", engine.endpoint).failed(2)
+    assert "kvindex fake-engine: " in run("fake-engine", "--endpoint", engine.endpoint, code=2).err
 
 
 # demo ------------------------------------------------------------------------------------------
 
 
 def test_the_demo_repairs_all_and_shows_what_a_router_gains(run: Run) -> None:
-    code, out, _ = run("demo", "--seconds", 2, "--seed", 5)
-    assert code == 0
+    out = run("demo", "--seconds", 2, "--seed", 5).out
     assert out.startswith(f"kvindex {kvindex.__version__}, {kvindex.BACKEND} index\n")
     for line in (
         "sglang-0/1: the engine is restarted",
@@ -140,8 +139,7 @@ def test_the_demo_repairs_all_and_shows_what_a_router_gains(run: Run) -> None:
 
 def test_the_demo_fails_when_an_index_differs(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(FakeEngine, "truth", lambda self: {(1, "GPU", None): 1})
-    code, out, _ = run("demo", "--seconds", 0.2)
-    assert code == 1
+    out = run("demo", "--seconds", 0.2, code=1).out
     assert out.count("DIFFERENT") == 4
     assert "NOT equal" in out
 

@@ -89,7 +89,7 @@ def test_signal_handlers_are_restored(path: str, run: Run, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FanOut, "wait", wait)
-    assert run("fanout", path, *NOBODY).code == 0
+    run("fanout", path, *NOBODY)
     assert [signal.getsignal(number) for number in signals] == before
 
 
@@ -110,8 +110,7 @@ def test_a_state_that_cannot_be_written_is_refused(
     state: str, path: str, tmp_path: Path, run: Run
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
-    ran = run("fanout", path, *NOBODY, "--state", tmp_path / state)
-    assert ran.code == 2
+    ran = run("fanout", path, *NOBODY, "--state", tmp_path / state, code=2)
     assert ran.err.startswith(f"kvindex fanout: --state {tmp_path / state}: ")
     assert ran.err.count("\n") == 1
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
@@ -121,8 +120,7 @@ def test_a_state_that_cannot_be_written_is_refused(
 def test_a_damaged_state_is_named_with_what_to_do(path: str, tmp_path: Path, run: Run) -> None:
     state = tmp_path / "state"
     state.write_bytes(b"junk" * 20)
-    ran = run("fanout", path, *NOBODY, "--state", state)
-    assert ran.code == 1
+    ran = run("fanout", path, *NOBODY, "--state", state, code=1)
     assert f"--state {state}: " in ran.err
     assert ran.err.count(str(state)) == 1
     assert "this is no snapshot" in ran.err
@@ -141,15 +139,14 @@ def test_a_state_that_cannot_be_saved_is_reported(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FanOut, "wait", wait)
-    ran = run("fanout", path, *NOBODY, "--state", folder / "state")
-    assert ran.code == 1
+    ran = run("fanout", path, *NOBODY, "--state", folder / "state", code=1)
     assert ran.json["replicas"] == 0
     assert f"--state {folder / 'state'}: it could not be written" in ran.err
 
 
 def test_a_path_that_is_taken_is_refused(path: str, run: Run) -> None:
     with FanOut((), path):
-        assert "living server" in run("fanout", path, *NOBODY).failed(2)
+        assert "living server" in run("fanout", path, *NOBODY, code=2).err
 
 
 # What a running one reports ----------------------------------------------------------------------
@@ -208,7 +205,6 @@ def test_any_process_can_ask_for_the_ranks_states(path: str, run: Run) -> None:
         caught_up(fanout.client, engine)
         with join(path, PATIENCE):
             ran = run("status", path, "--require-live")
-            assert ran.code == 0
             header, rank, joined = ran.out.splitlines()
             assert header.split()[-2:] == ["idle", "s"]
             assert rank.split()[:8] == ["a/0", "live", "yes", "0", "0", "0", "0", "4"]
@@ -217,16 +213,15 @@ def test_any_process_can_ask_for_the_ranks_states(path: str, run: Run) -> None:
             assert report["ranks"]["a/0"]["index"] == fanout.report()["ranks"]["a/0"]["index"]
             assert (report["replicas"], report["joining"], report["turned_away"]) == (1, 0, {})
         fanout.client.add(Worker("b", "tcp://127.0.0.1:1"))
-        ran = run("status", path, "--require-live")
-        assert ran.code == 3
+        ran = run("status", path, "--require-live", code=3)
         assert "b/0: " in ran.out
         assert run("status", path, "--json").json["ranks"]["b/0"]["state"] == "connecting"
 
 
 def test_where_nobody_answers_the_path_and_the_reason_are_reported(path: str, run: Run) -> None:
     nobody = f"kvindex status: no fan-out server answers at {path}: "
-    assert run("status", path) == (1, "", f"{nobody}No such file or directory\n")
+    assert run("status", path, code=1).err == f"{nobody}No such file or directory\n"
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(path)
         mute.listen()
-        assert run("status", path, "--wait", 0.1) == (1, "", f"{nobody}timed out\n")
+        assert run("status", path, "--wait", 0.1, code=1).err == f"{nobody}timed out\n"

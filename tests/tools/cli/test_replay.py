@@ -203,7 +203,7 @@ def test_several_files_are_several_ranks(tmp_path: Path, report: Any) -> None:
 
 
 def test_the_table_shows_what_was_noted(recording: Recording, run: Run) -> None:
-    header, line = run("replay", recording.add(0, 0, 3).saved()).ok.splitlines()
+    header, line = run("replay", recording.add(0, 0, 3).saved()).out.splitlines()
     assert header.split()[:5] == ["rank", "blocks", "orphans", "last", "seq"]
     assert header.split()[5:] == ["applied", "complete", "noted"]
     assert line.split("  ", 1)[0] == "vllm-0/0"
@@ -233,8 +233,7 @@ def test_a_cut_off_file_exits_1_with_the_byte_and_its_part(recording: Recording,
     path = Path(recording.add(0, 1).saved())
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
-    ran = run("replay", "--json", path)
-    assert ran.code == 1
+    ran = run("replay", "--json", path, code=1)
     assert f"byte {len(whole) - 3}" in ran.err
     assert blocks(ran.json) == [0]
     assert "cut off" in ran.json["files"][0]["error"]
@@ -246,21 +245,21 @@ def test_a_file_of_another_kind_exits_1_at_its_byte(
 ) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello")
-    ran = run("replay", *argv, path)
-    assert (ran.code, ran.out) == (1, "")
+    ran = run("replay", *argv, path, code=1)
+    assert ran.out == ""
     assert ran.err.startswith(f"kvindex replay: {path}: ")
     assert "recording, byte 1" in ran.err
 
 
 @pytest.mark.parametrize(("name", "reason"), [("", "directory"), ("x.frames", "x.frames")])
 def test_a_path_that_is_no_file_exits_2(name: str, reason: str, tmp_path: Path, run: Run) -> None:
-    assert reason in run("replay", tmp_path / name).failed(2)
+    assert reason in run("replay", tmp_path / name, code=2).err
 
 
 def test_two_files_of_one_name_exit_2(tmp_path: Path, run: Run) -> None:
     (tmp_path / "other").mkdir()
     paths = [Recording(p / "a.frames").add(0).saved() for p in (tmp_path, tmp_path / "other")]
-    assert "both be the worker 'a'" in run("replay", *paths).failed(2)
+    assert "both be the worker 'a'" in run("replay", *paths, code=2).err
 
 
 @pytest.mark.parametrize("name", ["vllm-0.9.2", "vllm-0.33.0-bytes", "sglang-0.5.23"])

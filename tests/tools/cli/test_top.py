@@ -85,7 +85,7 @@ def test_names_and_reasons_cannot_steer_the_terminal() -> None:
 
 @pytest.mark.parametrize("argv", [[], ["http://h:1", "--worker", "a=tcp://h:1"]])
 def test_either_a_service_or_engines_are_named(argv: list[str], run: Run) -> None:
-    assert "by its URL, or engines" in run("top", *argv).failed(2)
+    assert "by its URL, or engines" in run("top", *argv, code=2).err
 
 
 def test_a_reason_that_many_ranks_have_is_one_line_and_engines_that_were_not_found_are_named() -> (

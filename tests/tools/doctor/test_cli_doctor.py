@@ -16,7 +16,7 @@ from tests.tools.doctor.doctored import briefly
 
 pytestmark = pytest.mark.e2e
 
-Examined = Callable[..., tuple[object, Any]]
+Examined = Callable[..., Any]
 
 
 @pytest.fixture
@@ -33,40 +33,32 @@ def server(engine: FakeEngine) -> Iterator[HttpEngine]:
 
 @pytest.fixture
 def examined(run: Run) -> Examined:
-    """The exit code and the report of an examination."""
-
-    def examined(*argv: object) -> tuple[object, Any]:
-        ran = run("doctor", "--json", "--seconds", 0.05, *argv)
-        return ran.code, ran.json
-
-    return examined
+    """The report of an examination, which ends with this exit code."""
+    return lambda *argv, code=0: run("doctor", "--json", "--seconds", 0.05, *argv, code=code).json
 
 
 def test_a_target_has_every_form(
     engine: FakeEngine, server: HttpEngine, examined: Examined
 ) -> None:
     worker = at(engine, "a")[1]
-    code, report = examined("--passive", server.url, worker)
-    assert code == report["exit_code"] == 0
+    report = examined("--passive", server.url, worker)
+    assert report["exit_code"] == 0
     assert [target["name"] for target in report["targets"]] == [server.url[7:], "a"]
     assert report["targets"][1]["ranks"] == {"0": engine.endpoint}
 
-    code, report = examined(engine.endpoint)
-    assert code == 1
+    report = examined(engine.endpoint, code=1)
     assert [finding["id"] for finding in report["findings"]] == ["replay-missing"]
     assert report["targets"][0]["name"] == engine.endpoint.removeprefix("tcp://")
 
-    code, report = examined(worker, "--engine", server.url, "--seconds", "10")
-    assert code == 0
+    report = examined(worker, "--engine", server.url, "--seconds", "10")
     assert [target["name"] for target in report["targets"]] == ["a"]
     assert report["targets"][0]["test"]["outcome"] == "all-well"
-    assert examined("--engine", server.url, "--seconds", "10")[0] == 0
+    examined("--engine", server.url, "--seconds", "10")
 
 
 def test_findings_are_printed_with_evidence_and_remedy(engine: FakeEngine, run: Run) -> None:
     with HttpEngine(engine, options=HttpOptions(reads_cache=False)) as server:
-        ran = run("doctor", server.url)
-    assert ran.code == 1
+        ran = run("doctor", server.url, code=1)
     first, seen, remedy, more, last = ran.out.splitlines()
     assert first.startswith("ERROR 127.0.0.1:")
     assert first.endswith("[engine-never-hits]")
@@ -81,8 +73,7 @@ def test_what_the_headline_says_is_not_printed_once_more(
 ) -> None:
     briefly(monkeypatch, ports, "_who_dials")
     worker = f"{at(engine, 'a')[1]},dp=2"
-    ran = run("doctor", "--passive", worker, "--engine", server.url)
-    assert ran.code == 1
+    ran = run("doctor", "--passive", worker, "--engine", server.url, code=1)
     first, *rest = ran.out.splitlines()
     assert "the engine has the ranks [0], you gave [0, 1]" in first
     assert not [line for line in rest if "[0, 1]" in line]
@@ -93,8 +84,7 @@ def test_no_remedy_sends_back_to_the_reason() -> None:
 
 
 def test_an_engine_that_is_away_ends_with_2(examined: Examined) -> None:
-    code, report = examined("http://127.0.0.1:1")
-    assert code == report["exit_code"] == 2
+    assert examined("http://127.0.0.1:1", code=2)["exit_code"] == 2
 
 
 def test_an_api_key_comes_from_the_environment_or_a_file(
@@ -103,11 +93,11 @@ def test_an_api_key_comes_from_the_environment_or_a_file(
     (tmp_path / "key").write_text("k\n")
     with HttpEngine(engine, options=HttpOptions(api_key="k")) as server:
         argv = ("doctor", "--passive", "--seconds", 0.05, server.url)
-        assert run(*argv).code == 2
-        assert run(*argv, "--api-key-file", tmp_path / "key").code == 0
-        assert run(*argv, "--api-key-file", tmp_path / "nothing").code == 2
+        run(*argv, code=2)
+        run(*argv, "--api-key-file", tmp_path / "key")
+        run(*argv, "--api-key-file", tmp_path / "nothing", code=2)
         monkeypatch.setenv("KVINDEX_API_KEY", "k")
-        assert run(*argv).code == 0
+        run(*argv)
 
 
 @pytest.mark.parametrize("form", ["text", "tokens", "request"])
@@ -119,8 +109,8 @@ def test_a_prompt_is_read_from_a_file_in_every_form(
     engine.serve(tokens)
     held = {"text": text, "tokens": json.dumps(tokens), "request": json.dumps({"prompt": text})}
     (tmp_path / "prompt").write_text(held[form])
-    code, report = examined("--passive", server.url, "--prompt", f"@{tmp_path / 'prompt'}")
-    assert (code, report["findings"]) == (0, [])
+    report = examined("--passive", server.url, "--prompt", f"@{tmp_path / 'prompt'}")
+    assert report["findings"] == []
     assert "24 of 26 tokens" in report["notes"][0]
 
 
@@ -129,8 +119,7 @@ def test_the_routers_tokens_are_compared(
 ) -> None:
     (tmp_path / "ids.json").write_text("[1, 2, 3, 4, 5, 6]")
     argv = ("--passive", server.url, "--prompt", "ships", "--tokens", str(tmp_path / "ids.json"))
-    code, report = examined(*argv)
-    assert code == 1
+    report = examined(*argv, code=1)
     assert report["findings"][0]["id"] == "tokens-differ"
     assert report["findings"][0]["evidence"]["position"] == 0
 
@@ -147,12 +136,11 @@ def test_the_routers_tokens_are_compared(
     ],
 )
 def test_arguments_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
-    assert reason in run("doctor", *argv).failed(2)
+    assert reason in run("doctor", *argv, code=2).err
 
 
 def test_names_from_the_network_cannot_steer_a_terminal(run: Run) -> None:
     with FakeEngine(topic="kv@pod@\x1b[2Jm") as engine, HttpEngine(engine) as server:
-        ran = run("doctor", at(engine)[1], "--engine", server.url)
-    assert ran.code == 1
+        ran = run("doctor", at(engine)[1], "--engine", server.url, code=1)
     assert "topic-names-another" in ran.out
     assert "\x1b" not in ran.out
