@@ -90,8 +90,7 @@ def test_tokens_can_be_left_out(recordings: list[str], run: Run) -> None:
 def test_a_cut_off_recording_is_reported_as_far_as_it_goes(recordings: list[str], run: Run) -> None:
     whole = Path(recordings[0]).read_bytes()
     Path(recordings[0]).write_bytes(whole[:-5])
-    ran = run("audit", "--json", *recordings, code=1)
-    assert ran.json["tokens"]["computed"] > 0
+    assert run("audit", "--json", *recordings, code=1).json["tokens"]["computed"] > 0
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,7 @@ def test_match_keeps_loras_and_salts_apart(engine: FakeEngine, prompt: str, run:
         "vllm-0/0: 0 of 100 tokens: asked with no LoRA; with LoRA 'french' and a salt (or other "
         "extra keys of the first block) it would be 96"
     )
-    ran = run(*argv, "--explain", "--json", code=1)
-    explained = ran.json["explanation"]["vllm-0/0"]
+    explained = run(*argv, "--explain", "--json", code=1).json["explanation"]["vllm-0/0"]
     assert (explained["ending"], explained["match"]["state"]) == ("prompts", "live")
 
 
@@ -225,8 +224,7 @@ def test_a_failed_recording_names_why(
 ) -> None:
     code, reason, argv = RECORD_FAILS[case]
     argv = [argument.format(live=engine.endpoint) for argument in argv]
-    ran = run("record", tmp_path / "x", "--seconds", 0.1, *argv, code=code)
-    assert reason in ran.err
+    assert reason in run("record", tmp_path / "x", "--seconds", 0.1, *argv, code=code).err
 
 
 def test_a_recording_without_a_directory_exits_2(tmp_path: Path, run: Run) -> None:

@@ -213,8 +213,7 @@ def test_any_process_can_ask_for_the_ranks_states(path: str, run: Run) -> None:
             assert report["ranks"]["a/0"]["index"] == fanout.report()["ranks"]["a/0"]["index"]
             assert (report["replicas"], report["joining"], report["turned_away"]) == (1, 0, {})
         fanout.client.add(Worker("b", "tcp://127.0.0.1:1"))
-        ran = run("status", path, "--require-live", code=3)
-        assert "b/0: " in ran.out
+        assert "b/0: " in run("status", path, "--require-live", code=3).out
         assert run("status", path, "--json").json["ranks"]["b/0"]["state"] == "connecting"
 
 

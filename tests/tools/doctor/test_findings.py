@@ -100,5 +100,4 @@ def test_what_is_wrong_with_one_rank_explains_nothing_of_another() -> None:
     ],
 )
 def test_the_exit_code_is_clean_found_or_not_seen(kinds: list[str], code: int) -> None:
-    report = Report(targets=(), findings=tuple(map(any_of, kinds)))
-    assert report.exit_code == code
+    assert Report(targets=(), findings=tuple(map(any_of, kinds))).exit_code == code

@@ -24,6 +24,7 @@ from tests.tools.doctor.doctored import (
     LIVE,
     NEVER_LIVE,
     briefly,
+    finds,
     ids,
     look_at,
     port_of,
@@ -131,15 +132,13 @@ def test_a_tls_server_is_recognized_by_its_handshake(tmp_path: Path) -> None:
 def test_a_port_where_nobody_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, ports, "_who_dials")
     with unused() as endpoint:
-        report = look_at(Worker("a", endpoint))
-        assert ids(report) == ["publisher-refused", "replay-missing"]
+        report = finds(["publisher-refused", "replay-missing"], Worker("a", endpoint))
         assert report.exit_code == 1
 
 
 def test_a_publisher_that_connects_is_caught_by_listening_there() -> None:
     with unused() as endpoint, ZmqEventPublisher(0, endpoint, None):
-        report = look_at(Worker("a", endpoint), limits=LIVE)
-        assert ids(report) == ["publisher-connects", "replay-missing"]
+        report = finds(["publisher-connects", "replay-missing"], Worker("a", endpoint), limits=LIVE)
         assert the(report, "publisher-connects").evidence["socket_type"] == "PUB"
 
 
@@ -155,8 +154,7 @@ def test_a_subscriber_that_dials_a_dead_port_is_no_engine(monkeypatch: pytest.Mo
     monkeypatch.setattr(ports, "greet", greet_last)
     monkeypatch.setattr(ports, "time", SimpleNamespace(monotonic=clock))
     with unused() as endpoint, connect([Worker("other", endpoint)]):
-        report = look_at(Worker("a", endpoint))
-        assert ids(report) == ["subscriber-dials", "replay-missing"]
+        report = finds(["subscriber-dials", "replay-missing"], Worker("a", endpoint))
         assert the(report, "subscriber-dials").evidence["socket_type"] == "SUB"
 
 
@@ -202,8 +200,7 @@ def test_another_server_at_the_port_is_named(monkeypatch: pytest.MonkeyPatch) ->
             return zmtp_greet(connection, BRIEFLY if waits_for_a_request else timeout)
 
         monkeypatch.setattr(zmtp, "greet", greet)
-        report = look_at(Worker("a", endpoint, replay=engine.replay_endpoint))
-        assert ids(report) == ["port-not-zmq"]
+        report = finds(["port-not-zmq"], Worker("a", endpoint, replay=engine.replay_endpoint))
         assert the(report, "port-not-zmq").evidence["protocol"] == "an HTTP server"
 
 
@@ -221,8 +218,7 @@ def test_a_silent_port_is_found() -> None:
 def test_a_publisher_that_demands_a_key_is_found() -> None:
     server = Curve.generate()
     with ZmqEventPublisher(0, "tcp://*:0", None, curve=server) as publisher:
-        report = look_at(Worker("a", publisher.endpoint))
-        assert ids(report) == ["port-encrypted", "replay-missing"]
+        assert ids(look_at(Worker("a", publisher.endpoint))) == ["port-encrypted", "replay-missing"]
         right = Worker("a", publisher.endpoint, curve=Curve.generate(server.public_key))
         assert ids(look_at(right, limits=LIVE)) == ["replay-missing"]
         other = Curve.generate(Curve.generate().public_key)
@@ -259,15 +255,13 @@ def test_a_replay_endpoint_that_is_missing_is_pointed_out() -> None:
 
 def test_a_replay_port_where_nobody_listens_is_found() -> None:
     with FakeEngine() as engine, unused() as endpoint:
-        report = look_at(Worker("a", engine.endpoint, replay=endpoint))
-        assert "replay-refused" in ids(report)
+        assert "replay-refused" in ids(look_at(Worker("a", engine.endpoint, replay=endpoint)))
 
 
 def test_a_replay_port_that_never_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, ports, "_replays")
     with FakeEngine() as engine, bound(zmq.ROUTER) as endpoint:
-        report = look_at(Worker("a", engine.endpoint, replay=endpoint))
-        assert "replay-silent" in ids(report)
+        assert "replay-silent" in ids(look_at(Worker("a", engine.endpoint, replay=endpoint)))
 
 
 def test_a_healthy_publisher_gives_no_findings() -> None:

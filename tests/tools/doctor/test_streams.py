@@ -43,6 +43,7 @@ from tests.tools.doctor.doctored import (
     HEARING,
     LIVE,
     PATIENT,
+    finds,
     ids,
     look_at,
     port_of,
@@ -166,8 +167,7 @@ def test_an_engine_that_ignores_the_asked_rank_is_found(dialect: str, keeps: boo
 
 def test_a_model_that_is_not_served_is_reported() -> None:
     with FakeEngine() as engine, HttpEngine(engine) as server:
-        report = look_at(server.url, model="nope", limits=PATIENT)
-        assert ids(report) == ["completion-failed"]
+        report = finds(["completion-failed"], server.url, model="nope", limits=PATIENT)
         assert "nope" in the(report, "completion-failed").what
 
 
@@ -403,6 +403,5 @@ def test_prompts_that_part_at_one_place_are_counted() -> None:
         for number in range(30):
             engine.serve([*range(100, 108), number, *range(200, 240)])
         report = look_at(worker_of(engine), limits=LIVE)
-        seen = the(report, "prompts-diverge").evidence
-        assert seen == {"prompts": 30, "all": 30, "tokens": 8}
+        assert the(report, "prompts-diverge").evidence == {"prompts": 30, "all": 30, "tokens": 8}
         assert report.exit_code == 0
