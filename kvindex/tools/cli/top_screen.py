@@ -269,7 +269,7 @@ def show(
             ready, _, _ = select.select([news.fileno(), *keyboard], [], [], every)
             for descriptor in set(keyboard).intersection(ready):
                 typed = os.read(descriptor, 64).decode(errors="ignore")
-                for key in _pressed(typed):
+                for key in [_SEQUENCES[typed]] if typed in _SEQUENCES else typed:
                     view.press(key)
                 if not typed:
                     keyboard.clear()  # the terminal has gone
@@ -291,8 +291,3 @@ def _keyboard() -> Iterator[list[int]]:
         yield [descriptor]
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _pressed(typed: str) -> list[str]:
-    """Return the keys behind what a terminal sends at once."""
-    return [_SEQUENCES[typed]] if typed in _SEQUENCES else list(typed)

@@ -83,18 +83,17 @@ def check_serving(case: Case, before: float | None) -> None:
 
 def check_hashes(cases: Iterable[Case]) -> None:
     """Note the same tokens under different hashes: what consumers of hashes trip over."""
-    hashes: dict[int, dict[BlockHash, list[str]]] = defaultdict(lambda: defaultdict(list))
-    known = [case for case in cases if case.listener is not None]
-    for case in known:
-        assert case.listener is not None
-        for rank in case.listener.received:
-            for tokens, block_hash in case.listener.first(rank).first_hashes.items():
-                hashes[tokens][block_hash].append(f"{case.name}/{rank}")
+    hashes: dict[int, dict[BlockHash, tuple[str, Case]]] = defaultdict(dict)
+    for case in cases:
+        if (listener := case.listener) is None:
+            continue
+        for rank in listener.received:
+            for tokens, block_hash in listener.first(rank).first_hashes.items():
+                hashes[tokens].setdefault(block_hash, (f"{case.name}/{rank}", case))
     for by_hash in hashes.values():
         if len(by_hash) > 1:
-            ranks = sorted(names[0] for names in by_hash.values())
-            case = next(case for case in known if ranks[0].startswith(f"{case.name}/"))
-            case.add("hash-seeds-differ", ranks=", ".join(ranks[:8]))
+            ranks = sorted(by_hash.values(), key=lambda named: named[0])
+            ranks[0][1].add("hash-seeds-differ", ranks=", ".join(name for name, _ in ranks[:8]))
             return  # one finding is enough
 
 
