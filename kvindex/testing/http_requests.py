@@ -31,11 +31,7 @@ _ID: Final = {name: 256 + number for number, name in enumerate(_SPECIAL)}
 
 
 class RequestError(Exception):
-    """A request that gets no answer but this one.
-
-    Attributes:
-        code: HTTP status.
-    """
+    """A request that gets no answer but this HTTP status."""
 
     def __init__(self, code: int, message: str) -> None:
         self.code = code
@@ -62,11 +58,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body.
-
-    Raises:
-        RequestError: it holds something else.
-    """
+    """Return the JSON object in a body, or raise RequestError."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -79,11 +71,7 @@ def read_body(body: bytes) -> dict[str, Any]:
 def completions(
     body: Mapping[str, Any], *, default_model: str, header_rank: str
 ) -> list[Completion]:
-    """Return the prompts of a body with `prompt` or `messages`.
-
-    Raises:
-        RequestError: there is none, or a field cannot be read.
-    """
+    """Return the prompts of a body with `prompt` or `messages`, or raise RequestError."""
     limit = body.get("max_completion_tokens", body.get("max_tokens", _DEFAULT_MAX_TOKENS))
     if not isinstance(limit, int) or limit < 0:
         raise RequestError(400, f"max_tokens is {limit!r}, not a number from 0")
@@ -108,11 +96,7 @@ def completions(
 
 
 def tokenized(body: Mapping[str, Any]) -> list[int]:
-    """Return the token ids that a body of `/tokenize` asks for.
-
-    Raises:
-        RequestError: there is neither one prompt nor a chat.
-    """
+    """Return the token ids that a body of `/tokenize` asks for, or raise RequestError."""
     lists = _token_lists(body)
     if len(lists) != 1:
         raise RequestError(400, f"/tokenize needs one prompt, not {len(lists)}")

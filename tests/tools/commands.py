@@ -76,10 +76,10 @@ class Running:
         return Ran(out, err)
 
 
-def output_of(*argv: str, code: Sequence[str] = ("-m", "kvindex"), stdin: str = "") -> str:
-    """Return what a command prints as a process of its own, after which it must exit with 0."""
+def output_of(*argv: str, stdin: str = "") -> str:
+    """Return what a command prints as a process of its own, which must exit with 0."""
     return subprocess.run(
-        [sys.executable, *code, *argv],
+        [sys.executable, "-m", "kvindex", *argv],
         input=stdin,
         capture_output=True,
         text=True,
