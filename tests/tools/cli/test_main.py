@@ -100,6 +100,7 @@ def test_a_table_aligns_numbers_right_and_words_left() -> None:
     lines = table(("rank", "n", "state"), [("a/0", 5, "live"), ("long/0", 123, "-")]).splitlines()
     assert lines == ["rank      n  state", "a/0       5  live", "long/0  123  -"]
     assert table(("rank", "n"), []) == "rank  n"
+    assert table(("a", "b", "c"), [(None, True, 0.25)]).splitlines()[1] == "-  yes  0.2"
 
 
 def test_json_names_ranks_and_writes_bytes_in_hex() -> None:
