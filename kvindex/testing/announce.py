@@ -13,7 +13,7 @@ __all__ = ["Announcer"]
 
 
 class Announcer:
-    """Collect events until they are taken."""
+    """Collect events until they are drained."""
 
     def __init__(self, block_size: int, options: CacheOptions) -> None:
         self._block_size = block_size
@@ -28,7 +28,7 @@ class Announcer:
         """Return how events name the group."""
         return group if self._vllm else None
 
-    def take(self) -> list[Event]:
+    def drain(self) -> list[Event]:
         """Return the events since the last call and forget them."""
         events, self._pending = self._pending, []
         return events

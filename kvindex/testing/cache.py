@@ -1,6 +1,6 @@
 """A paged prefix cache that works as an engine's does and reports every change as events.
 
-Nothing of it knows sockets. What it holds is known exactly (`truth`), so an index that is fed its
+It has no sockets. Its contents are known exactly (`truth`), so an index that is fed its
 events can be held against it.
 """
 
@@ -58,9 +58,9 @@ class Running:
 class PagedCache:
     """Serve prompts from physical blocks with prefix caching and LRU eviction.
 
-    Freed blocks join the tail of the free queue, the end of a prompt first, and stay hit-able
-    until they are taken from its head. A prompt is never hit as a whole: the engine needs its last
-    token computed, so a block-aligned prompt that comes again stores its last block a second time.
+    Freed blocks join the tail of the free queue, the end of a prompt first, and can be hit until
+    they leave its head. A prompt is never hit as a whole: the engine needs its last token computed,
+    so a block-aligned prompt that is sent again stores its last block a second time.
 
     Args:
         num_blocks: physical GPU blocks, shared by all groups.
@@ -155,7 +155,7 @@ class PagedCache:
         """Assert that the physical blocks add up.
 
         Raises:
-            InvariantError: they do not; the message says where.
+            InvariantError: they do not; the message names the place.
         """
         users = Counter(
             block
@@ -235,7 +235,7 @@ class PagedCache:
         """Forget everything cached; the event waits with the others for `take_events`.
 
         Args:
-            gpu_only: keep the CPU tier, though the event says that all is gone (vLLM's
+            gpu_only: keep the CPU tier, though the event reports that all is gone (vLLM's
                 `reset_prefix_cache`).
 
         Raises:
@@ -250,7 +250,7 @@ class PagedCache:
 
     def take_events(self) -> list[Event]:
         """Return the events since the last call, in causal order."""
-        return self._announcer.take()
+        return self._announcer.drain()
 
     # -- finding -----------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class PagedCache:
         evicted = self._pool.next_evicted()
         if evicted is not None and self._cpu and self.options.offload == "evict":
             self._offload(*evicted)
-        block, held = self._pool.take()
+        block, held = self._pool.allocate()
         if held is not None:
             self._announcer.removed(*held, self._announcer.gpu)
         return block

@@ -19,13 +19,7 @@ HashForm = Literal["u64", "i64", "bytes"]
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """The extra keys that a whole prompt's blocks cover besides tokens.
-
-    Attributes:
-        lora: LoRA adapter name.
-        salt: cache salt.
-        extra_keys: for each leading block, what else it covers (images, …), or None.
-    """
+    """The `PromptKeys` of a whole prompt, which its blocks' hashes cover besides tokens."""
 
     lora: str | None = None
     salt: str | None = None
@@ -35,14 +29,7 @@ class Namespace(msgspec.Struct, frozen=True):
 class Link(msgspec.Struct, frozen=True, eq=False):
     """One block of a prompt and, through `parent`, all blocks before it.
 
-    Attributes:
-        digest: SHA-256 over the parent's digest and everything below.
-        block_hash: the digest in the form that the wire carries.
-        parent: the block before; None for the first.
-        depth: how many blocks are before it.
-        token_ids: its own tokens.
-        lookahead: tokens after it that the hash covers.
-        namespace: of the prompt.
+    Its digest covers the parent's digest and all below; `block_hash` is its form on the wire.
     """
 
     digest: bytes
@@ -70,11 +57,8 @@ class Link(msgspec.Struct, frozen=True, eq=False):
 class Hasher:
     """Name blocks: chained SHA-256 from a root that differs for each seed.
 
-    Args:
-        block_size: tokens per block.
-        form: how hashes appear on the wire.
-        seed: makes hashes reproducible; None draws them anew, as restarted engines do.
-        lookahead: how many tokens after a block its hash covers.
+    Without a seed the root is drawn anew, as restarted engines do. The hash of a block covers
+    `lookahead` tokens after it, too.
     """
 
     def __init__(

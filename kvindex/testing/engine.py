@@ -62,7 +62,7 @@ class FakeEngine:
 
     Raises:
         ConfigurationError: a value that cannot work, or a cache whose events the dialect cannot
-            tell: tiers without medium, groups without group_idx.
+            express: tiers without medium, groups without group_idx.
 
     Thread safety: all methods.
 
@@ -228,7 +228,7 @@ class FakeEngine:
 
         Args:
             flush: publish that at once. Engines do not: it leaves with the next step's batch.
-            gpu_only: keep the CPU tier, though the event says that all is gone.
+            gpu_only: keep the CPU tier, though the event reports that all is gone.
         """
         with self._lock:
             self._check_open()
@@ -314,7 +314,7 @@ class FakeEngine:
     def _start(self) -> None:
         if self._outlet is not None:
             self._outlet.start()
-        if self.dialect.engine == "sglang":  # its cache's constructor resets, and says so
+        if self.dialect.engine == "sglang":  # its cache's constructor resets, and publishes that
             self._cache.clear()
             self.flush()
 
@@ -357,9 +357,9 @@ def _check(dialect: Dialect, options: CacheOptions, cpu_blocks: int) -> None:
         raise ConfigurationError(f"options are for {options.engine}, the dialect is {name}")
     if dialect.bigrams and options.lookahead != 1:
         raise ConfigurationError(f"{name} has bigrams: options.lookahead must be 1")
-    tells = ("lookahead_token_ids" in dialect.stored) or dialect.bigrams
-    if options.lookahead and not tells:
-        raise ConfigurationError(f"{name} cannot tell lookahead: use vllm-0.33.0 or -eagle")
+    expresses = ("lookahead_token_ids" in dialect.stored) or dialect.bigrams
+    if options.lookahead and not expresses:
+        raise ConfigurationError(f"{name} cannot express lookahead: use vllm-0.33.0 or -eagle")
     if cpu_blocks and "medium" not in dialect.removed:
         raise ConfigurationError(f"{name} has no medium on the wire: use cpu_blocks=0")
     if len(options.groups) > 1 and "group_idx" not in dialect.removed:

@@ -66,13 +66,10 @@ class _Held(msgspec.Struct, order=True):
 
 
 class Lane:
-    """Messages going one way: each that is pushed comes out now, later, twice, damaged or never.
+    """Messages going one way: each that is pushed leaves now, later, twice, damaged or never.
 
-    Args:
-        name: first part of the counters' names.
-        random: decides the faults.
-        counters: counts each fault by kind.
-        max_held: messages held back at most; beyond, the one due first goes early.
+    At most `max_held` messages are held back; beyond, the one due first goes early. Each fault is
+    counted, by its kind, under the lane's name.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class Lane:
         return self._out(out)
 
     def due(self, now: float) -> list[Frames]:
-        """Return the held messages whose time has come."""
+        """Return the held messages that are due."""
         out: list[Frames] = []
         while self._held and self._held[0].due <= now:
             out.append(heapq.heappop(self._held).frames)

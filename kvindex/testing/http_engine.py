@@ -23,15 +23,15 @@ _IDLE: Final = 30.0  # seconds that a connection may be silent
 
 
 class HttpEngine:
-    """Answer over HTTP for fake engines: completions, and what an engine says of itself.
+    """Answer over HTTP for fake engines: completions, and what an engine reports of itself.
 
     Every request is served by the cache of a rank, whose events are published as always. Routes:
 
     - `/v1/completions`, `/v1/chat/completions` (not streamed): `prompt` is text, token ids, or a
-      list of either. `usage.prompt_tokens_details.cached_tokens` tells what was hit.
+      list of either. `usage.prompt_tokens_details.cached_tokens` is what was hit.
       `cache_salt`, `model` (an adapter's name), the header `X-data-parallel-rank`,
       `prompt_logprobs` and `echo` with `logprobs` (which have the cache left unread) work as in
-      the engines. The ranks take turns.
+      the engines. The ranks serve in turn.
     - `/tokenize`, and with kind "vllm" and `HttpOptions.render` also `/v1/completions/render`,
       `/v1/chat/completions/render`.
       Tokens are bytes: id 97 is "a"; 256 begins every text; 257 to 262 are those of the chat
@@ -45,7 +45,7 @@ class HttpEngine:
         model: the model's name.
         host: where to listen.
         port: where to listen; 0 has the operating system choose.
-        options: what it says of itself, and its faults.
+        options: what it reports of itself, and its faults.
 
     Raises:
         ConfigurationError: no engine, two of one rank, or an address that cannot be used.

@@ -31,11 +31,7 @@ _ID: Final = {name: 256 + number for number, name in enumerate(_SPECIAL)}
 
 
 class RequestError(Exception):
-    """A request that gets no answer but this one.
-
-    Attributes:
-        code: HTTP status.
-    """
+    """A request that gets no answer but this HTTP status."""
 
     def __init__(self, code: int, message: str) -> None:
         self.code = code
@@ -46,10 +42,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request, and how it is to be served.
 
     Attributes:
-        token_ids: the prompt.
-        max_tokens: how many tokens to generate.
-        model: the model, or the LoRA adapter, that is asked.
-        salt: `cache_salt`.
         dp_rank: the rank that the request insists on.
         images: by the place of its placeholder, a digest of each image.
         reads_cache: False if the engine must compute the whole prompt (`prompt_logprobs`, `echo`
@@ -66,11 +58,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body.
-
-    Raises:
-        RequestError: it holds something else.
-    """
+    """Return the JSON object in a body, or raise RequestError."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -83,11 +71,7 @@ def read_body(body: bytes) -> dict[str, Any]:
 def completions(
     body: Mapping[str, Any], *, default_model: str, header_rank: str
 ) -> list[Completion]:
-    """Return the prompts of a body with `prompt` or `messages`.
-
-    Raises:
-        RequestError: there is none, or a field cannot be read.
-    """
+    """Return the prompts of a body with `prompt` or `messages`, or raise RequestError."""
     limit = body.get("max_completion_tokens", body.get("max_tokens", _DEFAULT_MAX_TOKENS))
     if not isinstance(limit, int) or limit < 0:
         raise RequestError(400, f"max_tokens is {limit!r}, not a number from 0")
@@ -112,14 +96,10 @@ def completions(
 
 
 def tokenized(body: Mapping[str, Any]) -> list[int]:
-    """Return the token ids that a body of `/tokenize` asks for.
-
-    Raises:
-        RequestError: there is neither one prompt nor a chat.
-    """
+    """Return the token ids that a body of `/tokenize` asks for, or raise RequestError."""
     lists = _token_lists(body)
     if len(lists) != 1:
-        raise RequestError(400, f"/tokenize takes one prompt, not {len(lists)}")
+        raise RequestError(400, f"/tokenize needs one prompt, not {len(lists)}")
     return lists[0]
 
 
@@ -168,10 +148,6 @@ def _rank(value: object) -> int:
 def text_tokens(text: str, *, begin: bool = True) -> list[int]:
     """Return a text's token ids: 256 (the beginning), then each byte of its UTF-8.
 
-    Args:
-        text: any text.
-        begin: False leaves out the beginning, as `add_special_tokens: false` does.
-
     Examples:
         >>> text_tokens("hi")
         [256, 104, 105]
@@ -183,10 +159,6 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -
     """Return a chat's token ids: each message between its role's token and the end's.
 
     An image is one placeholder token, whatever it shows.
-
-    Args:
-        messages: as in a request to `/v1/chat/completions`.
-        answer: whether the assistant's token follows, as `add_generation_prompt` has it.
 
     Raises:
         ConfigurationError: a message has no role that is known, or no content.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,19 +52,24 @@ class Routes:
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
+        self._options = service.options
         self._get: dict[str, Callable[[], Response]] = {
             "/health": lambda: Response(200, b""),
             "/v1/models": lambda: Response.of_json({"object": "list", "data": service.models()}),
         }
         self._post: dict[str, Callable[[Mapping[str, Any], str], Response]] = {
-            "/v1/completions": self._complete,
-            "/v1/chat/completions": self._chat,
-            "/tokenize": lambda body, _: self._tokenize(body),
+            "/v1/completions": partial(self._complete, False),
+            "/v1/chat/completions": partial(self._complete, True),
+            "/tokenize": self._tokenize,
         }
         if service.options.metrics:
             self._get["/metrics"] = self._metrics
         if service.kind == "vllm":
-            self._add_vllm()
+            self._get["/version"] = lambda: Response.of_json({"version": service.version})
+            if service.options.sources is not None:
+                self._get["/kv_event_sources"] = self._sources
+            self._post["/v1/completions/render"] = partial(self._render, False)
+            self._post["/v1/chat/completions/render"] = partial(self._render, True)
         else:
             self._get["/server_info"] = lambda: Response.of_json(service.server_info())
             self._get["/get_server_info"] = self._get["/server_info"]
@@ -82,74 +88,48 @@ class Routes:
             return Response.of_error(RequestError(503, str(error)))
 
     def _check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
-        key = self._service.options.api_key
+        key = self._options.api_key
         guarded = path.startswith("/v1") if self._service.kind == "vllm" else path != "/health"
         if key and guarded and headers.get("authorization") != f"Bearer {key}":
             raise RequestError(401, "Unauthorized")
         routes: Mapping[str, object] = self._get if method == "GET" else self._post
         if path not in routes:
-            known = path in self._get or path in self._post
-            raise RequestError(
-                405 if known else 404, "Method Not Allowed" if known else "Not Found"
-            )
-
-    def _add_vllm(self) -> None:
-        service = self._service
-        self._get["/version"] = lambda: Response.of_json({"version": service.version})
-        if service.options.sources is not None:
-            self._get["/kv_event_sources"] = self._sources
-        self._post["/v1/completions/render"] = self._render
-        self._post["/v1/chat/completions/render"] = self._render_chat
+            if path in self._get or path in self._post:
+                raise RequestError(405, "Method Not Allowed")
+            raise RequestError(404, "Not Found")
 
     def _sources(self) -> Response:
         sources = self._service.sources()
-        if self._service.options.sources == "ranks":
+        if self._options.sources == "ranks":
             return Response.of_json({str(rank): source for rank, source in sources.items()})
+        names = ("endpoint", "replay_endpoint", "topic")
         listed = [
-            {
-                "data_parallel_rank": rank,
-                **{key: source[key] for key in ("endpoint", "replay_endpoint", "topic")},
-            }
+            {"data_parallel_rank": rank, **{name: source[name] for name in names}}
             for rank, source in sources.items()
         ]
-        if self._service.options.sources == "list":
-            return Response.of_json(listed)
-        return Response.of_json({"sources": listed})
+        return Response.of_json(listed if self._options.sources == "list" else {"sources": listed})
 
     def _metrics(self) -> Response:
         text = metrics_text(self._service).encode()
         return Response(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
-    def _complete(self, body: Mapping[str, Any], rank: str) -> Response:
-        if "messages" in body:
-            raise RequestError(400, "/v1/completions takes a prompt, not messages")
-        return self._served(body, rank, "text_completion")
-
-    def _chat(self, body: Mapping[str, Any], rank: str) -> Response:
-        if "messages" not in body:
-            raise RequestError(400, "/v1/chat/completions takes messages")
-        return self._served(body, rank, "chat.completion")
-
-    def _served(self, body: Mapping[str, Any], rank: str, kind: str) -> Response:
+    def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response:
+        prompts = self._prompts(chat, body, rank)
         if body.get("stream"):
             raise RequestError(400, "this engine does not stream: leave out `stream`")
-        prompts = self._prompts(body, rank)
         results = [self._service.serve(prompt) for prompt in prompts]
         choices = []
         for number, (_, tokens) in enumerate(results):
             text = text_of(tokens)
             content = (
-                {"text": text}
-                if kind == "text_completion"
-                else {"message": {"role": "assistant", "content": text}}
+                {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             )
-            choices.append(
-                {"index": number, **content, "logprobs": None, "finish_reason": "length"}
-            )
+            end = {"logprobs": None, "finish_reason": "length"}
+            choices.append({"index": number, **content, **end})
         return Response.of_json(
             {
-                "id": "cmpl-fake" if kind == "text_completion" else "chatcmpl-fake",
-                "object": kind,
+                "id": "chatcmpl-fake" if chat else "cmpl-fake",
+                "object": "chat.completion" if chat else "text_completion",
                 "created": 0,
                 "model": prompts[0].model,
                 "choices": choices,
@@ -161,7 +141,7 @@ class Routes:
         prompt = sum(request.prompt_tokens for request in served)
         generated = sum(request.new_tokens for request in served)
         cached = sum(request.hit_tokens for request in served)
-        details = {"cached_tokens": cached} if self._service.options.cached_tokens else None
+        details = {"cached_tokens": cached} if self._options.cached_tokens else None
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -169,57 +149,46 @@ class Routes:
             "prompt_tokens_details": details,
         }
 
-    def _prompts(self, body: Mapping[str, Any], rank: str) -> list[Completion]:
+    def _prompts(self, chat: bool, body: Mapping[str, Any], rank: str) -> list[Completion]:
+        if chat and "messages" not in body:
+            raise RequestError(400, "/v1/chat/completions needs messages")
+        if "messages" in body and not chat:
+            raise RequestError(400, "/v1/completions needs a prompt, not messages")
         return completions(body, default_model=self._service.model, header_rank=rank)
 
-    def _tokenize(self, body: Mapping[str, Any]) -> Response:
+    def _tokenize(self, body: Mapping[str, Any], _: str) -> Response:
         tokens = tokenized(body)
-        length = self._service.options.max_model_len
+        length = self._options.max_model_len
         return Response.of_json(
             {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": None}
         )
 
-    def _check_render(self) -> None:
-        if not self._service.options.render:
+    def _render(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response:
+        if not self._options.render:
             raise RequestError(
                 403,
                 "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
                 "enable them.",
             )
-
-    def _render(self, body: Mapping[str, Any], rank: str) -> Response:
-        self._check_render()
-        if "messages" in body:
-            raise RequestError(400, "/v1/completions/render takes a prompt, not messages")
-        return Response.of_json([_generate_request(prompt) for prompt in self._prompts(body, rank)])
-
-    def _render_chat(self, body: Mapping[str, Any], rank: str) -> Response:
-        self._check_render()
-        if "messages" not in body:
-            raise RequestError(400, "/v1/chat/completions/render takes messages")
-        return Response.of_json(_generate_request(self._prompts(body, rank)[0]))
+        rendered = [_generate_request(prompt) for prompt in self._prompts(chat, body, rank)]
+        return Response.of_json(rendered[0] if chat else rendered)
 
 
 def _generate_request(prompt: Completion) -> dict[str, Any]:
     """The answer of vLLM's render routes for one prompt: the request that the engine would get."""
+    placed = sorted(prompt.images.items())
+    features = {
+        "mm_hashes": {"image": [digest for _, digest in placed]},
+        "mm_placeholders": {"image": [{"offset": at, "length": 1} for at, _ in placed]},
+    }
     return {
         "request_id": "render-fake",
         "token_ids": prompt.token_ids,
-        "features": _features(prompt),
+        "features": features if placed else None,
         "sampling_params": {"max_tokens": prompt.max_tokens},
         "model": prompt.model,
         "stream": False,
         "cache_salt": prompt.salt,
-    }
-
-
-def _features(prompt: Completion) -> dict[str, Any] | None:
-    if not prompt.images:
-        return None
-    placed = sorted(prompt.images.items())
-    return {
-        "mm_hashes": {"image": [digest for _, digest in placed]},
-        "mm_placeholders": {"image": [{"offset": at, "length": 1} for at, _ in placed]},
     }
 
 
@@ -246,29 +215,22 @@ _COUNTERS = {
 def metrics_text(service: EngineService) -> str:
     """Return the engine's metrics in Prometheus' text format."""
     lines: list[str] = []
+    label = "engine" if service.kind == "vllm" else "dp_rank"
     for counter, (name, what) in _COUNTERS[service.kind].items():
         lines += [f"# HELP {name} {what}", f"# TYPE {name} counter"]
         for rank, counts in sorted(service.counters.items()):
-            label = "engine" if service.kind == "vllm" else "dp_rank"
-            lines.append(
-                f'{name}{{{label}="{rank}",model_name="{service.model}"}} {float(counts[counter])}'
-            )
+            labels = f'{label}="{rank}",model_name="{service.model}"'
+            lines.append(f"{name}{{{labels}}} {float(counts[counter])}")
     if service.kind == "vllm":
-        lines += _cache_config(service)
+        name = "vllm:cache_config_info"
+        lines += [f"# HELP {name} Information of the LLMEngine CacheConfig", f"# TYPE {name} gauge"]
+        for rank, engine in sorted(service.ranks.items()):
+            labels = (
+                f'block_size="{engine.block_size}",'
+                f'enable_prefix_caching="{service.options.prefix_caching}",engine="{rank}",'
+                f'num_gpu_blocks="{engine.num_blocks}",sliding_window="None"'
+            )
+            lines.append(f"{name}{{{labels}}} 1.0")
         name = "vllm:external_prefix_cache_hits_total"
         lines += [f"# TYPE {name} counter", f"{name} {float(service.options.external_hits)}"]
     return "\n".join([*lines, ""])
-
-
-def _cache_config(service: EngineService) -> list[str]:
-    name = "vllm:cache_config_info"
-    return [
-        f"# HELP {name} Information of the LLMEngine CacheConfig",
-        f"# TYPE {name} gauge",
-        *(
-            f'{name}{{block_size="{engine.block_size}",'
-            f'enable_prefix_caching="{service.options.prefix_caching}",engine="{rank}",'
-            f'num_gpu_blocks="{engine.num_blocks}",sliding_window="None"}} 1.0'
-            for rank, engine in sorted(service.ranks.items())
-        ),
-    ]

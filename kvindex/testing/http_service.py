@@ -27,23 +27,23 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """An `HttpEngine`'s report about itself, and its faults.
 
     Attributes:
-        version: what it says it is; None for the release of the engines' dialect.
+        version: its release; None for the release of the engines' dialect.
         loras: LoRA adapters: `model` in a request may name one.
         max_model_len: tokens of the longest request.
         sources: shape of vLLM's `/kv_event_sources`; None for no such route (before 0.31).
-        announce: fields to say otherwise in `/kv_event_sources`, or in SGLang's `kv_events`.
+        announce: fields to replace in `/kv_event_sources`, or in SGLang's `kv_events`.
         prefix_caching: False caches nothing, and so publishes nothing.
         reads_cache: False computes every prompt anew, though what it stores is published.
         silent: True keeps back what it should publish.
-        cached_tokens: whether `usage` tells how many tokens were cached.
+        cached_tokens: whether `usage` has how many tokens were cached.
         render: whether vLLM's routes that show how a request is tokenized answer, as with its
             --enable-scale-out; else they refuse.
         metrics: whether there is `/metrics`.
         drops_blocks: hit so many blocks less than are cached; EAGLE makes vLLM drop one.
         prepends: True puts a token before prompts that are token ids already.
-        keeps_rank: False has the ranks take turns whatever rank a request asks for.
+        keeps_rank: False lets the ranks serve in turn, whatever rank a request asks for.
         salt: cache salt of requests that have none, as a gateway may add it.
-        external_hits: tokens hit, as metrics say, in a cache elsewhere that publishes nothing.
+        external_hits: tokens hit, by its metrics, in a cache elsewhere that publishes nothing.
         role: SGLang's `disaggregation_mode`: "null", "prefill" or "decode".
         api_key: if not empty, what `Authorization: Bearer` must have: with vLLM for routes under
             `/v1`, with SGLang for all but `/health`.
@@ -70,7 +70,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineService:
-    """Serve prompts on the ranks in turn, count, and say what the engine says of itself.
+    """Serve prompts on the ranks in turn, count, and report what the engine reports of itself.
 
     Thread safety: all methods.
     """
@@ -134,7 +134,7 @@ class EngineService:
 
     def server_info(self) -> dict[str, Any]:
         """Return SGLang's server info."""
-        first = self._first
+        first = self.ranks[min(self.ranks)]
         info: dict[str, Any] = {
             "model_path": self.model,
             "served_model_name": self.model,
@@ -162,10 +162,6 @@ class EngineService:
             *({"id": x, **base, "root": x, "parent": self.model} for x in self.options.loras),
         ]
 
-    @property
-    def _first(self) -> FakeEngine:
-        return self.ranks[min(self.ranks)]
-
     def _served(
         self, engine: FakeEngine, prompt: Completion, lora: str | None, tokens: list[int]
     ) -> Served:
@@ -183,8 +179,7 @@ class EngineService:
             )
         except (ConfigurationError, TokenError) as error:
             raise RequestError(400, str(error)) from None
-        hit = served.hit_tokens
-        hit = max(0, hit - self.options.drops_blocks * engine.block_size)
+        hit = max(0, served.hit_tokens - self.options.drops_blocks * engine.block_size)
         if not (self.options.reads_cache and prompt.reads_cache):
             hit = 0
         return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Final
@@ -83,6 +83,8 @@ class FaultyLink:
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]]
         self._commands = queue.SimpleQueue()
         self._waker = Waker()
+        self._idle = zmq.Poller()  # while it is cut
+        self._idle.register(self._waker, zmq.POLLIN)
         self._ended = threading.Event()
         self._closing = False
         self._close_lock = threading.Lock()
@@ -192,28 +194,34 @@ class FaultyLink:
             self._ended.set()
             self._refuse_commands()
 
-    def _refuse_commands(self) -> None:
+    def _pending(self) -> Iterator[tuple[Callable[[], None], Future[None]]]:
         while True:
             try:
-                _, done = self._commands.get_nowait()
+                yield self._commands.get_nowait()
             except queue.Empty:
                 return
+
+    def _refuse_commands(self) -> None:
+        for _, done in self._pending():
             done.set_exception(ClosedError("the link is closed"))
 
     def _turn(self) -> None:
         """Wait for something to do and do it."""
         wires = self._wires
-        if wires is None:
-            poller = zmq.Poller()
-            poller.register(self._waker, zmq.POLLIN)
-        else:
-            poller = wires.poller(self._waker)
+        poller = self._idle if wires is None else wires.poller
         ready = {item for item, _ in poller.poll(self._timeout())}
         if wires is not None:
             self._relay(wires, ready)
             self._send_due(wires)
         if self._waker.fileno() in ready:
-            self._obey()
+            self._waker.clear()
+            for command, done in self._pending():
+                try:
+                    command()
+                except Exception as error:
+                    done.set_exception(error)
+                else:
+                    done.set_result(None)
 
     def _timeout(self) -> int | None:
         """How long to wait at most, in milliseconds."""
@@ -226,27 +234,13 @@ class FaultyLink:
             wait = min(wait, _FOREIGN_CLOCK_POLL)
         return math.ceil(wait * 1000)
 
-    def _obey(self) -> None:
-        self._waker.clear()
-        while True:
-            try:
-                command, done = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                command()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
     def _relay(self, wires: _Wires, ready: set[object]) -> None:
         if wires.xpub in ready:
             for (frame,) in _drain(wires.xpub):
                 self._subscription(wires, frame)
         if wires.xsub in ready:
             for frames in _drain(wires.xsub):
-                self._send_live(wires, self._live.push(frames, self._clock()))
+                _send(wires.xpub, self._live.push(frames, self._clock()))
         if wires.router is not None and wires.router in ready:
             for identity, *request in _drain(wires.router):
                 self._request(wires, identity, request)
@@ -275,21 +269,12 @@ class FaultyLink:
         if self._silent:
             self._counters["replay.silenced"] += 1
             return
-        self._send_replies(wires, self._replay.push([identity, *reply], self._clock()))
+        _send(wires.router, self._replay.push([identity, *reply], self._clock()))
 
     def _send_due(self, wires: _Wires) -> None:
         now = self._clock()
-        self._send_live(wires, self._live.due(now))
-        self._send_replies(wires, self._replay.due(now))
-
-    def _send_live(self, wires: _Wires, messages: list[Frames]) -> None:
-        for frames in messages:
-            wires.xpub.send_multipart(frames)
-
-    def _send_replies(self, wires: _Wires, messages: list[Frames]) -> None:
-        for frames in messages:
-            if wires.router is not None:
-                wires.router.send_multipart(frames)
+        _send(wires.xpub, self._live.due(now))
+        _send(wires.router, self._replay.due(now))
 
     # -- commands, on the link's thread ------------------------------------------------------
 
@@ -305,7 +290,7 @@ class FaultyLink:
 
     def _open(self) -> None:
         if self._wires is None:
-            self._wires = _Wires(self.endpoint, self.replay_endpoint, self._target[0])
+            self._wires = _Wires(self.endpoint, self.replay_endpoint, self._target[0], self._waker)
 
     def _cut(self) -> None:
         if self._wires is not None:
@@ -329,18 +314,21 @@ class FaultyLink:
         self._set_faults(Faults())
         live, replies = self._live.flush(), self._replay.flush()
         if self._wires is not None:
-            self._send_live(self._wires, live)
-            self._send_replies(self._wires, replies)
+            _send(self._wires.xpub, live)
+            _send(self._wires.router, replies)
 
 
 class _Wires:
     """The sockets of an uncut link, in a context of their own: once it is gone, so are they."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, target: str) -> None:
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None, target: str, waker: Waker
+    ) -> None:
         self._context = zmq.Context()
+        self.poller = zmq.Poller()
+        self.poller.register(waker, zmq.POLLIN)
         self.dealers: OrderedDict[bytes, Socket] = OrderedDict()
         self.router: Socket | None = None
-        self._poller: zmq.Poller | None = None
         try:
             self.xpub = self._socket(zmq.XPUB)
             self.xpub.bind(endpoint)
@@ -352,37 +340,25 @@ class _Wires:
             self.close()
             raise
 
-    def poller(self, waker: Waker) -> zmq.Poller:
-        if self._poller is None:
-            self._poller = zmq.Poller()
-            self._poller.register(waker, zmq.POLLIN)
-            sockets = [self.xpub, self.xsub, self.router, *self.dealers.values()]
-            for source in sockets:
-                if source is not None:
-                    self._poller.register(source, zmq.POLLIN)
-        return self._poller
-
     def dealer(self, identity: bytes, target: str | None) -> Socket | None:
         """The socket that asks for this client; the client silent for longest makes room."""
         if target is None:
             return None
         if identity not in self.dealers:
             if len(self.dealers) >= _MAX_CLIENTS:
-                self.dealers.popitem(last=False)[1].close()
+                self._drop(self.dealers.popitem(last=False)[1])
             self.dealers[identity] = self._connected(zmq.DEALER, target)
-            self._poller = None
         self.dealers.move_to_end(identity)
         return self.dealers[identity]
 
     def drop_dealers(self) -> None:
         for dealer in self.dealers.values():
-            dealer.close()
+            self._drop(dealer)
         self.dealers.clear()
-        self._poller = None
 
     def retarget(self, target: str, topics: set[bytes]) -> None:
         fresh = self._connected(zmq.XSUB, target)
-        self.xsub.close()
+        self._drop(self.xsub)
         self.xsub = fresh
         self.drop_dealers()
         for topic in topics:
@@ -395,18 +371,29 @@ class _Wires:
         made: Socket = self._context.socket(kind)
         made.linger = 0
         made.set_hwm(_HWM)
+        self.poller.register(made, zmq.POLLIN)
         return made
+
+    def _drop(self, made: Socket) -> None:
+        self.poller.unregister(made)
+        made.close()
 
     def _connected(self, kind: int, target: str) -> Socket:
         made = self._socket(kind)
-        made.reconnect_ivl = 10  # a publisher that comes back is found again soon
+        made.reconnect_ivl = 10  # reach a publisher that starts again soon
         made.reconnect_ivl_max = 200
         try:
             made.connect(target)
         except zmq.ZMQError as error:
-            made.close()
+            self._drop(made)
             raise ConfigurationError(f"cannot connect to {target!r}: {error}") from error
         return made
+
+
+def _send(sink: Socket | None, messages: list[Frames]) -> None:
+    if sink is not None:
+        for frames in messages:
+            sink.send_multipart(frames)
 
 
 def _drain(source: Socket) -> list[Frames]:

@@ -17,7 +17,7 @@ Held = tuple[int, Link]
 class BlockPool:
     """Physical blocks as vLLM keeps them.
 
-    A block that nobody uses waits in the free queue and stays hit-able until it is taken from the
+    A block that nobody uses waits in the free queue, and can be hit until it leaves the
     queue's head for something else. One (group, block) may have several physical copies.
     """
 
@@ -40,8 +40,8 @@ class BlockPool:
         """Return whether nobody uses the physical block."""
         return block in self._free
 
-    def take(self) -> tuple[int, Held | None]:
-        """Take the block free for longest; return it and what it held until now."""
+    def allocate(self) -> tuple[int, Held | None]:
+        """Return the block free for longest, and what it held until now."""
         block, _ = self._free.popitem(last=False)
         held = self._held[block]
         if held is not None:
@@ -50,7 +50,7 @@ class BlockPool:
         return block, held
 
     def next_evicted(self) -> Held | None:
-        """Return what the next block taken holds."""
+        """Return what the next block to be allocated holds."""
         return self._held[next(iter(self._free))]
 
     def touch(self, block: int) -> None:
@@ -66,7 +66,7 @@ class BlockPool:
                 self._free[block] = None
 
     def store(self, block: int, group: int, link: Link) -> None:
-        """Let a taken block hold this block, as one more copy."""
+        """Let an allocated block hold this block, as one more copy."""
         self._held[block] = (group, link)
         self._copies.setdefault((group, link.digest), {})[block] = link
 

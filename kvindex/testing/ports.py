@@ -18,7 +18,7 @@ def reserve_port(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket,
     """Return a free TCP port, or this one, and the socket that keeps it from others.
 
     The socket is bound and never listens: a server that sets SO_REUSEADDR, as libzmq does, can
-    bind and listen beside it, close, and come back to the same port.
+    bind and listen beside it, close, and return to the same port.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:

@@ -48,8 +48,8 @@ class Workload:
         turn_tokens: longest user turn, in tokens; the shortest is 1.
         new_tokens: longest answer, in tokens.
         max_tokens: longest prompt and answer together; a conversation that reaches it ends.
-        resend: probability that a prompt already sent comes again, cut to a multiple of `align`.
-        align: block size to which prompts that come again are cut, in tokens.
+        resend: probability that a prompt is sent again, cut to a multiple of `align`.
+        align: block size to which prompts that are sent again are cut, in tokens.
         loras: adapters; one conversation in two uses one of them, if there are any.
         salts: cache salts; one conversation in four uses one of them, if there are any.
         vocabulary: token ids are below this.

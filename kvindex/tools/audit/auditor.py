@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import sub
 
 from kvindex import (
     CacheSettings,
@@ -24,7 +25,7 @@ from kvindex.tools.audit.findings import report_of
 from kvindex.tools.audit.histogram import Series
 from kvindex.tools.audit.prefixes import PrefixTree
 from kvindex.tools.audit.rank_audit import RankAudit, Window
-from kvindex.tools.audit.report import Report
+from kvindex.tools.audit.report import Bucket, Report
 
 __all__ = ["Auditor"]
 
@@ -103,22 +104,18 @@ class Auditor:
     @property
     def computed(self) -> int:
         """Tokens computed in the window so far."""
-        return sum(audit.tokens["computed"] for audit in [*self._audits.values(), *self._former])
+        return sum(audit.tokens["computed"] for audit in self._all())
 
     @property
     def elsewhere(self) -> int:
         """Of those, what another rank held."""
-        audits = [*self._audits.values(), *self._former]
-        return sum(a.tokens["same_worker"] + a.tokens["other_worker"] for a in audits)
+        return sum(audit.tokens["elsewhere"] for audit in self._all())
 
     def begin(self, at: float) -> None:
         """Open the window: items received from now on count.
 
         A replayed batch counts only if its publisher made it after this moment: what a late rank
         replays of its past is no cost of the window.
-
-        Args:
-            at: now, in seconds since 1970.
         """
         self._began = at
         for audit in self._audits.values():
@@ -136,7 +133,7 @@ class Auditor:
         elif isinstance(item, RankStatus):
             self._stand(item, at)
         elif isinstance(item, RankAdded):
-            self._find(item.rank).groups.configure(item.cache)
+            self.configure(item.rank, item.cache)
         elif isinstance(item, RankLost):
             self._lose(item)
         elif isinstance(item, RankRestarted):
@@ -150,7 +147,7 @@ class Auditor:
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
         """Apply the user's settings for what a rank's events do not state."""
-        self._find(rank).groups.configure(settings)
+        self._find(rank).groups.settings = settings
 
     def complete(self, rank: Rank, complete: bool) -> None:
         """Note, from the caller, whether all batches of a rank's publisher were received."""
@@ -158,9 +155,6 @@ class Auditor:
 
     def report(self, at: float) -> Report:
         """Return what was found between `begin` and now.
-
-        Args:
-            at: now, in seconds since 1970.
 
         Raises:
             ConfigurationError: `begin` was never called.
@@ -171,9 +165,8 @@ class Auditor:
             raise ConfigurationError("there is no window yet: call begin(at) first")
         for audit in self._audits.values():
             audit.stop_away(at, resume=True)
-        audits = sorted([*self._audits.values(), *self._former], key=lambda audit: audit.rank)
         return report_of(
-            audits,
+            sorted(self._all(), key=lambda audit: audit.rank),
             self._tree,
             self._counted,
             self._series,
@@ -182,19 +175,20 @@ class Auditor:
             source=self._source,
         )
 
+    def _all(self) -> list[RankAudit]:
+        return [*self._audits.values(), *self._former]
+
     def _apply(self, rank: Rank, batch: EventBatch, at: float, *, replayed: bool) -> None:
         audit = self._find(rank)
         audit.received = (audit.received[0] if audit.received else at, at)
         began = self._began
         counted = began is not None and (not replayed or batch.ts >= began)
         peers = self._counted & ~audit.blocks.bit
-        before = audit.series_numbers() if counted else ()
+        before = [audit.tokens[name] for name in Bucket.__struct_fields__]
         audit.apply(batch, Window(counted, peers, peers & self._workers[rank.worker]))
-        if began is not None and counted:
-            after = audit.series_numbers()
-            new = tuple(b - a for a, b in zip(before, after, strict=True))
-            if any(new):
-                self._series.add(at - began, new)
+        after = [audit.tokens[name] for name in Bucket.__struct_fields__]
+        if began is not None and after != before:
+            self._series.add(at - began, tuple(map(sub, after, before)))
 
     def _stand(self, status: RankStatus, at: float) -> None:
         audit = self._find(status.rank)

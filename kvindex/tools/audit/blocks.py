@@ -101,12 +101,6 @@ class Evicted:
 class HeldBlocks:
     """Holds and releases blocks in the fleet's tree, copy by copy.
 
-    Args:
-        bit: the rank, as a set of one bit.
-        tree: the fleet's prefixes.
-        max_blocks: the most labels held; further blocks count, but are not held.
-        max_evicted: the most evicted blocks remembered.
-
     Attributes:
         labels: the held blocks by the engine's hashes.
         evicted: what was held and evicted.

@@ -58,43 +58,30 @@ def report_of(
         seconds=max(0.0, ended - began),
         tokens=_sum(rank.tokens for rank in ranks),
         ranks=ranks,
-        savings=_savings(audits),
-        ages=_bars(ages),
-        lifetimes=_bars(lifetimes),
+        savings=[
+            Saving(factor, sum(a.distances.up_to((factor - 1) * a.peak) for a in audits))
+            for factor in FACTORS
+        ],
+        ages=[Bar(*bar) for bar in ages.bars()],
+        lifetimes=[Bar(*bar) for bar in lifetimes.bars()],
         duplication=_duplication(tree, counted, audits),
         shared=_shared(tree, counted, audits),
         bucket_seconds=series.width,
         series=[Bucket(*row) for row in series.rows()],
         trust=[],
     )
-    unknown_kinds = [str(audit.rank) for audit in audits if audit.groups.kinds_unknown]
-    placeless = [str(audit.rank) for audit in audits if audit.places_unknown]
-    hybrid = [str(audit.rank) for audit in audits if audit.groups.others_limit_hits]
-    lines = trust_lines(report, hybrid, unknown_kinds, placeless)
-    if _recorded_apart(audits):
-        lines.insert(
-            0, "Some recordings end before others begin: the audit takes what ended for still held."
-        )
-    return msgspec.structs.replace(report, trust=lines)
-
-
-def _recorded_apart(audits: Sequence[RankAudit]) -> bool:
-    spans = [audit.received for audit in audits if audit.received is not None and not audit.state]
-    return bool(spans) and max(first for first, _ in spans) > min(last for _, last in spans)
+    return msgspec.structs.replace(report, trust=list(trust_lines(report, audits)))
 
 
 def _rank_report(audit: RankAudit, counted: int) -> RankReport:
     size = audit.groups.size
-    unplaced = sum(block.prefix is None for block in audit.blocks.labels.values())
-    tokens = dict(audit.tokens)
-    elsewhere = tokens.get("same_worker", 0) + tokens.get("other_worker", 0)
     return RankReport(
         rank=str(audit.rank),
         model=audit.model,
-        tokens=Tokens(**tokens, elsewhere=elsewhere),
+        tokens=Tokens(**audit.tokens),
         block_size=size,
         resident=len(audit.blocks.labels) * size,
-        unplaced=unplaced * size,
+        unplaced=_unplaced(audit),
         peak=audit.peak * size,
         evicted_known=len(audit.blocks.evicted),
         evicted_forgotten=audit.blocks.evicted.forgotten,
@@ -113,36 +100,23 @@ def _sum(parts: Iterable[Tokens]) -> Tokens:
     return Tokens(**total)
 
 
-def _bars(histogram: Histogram) -> list[Bar]:
-    return [Bar(end, weight) for end, weight in histogram.bars()]
-
-
-def _savings(audits: Sequence[RankAudit]) -> list[Saving]:
-    return [
-        Saving(
-            factor,
-            sum(audit.distances.up_to((factor - 1) * audit.peak) for audit in audits),
-        )
-        for factor in FACTORS
-    ]
-
-
 def _duplication(tree: PrefixTree, counted: int, audits: Sequence[RankAudit]) -> Duplication:
     by_ranks: Counter[int] = Counter()
     for prefix in tree:
         by_ranks[(prefix.held & counted).bit_count()] += prefix.size
     del by_ranks[0]
-    unplaced = sum(
-        sum(block.prefix is None for block in audit.blocks.labels.values()) * audit.groups.size
-        for audit in audits
-        if audit.blocks.bit & counted
-    )
     return Duplication(
         resident=sum(ranks * tokens for ranks, tokens in by_ranks.items()),
         unique=by_ranks.total(),
         by_ranks=[by_ranks[ranks] for ranks in range(1, max(by_ranks, default=0) + 1)],
-        unplaced=unplaced,
+        unplaced=sum(_unplaced(audit) for audit in audits if audit.blocks.bit & counted),
     )
+
+
+def _unplaced(audit: RankAudit) -> int:
+    """The tokens of blocks of which events leave out what is before them."""
+    blocks = audit.blocks.labels.values()
+    return sum(block.prefix is None for block in blocks) * audit.groups.size
 
 
 def _shared(tree: PrefixTree, counted: int, audits: Sequence[RankAudit]) -> list[SharedPrefix]:

@@ -61,12 +61,7 @@ def _end(bucket: int) -> float:
 
 
 class Series:
-    """Sums over time in at most `limit` buckets, which double their width when time goes on.
-
-    Args:
-        fields: how many numbers each bucket has.
-        limit: the most buckets, an even number.
-    """
+    """Sums over time in an even number of buckets at most, which double their width with time."""
 
     def __init__(self, fields: int, limit: int = 240) -> None:
         self.width = 1.0

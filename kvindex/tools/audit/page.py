@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from html import escape
 
 from kvindex.tools.audit.report import Report
-from kvindex.tools.audit.sections import Section, headlines, sections
-from kvindex.tools.audit.words import duration
+from kvindex.tools.audit.sections import Section, duration, headlines, sections
 
 __all__ = ["html_of"]
 
@@ -92,7 +91,7 @@ def _parts(report: Report) -> Iterator[str]:
     yield "</section>"
     for section in sections(report):
         yield f'<section class="{"wide" if section.wide else "half"}"><h2>{section.title}</h2>'
-        yield section.plot() if section.plot else ""
+        yield section.plot
         yield _table(section)
         yield f"<p>{escape(section.note)}</p></section>" if section.note else "</section>"
     yield '<section class="wide"><h2>What the figures do not cover</h2><ul>'
@@ -113,6 +112,5 @@ def _table(section: Section) -> str:
         f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
-    if section.plot is None or section.keys:
-        return table
-    return f"<details><summary>As a table</summary>{table}</details>"
+    folded = section.plot and not section.keys
+    return f"<details><summary>As a table</summary>{table}</details>" if folded else table

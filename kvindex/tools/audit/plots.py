@@ -35,20 +35,11 @@ def draw_bars(
     bars: Sequence[tuple[str, Sequence[int]]],
     classes: Sequence[str],
     *,
-    unit: str,
     across: str,
+    unit: str = "tokens",
     wide: bool = False,
 ) -> str:
-    """Return columns, each of stacked amounts.
-
-    Args:
-        title: what it shows.
-        bars: the label of each column, and its amounts from the bottom up.
-        classes: the colour of each amount.
-        unit: what the amounts are.
-        across: what the labels are.
-        wide: whether it has the page's whole width.
-    """
+    """Return columns, each of amounts stacked from the bottom up, in the colours of the classes."""
     full = _WIDE if wide else _NARROW
     top = max((sum(amounts) for _, amounts in bars), default=0) or 1
     step = (full - _LEFT) / max(1, len(bars))

@@ -80,9 +80,6 @@ class PrefixTree:
     `Prefix.whole` is kept true at each change. A block that leaves from the middle of what a rank
     holds costs as much as the rank holds behind it, and again as it returns; engines evict from
     the end.
-
-    Args:
-        seed: of the names; random when None.
     """
 
     def __init__(self, seed: bytes | None = None) -> None:
@@ -106,13 +103,7 @@ class PrefixTree:
         return start
 
     def after(self, parent: Prefix, content: bytes, size: int) -> Prefix:
-        """Return the prefix that continues another one by a block; hold it or `prune` it.
-
-        Args:
-            parent: the prefix before the block.
-            content: all that distinguishes the block from others at its place.
-            size: its tokens.
-        """
+        """Return the prefix that continues another one by a block; hold it or `prune` it."""
         key = self._name(parent.key + content)
         prefix = self._prefixes.get(key)
         if prefix is None:

@@ -54,13 +54,6 @@ class Window(NamedTuple):
 class RankAudit:
     """Processes one rank's batches in order, and notes how its stream stood.
 
-    Args:
-        rank: which rank.
-        number: the bit that stands for it, among the ranks that are subscribed to.
-        model: what it serves.
-        blocks: what it holds.
-        tree: the fleet's prefixes.
-
     Attributes:
         groups: which group of its model counts.
         tokens: what the window has, in tokens, by the names of `Tokens`.
@@ -94,7 +87,10 @@ class RankAudit:
         self._tree = tree
         self._start = tree.start(model.encode("utf-8", "surrogatepass"))
         self._content_hashes: bool | None = None
-        self._removed: set[BlockHash] = set()  # in the batch at hand
+        # Of the batch at hand: what it removed, its time, and what counts.
+        self._removed: set[BlockHash] = set()
+        self._now = 0.0
+        self._window = Window(False, 0, 0)
 
     def stop_away(self, at: float, *, resume: bool = False) -> None:
         """Sum up the time until now in which the contents did not count."""
@@ -107,12 +103,6 @@ class RankAudit:
         """Whether the engine's labels leave out the prefix of a block (SGLang up to 0.5.5)."""
         return bool(self._content_hashes)
 
-    def series_numbers(self) -> tuple[int, int, int, int]:
-        """Return what a time series shows: computed, elsewhere, evicted, unknown."""
-        tokens = self.tokens
-        elsewhere = tokens["same_worker"] + tokens["other_worker"]
-        return tokens["computed"], elsewhere, tokens["evicted"], tokens["unknown"]
-
     def drop(self, *, forget: bool) -> None:
         """Hold nothing any more; `forget` what was learned of the engine, too."""
         self.blocks.drop()
@@ -123,15 +113,16 @@ class RankAudit:
     def apply(self, batch: EventBatch, window: Window) -> None:
         """Process a batch's events in order."""
         self._removed.clear()
+        self._now, self._window = batch.ts, window
         self.counts["skipped_events"] += len(batch.skipped)
         if self.groups.learn(batch) and self.blocks.labels:
             self.counts["main_group_changed"] += 1
             self.drop(forget=False)
         for event in runs_of(filter(self._is_main, batch.events)):
             if isinstance(event, list):
-                self._store(event, batch.ts, window)
+                self._store(event)
             elif isinstance(event, BlockRemoved):
-                self._remove(event, batch.ts, window)
+                self._remove(event)
             else:
                 self.counts["clears"] += window.counted
                 self.drop(forget=False)
@@ -144,17 +135,17 @@ class RankAudit:
         self.counts["other_groups"] += len(event.block_hashes)
         return False
 
-    def _remove(self, event: BlockRemoved, now: float, window: Window) -> None:
+    def _remove(self, event: BlockRemoved) -> None:
         tier = tier_of(event.medium)
         for label in map(fold_hash, event.block_hashes):
-            if not self.blocks.remove(label, tier, now, counted=window.counted):
+            if not self.blocks.remove(label, tier, self._now, counted=self._window.counted):
                 self.counts["removed_unknown"] += 1
             if self._content_hashes and tier is None:
                 self._removed.add(label)
 
     # Storing ---------------------------------------------------------------------------------
 
-    def _store(self, run: list[BlockStored], now: float, window: Window) -> None:
+    def _store(self, run: list[BlockStored]) -> None:
         """Process stores that follow one another in a chain, on one medium."""
         first, tier = run[0], tier_of(run[0].medium)
         if self._content_hashes is None and tier is None and is_whole(first):
@@ -165,14 +156,14 @@ class RankAudit:
             self.counts[fault] += sum(len(event.block_hashes) for event in run)
             return
         if tier is None and self._is_announced_again(first):
-            self.tokens["reannounced"] += len(first.token_ids) * window.counted
+            self.tokens["reannounced"] += len(first.token_ids) * self._window.counted
             run = run[1:]
         labels = [fold_hash(label) for event in run for label in event.block_hashes]
         prefixes = self._prefixes(run, labels, tier)
-        if window.counted:
-            self._count(run, labels, prefixes, tier, window, now)
+        if self._window.counted and labels:
+            self._count(run[0], labels, prefixes, tier)
         for label, prefix in zip(labels, prefixes, strict=True):
-            if reason := self.blocks.put(label, prefix, now, tier):
+            if reason := self.blocks.put(label, prefix, self._now, tier):
                 self.counts[reason] += 1
         if prefixes and prefixes[-1] is not None:
             self._tree.prune(prefixes[-1])
@@ -240,38 +231,28 @@ class RankAudit:
 
     def _count(
         self,
-        run: list[BlockStored],
+        first: BlockStored,
         labels: Sequence[BlockHash],
         prefixes: Sequence[Prefix | None],
         tier: str | None,
-        window: Window,
-        now: float,
     ) -> None:
         """Count a run before it is held: who holds what now is what matters."""
-        if not labels:
-            return
-        size = run[0].block_size if run[0].token_ids else self.groups.size
+        size = first.block_size if first.token_ids else self.groups.size
         blocks: Counter[str] = Counter()
         if tier is not None:
             blocks["offloaded"] = len(labels)
-        elif not run[0].token_ids:
+        elif not first.token_ids:
             blocks["returned"] = len(labels)
         else:
             for label, prefix in zip(labels, prefixes, strict=True):
-                self._classify(label, prefix, blocks, window, now, size)
+                self._classify(label, prefix, blocks, size)
             if len(labels) == 1:
                 blocks["alone"] = blocks["computed"]
         for name, count in blocks.items():
             self.tokens[name] += count * size
 
     def _classify(
-        self,
-        label: BlockHash,
-        prefix: Prefix | None,
-        blocks: Counter[str],
-        window: Window,
-        now: float,
-        size: int,
+        self, label: BlockHash, prefix: Prefix | None, blocks: Counter[str], size: int
     ) -> None:
         """Count one stored block: whether it was computed, and who held it."""
         bit = self.blocks.bit
@@ -289,15 +270,16 @@ class RankAudit:
                 blocks["here"] += 1
             return
         blocks["computed"] += 1
-        others = prefix.whole & window.peers
+        others = prefix.whole & self._window.peers
         if others:
-            near = others & window.siblings
+            near = others & self._window.siblings
+            blocks["elsewhere"] += 1
             blocks["same_worker" if near else "other_worker"] += 1
         returned = self.blocks.find_evicted(prefix)
         if returned is not None:
             blocks["evicted"] += 1
             blocks["evicted_elsewhere"] += bool(others)
-            self.ages.add(max(0.0, now - returned.at), size)
+            self.ages.add(max(0.0, self._now - returned.at), size)
             self.distances.add(returned.distance, size)
         elif not others:
             blocks["unreachable" if prefix.held & bit else "first"] += 1

@@ -32,7 +32,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         here: the same rank held them, and computed them again all the same (a prompt's last block).
         unreachable: the same rank held them behind a block that it had evicted.
         first: nobody held them, as far as the audit saw.
-        unknown: events do not tell which prompt they belong to.
+        unknown: events leave out which prompt they belong to.
         alone: of `computed`, those in blocks that were stored one at a time, as generation does.
         returned: not computed: the rank held them off its device; they were loaded, or computed
             again, which events do not distinguish.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from kvindex.tools.audit.plots import draw_bars, draw_shares
 from kvindex.tools.audit.report import Bar, RankReport, Report, Tokens
-from kvindex.tools.audit.words import doublings, duration, number, quantile, share
 
-__all__ = ["Section", "headlines", "sections"]
+__all__ = ["Section", "duration", "headlines", "sections"]
 
 _NAMES = {
     "elsewhere": "held by another rank",
@@ -32,7 +33,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
         rows: the cells; the first one names the row.
         note: a sentence for the page.
         summary: a sentence that stands for the table in text; "" where text has the table.
-        plot: draws it, for pages.
+        plot: drawn, for pages; "" for none.
         keys: the colours of the rows in the plot, by their CSS classes.
         wide: whether a page gives it the whole width.
     """
@@ -42,7 +43,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     rows: Sequence[Sequence[str]]
     note: str = ""
     summary: str | None = ""
-    plot: Callable[[], str] | None = None
+    plot: str = ""
     keys: Sequence[str] = ()
     wide: bool = False
 
@@ -55,24 +56,30 @@ def sections(report: Report) -> Iterator[Section]:
         yield _over_time(report)
     yield _ranks(report.ranks)
     if report.tokens.evicted:
-        title = "What larger caches would have held"
         savings = [(f"{saving.factor:g}x", saving.tokens) for saving in report.savings]
-        yield Section(
-            title=title,
-            header=("cache", "tokens", "of computed"),
+        yield _columns(
+            "What larger caches would have held",
+            ("cache", "tokens", "of computed"),
+            savings,
+            "evicted",
+            across="times the cache as seen",
             rows=[(name, number(tokens), share(tokens, computed)) for name, tokens in savings],
-            plot=partial(
-                draw_bars,
-                title,
-                [(name, (tokens,)) for name, tokens in savings],
-                ("evicted",),
-                unit="tokens",
-                across="times the cache as seen",
-            ),
         )
         yield _histogram("How long ago it was evicted", report.ages, "evicted", "tokens")
     if report.duplication.unique:
-        yield from _shared(report)
+        by_ranks = [(str(n), tokens) for n, tokens in enumerate(report.duplication.by_ranks, 1)]
+        title = "How many ranks hold the same"
+        yield _columns(title, ("ranks", "different tokens"), by_ranks, "first", summary=None)
+    if report.shared:
+        yield Section(
+            title="Most shared prefixes",
+            header=("tokens", "ranks", "begins with"),
+            rows=[
+                (number(p.tokens), str(p.ranks), " ".join(map(str, p.first_tokens)) or "-")
+                for p in report.shared
+            ],
+            note="By tokens × ranks; of prefixes that begin alike the first.",
+        )
     if report.lifetimes:
         half, most = quantile(report.lifetimes, 0.5), quantile(report.lifetimes, 0.9)
         summary = (
@@ -80,7 +87,7 @@ def sections(report: Report) -> Iterator[Section]:
             f"{duration(most or 0)} (nine in ten)."
         )
         title = "How long blocks were held"
-        yield _histogram(title, report.lifetimes, "here", "blocks", summary=summary)
+        yield _histogram(title, report.lifetimes, "here", "blocks", note=summary, summary=summary)
 
 
 def _origins(tokens: Tokens) -> Section:
@@ -100,7 +107,7 @@ def _origins(tokens: Tokens) -> Section:
             f"the device. {number(tokens.alone)} of the computed tokens are in blocks that were "
             "stored one at a time, as generation does."
         ),
-        plot=partial(draw_shares, title, parts),
+        plot=draw_shares(title, parts),
         keys=[name for name, _, _ in parts],
         wide=True,
     )
@@ -122,15 +129,7 @@ def _over_time(report: Report) -> Section:
         ],
         note="Colours as above: at the bottom what another rank held, above it all others.",
         summary=None,
-        plot=partial(
-            draw_bars,
-            title,
-            bars,
-            ("elsewhere", "first"),
-            unit="tokens",
-            across="since the start",
-            wide=True,
-        ),
+        plot=draw_bars(title, bars, ("elsewhere", "first"), across="since the start", wide=True),
         wide=True,
     )
 
@@ -163,44 +162,26 @@ def _ranks(ranks: Sequence[RankReport]) -> Section:
     )
 
 
-def _shared(report: Report) -> Iterator[Section]:
-    title = "How many ranks hold the same"
-    by_ranks = [(str(n), (tokens,)) for n, tokens in enumerate(report.duplication.by_ranks, 1)]
-    yield Section(
-        title=title,
-        header=("ranks", "different tokens"),
-        rows=[(ranks, number(tokens)) for ranks, (tokens,) in by_ranks],
-        summary=None,
-        plot=partial(draw_bars, title, by_ranks, ("first",), unit="tokens", across="ranks"),
-    )
-    if report.shared:
-        yield Section(
-            title="Most shared prefixes",
-            header=("tokens", "ranks", "begins with"),
-            rows=[
-                (
-                    number(prefix.tokens),
-                    str(prefix.ranks),
-                    " ".join(map(str, prefix.first_tokens)) or "-",
-                )
-                for prefix in report.shared
-            ],
-            note="By tokens × ranks; of prefixes that begin alike the first.",
-        )
+def _histogram(title: str, bars: Sequence[Bar], css: str, unit: str, **details: Any) -> Section:
+    columns = [(duration(bar.up_to), bar.weight) for bar in doublings(bars)]
+    return _columns(title, ("up to", unit), columns, css, unit=unit, **details)
 
 
-def _histogram(
-    title: str, bars: Sequence[Bar], css: str, unit: str, *, summary: str | None = None
+def _columns(
+    title: str,
+    header: Sequence[str],
+    columns: Sequence[tuple[str, int]],
+    css: str,
+    *,
+    unit: str = "tokens",
+    across: str = "",
+    **details: Any,
 ) -> Section:
-    columns = [(duration(bar.up_to), (bar.weight,)) for bar in doublings(bars)]
-    return Section(
-        title=title,
-        header=("up to", unit),
-        rows=[(name, number(weight)) for name, (weight,) in columns],
-        note=summary or "",
-        summary=summary,
-        plot=partial(draw_bars, title, columns, (css,), unit=unit, across="up to"),
-    )
+    """A table of amounts by name, and the same as columns of one colour."""
+    bars = [(name, (amount,)) for name, amount in columns]
+    plot = draw_bars(title, bars, (css,), unit=unit, across=across or header[0])
+    rows = [(name, number(amount)) for name, amount in columns]
+    return Section(**{"title": title, "header": header, "rows": rows, "plot": plot, **details})
 
 
 def _origins_of(tokens: Tokens) -> dict[str, int]:
@@ -264,3 +245,71 @@ def _copies(report: Report) -> tuple[str, str, str]:
         f"{number(held.unique)} are different. {number(copies)} are copies of what another rank "
         "holds, too.",
     )
+
+
+# Figures in words -----------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """Return a whole number with its thousands apart.
+
+    Examples:
+        >>> number(1234567)
+        '1,234,567'
+    """
+    return f"{value:,.0f}"
+
+
+def share(part: float, whole: float) -> str:
+    """Return a part in percent; "-" of nothing.
+
+    Examples:
+        >>> share(1, 3), share(0, 0)
+        ('33.3 %', '-')
+    """
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people write it.
+
+    Examples:
+        >>> duration(0.25), duration(42), duration(200), duration(7500), duration(200_000)
+        ('0.25 s', '42 s', '3 min 20 s', '2 h 5 min', '2 d 7 h')
+    """
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    for size, unit, smaller, name in (
+        (86_400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {name}" if rest else "")
+    return f"{whole} s"
+
+
+def quantile(bars: Sequence[Bar], part: float) -> float | None:
+    """Return the end of the bar in which so much of the weight is reached; None if empty."""
+    total = sum(bar.weight for bar in bars)
+    reached = 0
+    for bar in bars:
+        reached += bar.weight
+        if total and reached >= part * total:
+            return bar.up_to
+    return None
+
+
+def doublings(bars: Sequence[Bar]) -> list[Bar]:
+    """Return the same weights in bars that each reach twice as far as the one before.
+
+    Examples:
+        >>> [(bar.up_to, bar.weight) for bar in doublings([Bar(0.9, 1), Bar(1.0, 2), Bar(3.1, 4)])]
+        [(1.0, 3), (2.0, 0), (4.0, 4)]
+    """
+    weights: Counter[int] = Counter()
+    for bar in bars:
+        weights[math.ceil(math.log2(bar.up_to) - 1e-9)] += bar.weight
+    return [Bar(2.0**n, weights[n]) for n in range(min(weights), max(weights) + 1)] if bars else []

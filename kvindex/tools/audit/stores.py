@@ -54,10 +54,6 @@ class MainGroup:
         """Whether a hit needs blocks of other groups, too: windows, Mamba's states."""
         return len(self._groups) > 1
 
-    def configure(self, settings: CacheSettings) -> None:
-        """Apply the user's settings of the kinds of groups."""
-        self.settings = settings
-
     def forget(self) -> None:
         """Forget what was learned: another engine may follow."""
         self.main = self.size = 0
@@ -119,14 +115,10 @@ def block_contents(event: BlockStored) -> list[bytes]:
             content + _packed(tokens) for content, tokens in zip(contents, ahead, strict=True)
         ]
     salt = event.cache_salt if is_root_parent(event.parent_block_hash) else None
-    if event.extra_keys is not None:
-        for i, items in enumerate(event.extra_keys):
-            if items:
-                contents[i] += _extra(items, lora, salt if i == 0 else None)
-            elif salt and i == 0:
-                contents[0] += _extra((), lora, salt)
-    elif salt:
-        contents[0] += _extra((), lora, salt)
+    for i, items in enumerate(event.extra_keys or ([None] if salt else [])):
+        own_salt = salt if i == 0 else None
+        if items or own_salt:
+            contents[i] += _extra(items or (), lora, own_salt)
     return contents
 
 

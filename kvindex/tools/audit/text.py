@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from kvindex.tools.audit.report import Report
-from kvindex.tools.audit.sections import Section, headlines, sections
-from kvindex.tools.audit.words import duration
+from kvindex.tools.audit.sections import Section, duration, headlines, sections
 
 __all__ = ["text_of"]
 

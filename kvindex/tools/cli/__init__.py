@@ -43,11 +43,7 @@ _LONG_RUNNING = {"tail", "record", "audit", "fanout", "serve"}  # they show warn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: the arguments after the program's name; those of the process by default.
-    """
+    """Run one command, by default the process's own arguments, and return its exit code."""
     _open_outputs()
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser(argv).parse_args(argv)

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from kvindex import CacheSettings, ConfigurationError, GroupSpec
 
@@ -22,6 +22,7 @@ __all__ = [
     "option",
     "parse_tokens",
     "port",
+    "rate",
     "read_tokens",
     "seconds",
 ]
@@ -30,6 +31,7 @@ Options: TypeAlias = "argparse._ActionsContainer"
 """A parser, or a group of its options."""
 
 _TOKEN_LIMIT = 2**63
+_Number = TypeVar("_Number", int, float)
 
 
 def option(
@@ -51,7 +53,7 @@ def option(
         kind: the type of its value, or all values that it may have; text by default.
         default: its value if it is not given.
         repeat: whether it may be given several times; the value is a list then.
-        dest: the name of its value; that of the option by default.
+        dest: the name of its value, if it is not that of the option.
     """
     names = [word for word in form.split() if word.startswith("-")]
     value = form.split()[len(names) :]
@@ -74,29 +76,34 @@ def option(
 
 def seconds(text: str) -> float:
     """Return a duration in seconds, finite and above 0 (an argparse type)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
+    return _checked(text, float, lambda value: 0 < value < math.inf, "a number of seconds above 0")
+
+
+def rate(text: str) -> float:
+    """Return a finite number per second, from 0 (an argparse type)."""
+    what = "a number of requests per second, from 0"
+    return _checked(text, float, lambda value: 0 <= value < math.inf, what)
 
 
 def count(text: str) -> int:
     """Return a whole number of at least 1 (an argparse type)."""
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
+    return _checked(text, int, lambda value: value > 0, "a whole number above 0")
 
 
 def port(text: str) -> int:
     """Return the number of a TCP port; 0 has the system choose (an argparse type)."""
-    number = int(text) if text.isascii() and text.isdigit() else -1
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
-    return number
+    return _checked(text, int, lambda value: 0 <= value < 1 << 16, "a port, 0 to 65535")
+
+
+def _checked(
+    text: str, kind: Callable[[str], _Number], fits: Callable[[_Number], bool], what: str
+) -> _Number:
+    try:
+        if fits(value := kind(text)):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
 
 def group_of(text: str) -> tuple[int, GroupSpec]:
@@ -136,7 +143,9 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cache_of(arguments: argparse.Namespace) -> CacheSettings:
-    """Return what the options of `add_cache_options` state."""
+    """Return what the options of `add_cache_options` state; nothing if a command has none."""
+    if "report_mode" not in arguments:
+        return CacheSettings()
     return CacheSettings(
         groups=dict(arguments.group),
         report_mode=arguments.report_mode,
@@ -182,14 +191,13 @@ def parse_tokens(text: str) -> list[int]:
         >>> parse_tokens("[1, 2, 3]") == parse_tokens("1 2, 3") == [1, 2, 3]
         True
     """
-    items = _items(text)
     tokens = []
-    for position, item in enumerate(items):
+    for position, item in enumerate(_items(text)):
         try:
-            token = _token(item)
+            token = int(item)
         except ValueError:
             raise ConfigurationError(
-                f"item {position} is {str(item)[:40]!r}, no token id; "
+                f"item {position} is {item[:40]!r}, no token id; "
                 "expected a JSON list of whole numbers, or numbers separated by spaces or commas"
             ) from None
         if not 0 <= token < _TOKEN_LIMIT:
@@ -200,18 +208,10 @@ def parse_tokens(text: str) -> list[int]:
     return tokens
 
 
-def _token(item: object) -> int:
-    if isinstance(item, str):
-        return int(item)
-    if isinstance(item, int) and not isinstance(item, bool):
-        return item
-    raise ValueError(item)
-
-
-def _items(text: str) -> list[object]:
+def _items(text: str) -> list[str]:
     if not text.lstrip().startswith("["):
-        return list(text.replace(",", " ").split())
+        return text.replace(",", " ").split()
     try:
-        return list(json.loads(text))
+        return [str(item) for item in json.loads(text)]
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"this is no JSON list: {error}") from None

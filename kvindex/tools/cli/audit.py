@@ -3,7 +3,7 @@
 Listen to engines for a while, or read recordings (one publisher's each), and report how many
 computed tokens another rank held at that moment, how many larger caches would have kept, and how
 much is held twice. Nothing is sent to the engines but replay requests. All engines must serve one
-model, except that --engine tells models apart. Ctrl-C ends the window early and reports (exit 0).
+model, except that --engine distinguishes models. Ctrl-C ends the window early and reports (exit 0).
 Exit 1: a recording is cut off (the part before is reported), or no engine could be reached at the
 end. Exit 2: the arguments cannot work. Exit 130: Ctrl-C before the window opened.
 """
@@ -19,23 +19,13 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvindex import (
-    ConfigurationError,
-    EventStream,
-    Rank,
-    RankBatch,
-    State,
-    StreamItem,
-    Worker,
-)
-from kvindex.subscribe.discovery import ask_engine
+from kvindex import ConfigurationError, EventStream, RankBatch, State, StreamItem
 from kvindex.tools.audit import Auditor, Report, html_of, text_of
-from kvindex.tools.cli.arguments import add_cache_options, cache_of, count, option, seconds
-from kvindex.tools.cli.endpoints import add_engine_options, workers_of
-from kvindex.tools.cli.output import Progress, counted, json_line, printable
+from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
+from kvindex.tools.cli.endpoints import add_engine_options, asked_workers, names_engines
+from kvindex.tools.cli.output import Progress, StateChanges, counted, json_line, printable
 from kvindex.tools.cli.recorded import recordings_of
 from kvindex.tools.cli.signals import handled
-from kvindex.tools.cli.states import StateChanges
 
 __all__ = ["Listening", "add_options", "run"]
 
@@ -70,15 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
         report = _audit_engines(arguments)
     if arguments.no_tokens:
         report = report.without_tokens()
-    print(json_line(report) if arguments.json else printable_lines(text_of(report)))
+    lines = text_of(report).split("\n")
+    print(json_line(report) if arguments.json else "\n".join(map(printable, lines)))
     if arguments.html is not None:
         _write(arguments.html, html_of(report))
     return 1 if broken or not any(rank.counted for rank in report.ranks) else 0
-
-
-def printable_lines(text: str) -> str:
-    """Return lines that cannot steer a terminal."""
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def _write(path: Path, text: str) -> None:
@@ -94,9 +80,9 @@ def _write(path: Path, text: str) -> None:
 
 def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
     """Return the report, and whether a recording was cut off."""
-    if arguments.worker or arguments.endpoint or arguments.engine:
+    if names_engines(arguments):
         raise ConfigurationError("name recordings, or engines, not both")
-    recordings = recordings_of(arguments, on_loss="reset")
+    recordings = recordings_of(arguments)
     source = f"audit of {counted(len(recordings), 'recording')}"
     auditor = Auditor(max_evicted=arguments.max_evicted, source=source)
     progress = Progress()
@@ -137,7 +123,7 @@ def _timed(number: int, items: Iterable[StreamItem]) -> Iterator[tuple[float, in
 
 
 def _audit_engines(arguments: argparse.Namespace) -> Report:
-    workers, models = _engines(arguments)
+    workers, models = asked_workers(arguments)
     source = f"audit of {counted(len(workers), 'worker')}"
     auditor = Auditor(models=models, max_evicted=arguments.max_evicted, source=source)
     interrupted = threading.Event()
@@ -157,28 +143,13 @@ def _audit_engines(arguments: argparse.Namespace) -> Report:
     return auditor.report(time.time())
 
 
-def _engines(arguments: argparse.Namespace) -> tuple[list[Worker], dict[str, str]]:
-    """Return the workers, and what those that were asked over HTTP serve."""
-    cache = cache_of(arguments)
-    workers = workers_of(arguments, cache, needed=not arguments.engine)
-    models: dict[str, str] = {}
-    for url in arguments.engine:
-        report = ask_engine(url)
-        worker = report.worker(cache=cache)
-        workers.append(worker)
-        models[worker.name] = report.model
-        for note in report.notes:
-            print(printable(f"{url}: {note}"), file=sys.stderr)
-    return workers, models
-
-
 class Listening:
     """Passes on to an auditor what a stream yields, and how its ranks stand."""
 
     def __init__(self, stream: EventStream, auditor: Auditor) -> None:
         self._stream = stream
         self._auditor = auditor
-        self._states: dict[Rank, tuple[State, bool]] = {}
+        self._standing = ""
         self._changes = StateChanges(stream.subscriber.statuses)
 
     def settle(self, limit: float) -> None:
@@ -186,19 +157,16 @@ class Listening:
         until = time.monotonic() + limit
         progress = Progress()
         while time.monotonic() < until:
-            states = self._look()
-            live = sum(state is State.LIVE for state in states)
-            progress.show(f"{live} of {counted(len(states), 'rank')} live")
-            if self._process(until) and live == len(states):
+            all_live = self._look()
+            progress.show(self._standing)
+            if self._process(until) and all_live:
                 break
         progress.clear()
 
     def open(self) -> None:
         """Open the window, and report that."""
         self._auditor.begin(time.time())
-        live = sum(state is State.LIVE for state, _ in self._states.values())
-        ranks = counted(len(self._states), "rank")
-        print(f"the window is open: {live} of {ranks} live", file=sys.stderr, flush=True)
+        print(f"the window is open: {self._standing}", file=sys.stderr, flush=True)
 
     def listen(self, length: float, interrupted: threading.Event) -> None:
         """Process items for so many seconds."""
@@ -215,14 +183,15 @@ class Listening:
             self._process(until)
         progress.clear()
 
-    def _look(self) -> list[State]:
+    def _look(self) -> bool:
+        """Pass on how the ranks stand; return whether all are live."""
         self._changes.report()
-        statuses = self._stream.subscriber.statuses()
-        for rank, status in statuses.items():
-            if self._states.get(rank) != (status.state, status.complete):
-                self._states[rank] = (status.state, status.complete)
-                self._auditor.receive(status, time.time())
-        return [status.state for status in statuses.values()]
+        statuses = self._stream.subscriber.statuses().values()
+        for status in statuses:
+            self._auditor.receive(status, time.time())
+        live = sum(status.state is State.LIVE for status in statuses)
+        self._standing = f"{live} of {counted(len(statuses), 'rank')} live"
+        return live == len(statuses)
 
     def _process(self, until: float) -> bool:
         """Process items until it is time to look again; return whether none is left waiting."""

@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-import msgspec
-
 from kvindex import (
     Client,
     EventBatch,
@@ -36,6 +34,7 @@ from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults, Request,
 from kvindex.tools.cli.arguments import option, seconds
 from kvindex.tools.cli.output import Colour, painted, table, version_text
 from kvindex.wire import BlockHash
+from kvindex.wire.quirks import fold_hash
 
 __all__ = ["add_options", "run"]
 
@@ -44,7 +43,6 @@ _DP_SIZE = 2
 _FAULTS = Faults(live=LaneFaults(drop=0.03, duplicate=0.04, reorder=0.03))
 _INTERVAL = 0.02  # seconds between requests: what paces the demo
 _CATCH_UP = 8.0  # seconds that repair may take after the last request
-_MASK_64 = 2**64 - 1
 _ROUTED_ENGINES = 4
 _ROUTED_BLOCKS = 640  # of 16 tokens: too few for every conversation to be in every cache
 _ROUTED_OPEN = 8  # requests at a time
@@ -79,30 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
     print(_INTRODUCTION)
     with ExitStack() as stack:
         fleet = _Fleet(stack, arguments.seed)
-        client = stack.enter_context(
-            connect(
-                fleet.workers(),
-                replay_policy=ReplayPolicy(timeout=0.5, attempts=8, max_backoff=0.5),
-                socket_options=SocketOptions(reconnect=0.05, max_reconnect=0.2),
-                probe_interval=0.5,
-            )
-        )
-        client.wait_live(timeout=5.0)
-        narrator = _Narrator(client)
-        narrator.report(f"live: {', '.join(map(str, client.ranks))}", "green")
+        narrator = _Narrator(fleet.client)
+        narrator.report(f"live: {', '.join(map(str, fleet.engines))}", "green")
         requests = _traffic(fleet, narrator, arguments)
         for link in fleet.links.values():
             link.quiesce()
         narrator.report(f"{len(requests)} requests served; no more faults, catching up")
-        caught_up = fleet.wait_until_applied(client, narrator)
-        if not caught_up:
-            for rank in client.ranks:
-                narrator.report(f"{rank}: {client.status(rank).reason or 'live'}", "red")
-        _print_counts(fleet, client)
-        equal = _print_truth(fleet, client)
-        as_engines = _print_route(fleet, client, requests)
+        good = fleet.wait_until_applied(narrator)
+        _print_counts(fleet)
+        good = _print_truth(fleet) and good
+        good = _print_route(fleet, requests) and good
     _print_gain(arguments.seed)
-    good = caught_up and equal and as_engines
     if good:
         print(painted("\nResult: every rank's index equals its engine's cache.", "green"))
     else:
@@ -117,8 +102,7 @@ class _Narrator:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._started = time.monotonic()
-        self._statuses = _ageless({rank: client.status(rank) for rank in client.ranks})
-        self._latest: Mapping[Rank, RankStatus] = self._statuses
+        self._statuses = client.statuses()
         self._gaps: dict[Rank, RankStatus] = {}  # ranks with an open gap, as they were before it
 
     def report(self, text: str, colour: Colour | None = None, *, mark: str = " ") -> None:
@@ -127,20 +111,11 @@ class _Narrator:
         print(painted(f"{passed:6.2f} s {mark} {text}", colour), flush=True)
 
     def watch(self, seconds: float) -> None:
-        """Print changes, as they happen, for so long."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if self._client.wait_for(self._changed, left):
-                self._report_changes()
-
-    def _changed(self, statuses: Mapping[Rank, RankStatus]) -> bool:
-        self._latest = _ageless(statuses)
-        return any(self._latest[rank] != status for rank, status in self._statuses.items())
-
-    def _report_changes(self) -> None:
-        for rank, before in self._statuses.items():
-            now = self._statuses[rank] = self._latest[rank]
-            self._compare(rank, before, now)
+        """Let some time pass, and print what has changed."""
+        time.sleep(seconds)
+        before, self._statuses = self._statuses, self._client.statuses()
+        for rank, now in self._statuses.items():
+            self._compare(rank, before[rank], now)
 
     def _compare(self, rank: Rank, before: RankStatus, now: RankStatus) -> None:
         if before.connected and not now.connected:
@@ -161,59 +136,59 @@ class _Narrator:
             self.report(f"{rank}: repaired {how}, whole through batch {now.seq}", "green")
 
 
-def _ageless(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, RankStatus]:
-    """Return the statuses without the ages, which change though nothing happens."""
-    replace = msgspec.structs.replace
-    return {rank: replace(status, last_event_age=None) for rank, status in statuses.items()}
-
-
 class _Fleet:
-    """The engines and the faulty links before them, by rank."""
+    """The engines and the faulty links before them, by rank, and the client behind the links."""
 
     def __init__(self, stack: ExitStack, seed: int) -> None:
         self.engines: dict[Rank, FakeEngine] = {}
         self.links: dict[Rank, FaultyLink] = {}
-        for worker, dialect in _DIALECTS.items():
+        workers = []
+        for name, dialect in _DIALECTS.items():
+            links = []
             for dp_rank in range(_DP_SIZE):
-                rank = Rank(worker, dp_rank)
-                engine = FakeEngine(
-                    worker, dp_rank=dp_rank, dialect=dialect, num_blocks=160, seed=seed
+                engine = stack.enter_context(
+                    FakeEngine(name, dp_rank=dp_rank, dialect=dialect, num_blocks=160, seed=seed)
                 )
-                self.engines[rank] = stack.enter_context(engine)
                 link = FaultyLink(
                     engine.endpoint,
                     engine.replay_endpoint,
                     faults=_FAULTS,
                     seed=seed * 100 + len(self.links),
                 )
-                self.links[rank] = stack.enter_context(link)
-
-    def workers(self) -> list[Worker]:
-        """The workers as a subscriber reaches them: through the links."""
-        workers = []
-        for name in _DIALECTS:
-            links = [link for rank, link in self.links.items() if rank.worker == name]
+                links.append(stack.enter_context(link))
+                self.engines[engine.rank], self.links[engine.rank] = engine, link
             replays = [link.replay_endpoint or "" for link in links]
             workers.append(Worker(name, [link.endpoint for link in links], replay=replays))
-        return workers
+        self.client = stack.enter_context(
+            connect(
+                workers,
+                replay_policy=ReplayPolicy(timeout=0.5, attempts=8, max_backoff=0.5),
+                socket_options=SocketOptions(reconnect=0.05, max_reconnect=0.2),
+                probe_interval=0.5,
+            )
+        )
+        self.client.wait_live(timeout=5.0)
 
-    def wait_until_applied(self, client: Client, narrator: _Narrator) -> bool:
+    def wait_until_applied(self, narrator: _Narrator) -> bool:
         """Wait until every rank is live at its engine's last batch; return whether they are."""
         until = time.monotonic() + _CATCH_UP
-        while not (done := client.wait_for(self._applied, 0.0)) and time.monotonic() < until:
+        while late := self._late():
+            if time.monotonic() >= until:
+                for rank, status in late.items():
+                    narrator.report(f"{rank}: {status.reason or 'live'}", "red")
+                return False
             narrator.watch(0.05)
-        return done
+        return True
 
-    def _applied(self, statuses: Mapping[Rank, RankStatus]) -> bool:
-        return all(
-            statuses[rank].state is State.LIVE and statuses[rank].seq == engine.published - 1
-            for rank, engine in self.engines.items()
-        )
+    def _late(self) -> dict[Rank, RankStatus]:
+        return {
+            rank: status
+            for rank, status in self.client.statuses().items()
+            if status.state is not State.LIVE or status.seq != self.engines[rank].published - 1
+        }
 
 
-def _traffic(
-    fleet: _Fleet, narrator: _Narrator, arguments: argparse.Namespace
-) -> list[tuple[Rank, Request]]:
+def _traffic(fleet: _Fleet, narrator: _Narrator, arguments: argparse.Namespace) -> list[Request]:
     """Serve requests for some seconds, restart one rank and cut another off meanwhile."""
     restarted, cut = Rank("sglang-0", 1), Rank("vllm-0", 1)
     duration = arguments.seconds
@@ -224,7 +199,7 @@ def _traffic(
     ]
     choose = random.Random(arguments.seed)
     ranks = list(fleet.engines)
-    served: list[tuple[Rank, Request]] = []
+    served: list[Request] = []
     started = time.monotonic()
     for request in Workload(int(duration / _INTERVAL) + 1, seed=arguments.seed):
         passed = time.monotonic() - started
@@ -234,9 +209,8 @@ def _traffic(
             _, text, do = script.pop(0)
             narrator.report(text, "yellow", mark="!")
             do()
-        rank = choose.choice(ranks)
-        fleet.engines[rank].serve(request.token_ids, new_tokens=request.new_tokens)
-        served.append((rank, request))
+        fleet.engines[choose.choice(ranks)].run([request])
+        served.append(request)
         narrator.watch(_INTERVAL)
     for _, text, do in script:  # a machine too slow to reach them in time
         narrator.report(text, "yellow", mark="!")
@@ -244,7 +218,7 @@ def _traffic(
     return served
 
 
-def _print_truth(fleet: _Fleet, client: Client) -> bool:
+def _print_truth(fleet: _Fleet) -> bool:
     """Compare each rank of the index with its engine's cache, block by block and copy by copy."""
     rows = []
     agree = True
@@ -252,7 +226,7 @@ def _print_truth(fleet: _Fleet, client: Client) -> bool:
         truth = {_plain_key(*key): copies for key, copies in engine.truth().items()}
         held = {
             _plain_key(block.block_hash, block.medium, block.group_idx): block.copies
-            for block in client.index.tree(rank).walk()
+            for block in fleet.client.index.tree(rank).walk()
         }
         agree = agree and held == truth
         verdict = "equal" if held == truth else "DIFFERENT"
@@ -267,15 +241,13 @@ def _plain_key(
     block_hash: BlockHash, medium: str, group_idx: int | None
 ) -> tuple[BlockHash, str, int]:
     """The index names hashes modulo 2**64, and group 0 where the engine names none."""
-    if isinstance(block_hash, int):
-        block_hash &= _MASK_64
-    return block_hash, medium, group_idx or 0
+    return fold_hash(block_hash), medium, group_idx or 0
 
 
-def _print_route(fleet: _Fleet, client: Client, requests: Sequence[tuple[Rank, Request]]) -> bool:
+def _print_route(fleet: _Fleet, requests: Sequence[Request]) -> bool:
     """Route the prompt that is held longest, and ask each engine itself what it would find."""
-    candidates = [list(request.token_ids) for _, request in requests[-40:]]
-    matches = [(client.match(tokens), tokens) for tokens in candidates]
+    candidates = [request.token_ids for request in requests[-40:]]
+    matches = [(fleet.client.match(tokens), tokens) for tokens in candidates]
     match, tokens = max(matches, key=lambda pair: pair[0].best.tokens if pair[0].best else 0)
     rows = []
     agree = match.best is not None
@@ -283,20 +255,20 @@ def _print_route(fleet: _Fleet, client: Client, requests: Sequence[tuple[Rank, R
         own = fleet.engines[held.rank].lookup(tokens).tokens
         agree = agree and own == held.tokens
         best = "<- send it here" if match.best and held.rank == match.best.rank else ""
-        rows.append((held.rank, held.tokens, own, held.state or "-", best))
+        rows.append((held.rank, held.tokens, own, held.state, best))
     print(f"\nA prompt of {len(tokens)} tokens, and how many of them each rank holds:")
     shown = table(("rank", "by the index", "by its engine", "state", ""), rows)
     print(_with_colours(shown, {"<- send it here": "bold"}))
     return agree
 
 
-def _print_counts(fleet: _Fleet, client: Client) -> None:
+def _print_counts(fleet: _Fleet) -> None:
     injected = [link.statistics() for link in fleet.links.values()]
     dropped, doubled, reordered = (
         sum(link.get(f"live.{what}", 0) for link in injected)
         for what in ("dropped", "duplicated", "reordered")
     )
-    seen = [client.status(rank) for rank in client.ranks]
+    seen = fleet.client.statuses().values()
     print(
         f"\nInjected: batches dropped {dropped}, duplicated {doubled}, reordered {reordered}; "
         "1 restart, 1 cut."
@@ -354,7 +326,7 @@ def _routed(requests: Workload, policy: str, seed: int) -> tuple[float, int, int
         booking = router.reserve(request.token_ids)
         opened.append(booking)
         engine = engines[booking.rank]
-        served = engine.serve(request.token_ids, new_tokens=request.new_tokens)
+        (served,) = engine.run([request])
         index.apply(booking.rank, EventBatch(0.0, list(engine.events)))
         prompt_tokens += served.prompt_tokens
         computed[booking.rank] += served.prompt_tokens - served.hit_tokens

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections import Counter
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -104,41 +103,40 @@ def _target(text: str) -> Target:
 
 def _api_key(arguments: argparse.Namespace) -> str:
     """Return the engines' key; never from an argument, which any user of the machine can read."""
-    name = arguments.api_key_file
-    if name is None:
+    if arguments.api_key_file is None:
         return os.environ.get("KVINDEX_API_KEY", "")
-    try:
-        return Path(name).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--api-key-file {name}: {error}") from error
+    return _read("--api-key-file", arguments.api_key_file).strip()
 
 
 def _prompt(arguments: argparse.Namespace) -> UserPrompt | None:
     if arguments.prompt is None and arguments.tokens is None:
         return None
-    tokens = None if arguments.tokens is None else read_tokens(arguments.tokens)
-    text, body = arguments.prompt or "", None
-    if text.startswith("@"):
-        text, body, in_file = _from_file(text[1:])
-        tokens = tokens if in_file is None else in_file
-    return UserPrompt(text=text, body=body, tokens=tokens, lora=arguments.lora, salt=arguments.salt)
+    given: dict[str, Any] = {"lora": arguments.lora, "salt": arguments.salt}
+    if arguments.tokens is not None:
+        given["tokens"] = read_tokens(arguments.tokens)
+    if (arguments.prompt or "").startswith("@"):
+        given.update(_prompt_in(_read("cannot read a prompt from", arguments.prompt[1:])))
+    else:
+        given["text"] = arguments.prompt or ""
+    return UserPrompt(**given)
 
 
-def _from_file(name: str) -> tuple[str, dict[str, Any] | None, list[int] | None]:
-    """Return what a file holds: text, a request's body, or token ids."""
-    try:
-        text = Path(name).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read a prompt from {name}: {error}") from error
+def _prompt_in(text: str) -> dict[str, Any]:
+    """Return what a file's text is: a prompt, a request's body, or token ids."""
     try:
         value = json.loads(text)
     except ValueError:
-        return text, None, None
+        value = None
     if isinstance(value, dict):
-        return "", value, None
-    if isinstance(value, list):
-        return "", None, parse_tokens(text)
-    return text, None, None
+        return {"body": value}
+    return {"tokens": parse_tokens(text)} if isinstance(value, list) else {"text": text}
+
+
+def _read(what: str, name: str) -> str:
+    try:
+        return Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{what} {name}: {error}") from error
 
 
 def _print(report: Report) -> None:
@@ -147,9 +145,11 @@ def _print(report: Report) -> None:
     for note in report.notes:
         print(printable(note))
     targets = counted(len(report.targets), "target")
-    counts = Counter(finding.severity for finding in report.findings)
+    severities = [finding.severity for finding in report.findings]
     summary = ", ".join(
-        counted(counts[severity], severity) for severity in ("error", "warning") if counts[severity]
+        counted(severities.count(severity), severity)
+        for severity in ("error", "warning")
+        if severity in severities
     )
     print(f"{targets} examined in {report.seconds:.1f} s: {summary or 'nothing is wrong'}")
 
@@ -159,16 +159,14 @@ def _print_finding(finding: Finding) -> None:
     print(head, printable(f"{finding.subject}: {finding.what} [{finding.id}]"))
     if finding.id == "all-well":
         return
-    shown = {name for _, name, _, _ in Formatter().parse(CAUSES[finding.id].what) if name}
-    shown = {name.partition("[")[0] for name in shown}
-    rest = {
-        name: str(value)
-        for name, value in finding.evidence.items()
-        if name not in shown
-        and str(value)
-        and not (len(str(value)) > 8 and str(value) in finding.what)
-    }
-    seen = ", ".join(f"{name}={value}" for name, value in rest.items())
+    fields = Formatter().parse(CAUSES[finding.id].what)
+    shown = {name.partition("[")[0] for _, name, _, _ in fields if name}
+    rest = {name: str(value) for name, value in finding.evidence.items() if name not in shown}
+    seen = ", ".join(
+        f"{name}={value}"
+        for name, value in rest.items()
+        if value and (len(value) < 9 or value not in finding.what)
+    )
     if seen:
         print(printable(f"    seen: {seen[:_SHOWN_EVIDENCE]}"))
     print(printable(f"    do:   {in_options(finding.remedy)}"))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import msgspec
 
-from kvindex import CacheSettings, ConfigurationError, Worker
+from kvindex import ConfigurationError, Worker
 from kvindex.subscribe.discovery import EngineSource, Source, ask_engine
-from kvindex.tools.cli.arguments import option
+from kvindex.tools.cli.arguments import cache_of, option
+from kvindex.tools.cli.output import printable
 
 __all__ = [
     "WORKER_FORM",
     "add_engine_options",
     "asked_workers",
     "engines_of",
+    "names_engines",
     "parse_worker",
     "workers_of",
 ]
@@ -28,7 +31,7 @@ _WHERE = (
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `engines_of`, `asked_workers` and `workers_of` read."""
+    """Add the options that the functions below read."""
     group = parser.add_argument_group("engines", _WHERE)
     option(group, "--worker NAME=ENDPOINT[,...]", f"one engine, as {WORKER_FORM}", repeat=True)
     option(group, "--endpoint ENDPOINT", "the only engine's PUB socket, e.g. tcp://host:5557")
@@ -41,45 +44,55 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--engine URL", text, repeat=True)
 
 
-def engines_of(
-    arguments: argparse.Namespace, cache: CacheSettings | None = None
-) -> list[Worker | str | Source]:
+def names_engines(arguments: argparse.Namespace) -> bool:
+    """Return whether the arguments name any engine."""
+    return bool(arguments.worker or arguments.endpoint or arguments.engine)
+
+
+def engines_of(arguments: argparse.Namespace) -> list[Worker | str | Source]:
     """Return the engines that the arguments name, for a client to follow: workers and a source.
 
-    Raises: as `workers_of`.
+    Raises:
+        ConfigurationError: none is named, or as `workers_of`.
     """
-    urls = arguments.engine
-    workers = workers_of(arguments, cache, needed=not urls)
-    return [*workers, EngineSource(urls, cache=cache)] if urls else [*workers]
+    workers = workers_of(arguments)
+    if arguments.engine:
+        return [*workers, EngineSource(arguments.engine, cache=cache_of(arguments))]
+    if not workers:
+        raise ConfigurationError(
+            "no engine named: give --engine http://HOST:PORT, --endpoint tcp://HOST:PORT or "
+            f"--worker {WORKER_FORM}"
+        )
+    return [*workers]
 
 
-def asked_workers(arguments: argparse.Namespace) -> list[Worker]:
+def asked_workers(arguments: argparse.Namespace) -> tuple[list[Worker], dict[str, str]]:
     """Return the engines that the arguments name; those named by URL are asked now, once.
 
+    Returns: the workers, and by name the model of each engine that was asked.
+
     Raises:
-        ConfigurationError: as `workers_of`.
+        ConfigurationError: as `engines_of`.
         DiscoveryError: an engine does not report where it publishes.
     """
-    urls = arguments.engine
-    targets = EngineSource(urls).targets if urls else ()  # refuses bad URLs
-    workers = workers_of(arguments, needed=not urls)
-    return workers + [ask_engine(target.url).worker() for target in targets]
+    workers = [engine for engine in engines_of(arguments) if isinstance(engine, Worker)]
+    models: dict[str, str] = {}
+    for url in arguments.engine:
+        report = ask_engine(url)
+        workers.append(report.worker(cache=cache_of(arguments)))
+        models[workers[-1].name] = report.model
+        for note in report.notes:
+            print(printable(f"{url}: {note}"), file=sys.stderr)
+    return workers, models
 
 
-def workers_of(
-    arguments: argparse.Namespace, cache: CacheSettings | None = None, *, needed: bool = True
-) -> list[Worker]:
-    """Return the engines that the arguments name.
-
-    Args:
-        arguments: what the options of `add_engine_options` state.
-        cache: what the events of each of them leave unsaid; nothing by default.
-        needed: whether none is an error.
+def workers_of(arguments: argparse.Namespace) -> list[Worker]:
+    """Return the engines that are named by where they publish, perhaps none.
 
     Raises:
-        ConfigurationError: none is named, two have one name, or one cannot be reached as given.
+        ConfigurationError: two have one name or one endpoint, or one cannot be reached as given.
     """
-    cache = cache or CacheSettings()
+    cache = cache_of(arguments)
     workers = [
         msgspec.structs.replace(parse_worker(text), cache=cache) for text in arguments.worker
     ]
@@ -97,23 +110,17 @@ def workers_of(
         )
     else:
         _refuse_strays(arguments)
-    if needed and not workers:
-        raise ConfigurationError(
-            "no engine named: give --engine http://HOST:PORT, --endpoint tcp://HOST:PORT or "
-            f"--worker {WORKER_FORM}"
-        )
-    names = [worker.name for worker in workers]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigurationError(f"two workers are called {twice[0]!r}: give each its own name")
-    _refuse_shared(workers)
+    _refuse_twins(workers)
     return workers
 
 
-def _refuse_shared(workers: list[Worker]) -> None:
-    """Refuse an engine that is named twice; topics can distinguish engines behind one endpoint."""
+def _refuse_twins(workers: list[Worker]) -> None:
+    """Refuse two engines of one name or address; topics distinguish those behind one endpoint."""
     owners: dict[tuple[str, str], Worker] = {}
+    named: dict[str, Worker] = {}
     for worker in workers:
+        if named.setdefault(worker.name, worker) is not worker:
+            raise ConfigurationError(f"two workers are called {worker.name!r}: rename one")
         for address in worker.publishers():
             other = owners.setdefault((address.endpoint, worker.topic), worker)
             if other is not worker:

@@ -14,17 +14,17 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
-from kvindex.testing import FakeEngine, HttpEngine, Request, Served, Workload
-from kvindex.tools.cli.arguments import count, option, port, seconds
+from kvindex.testing import FakeEngine, HttpEngine, Request, Workload
+from kvindex.tools.cli.arguments import count, option, port, rate, seconds
 from kvindex.tools.cli.signals import handled
 from kvindex.wire import LATEST
 
 __all__ = ["add_options", "run"]
 
-_PROMPT = range(100)  # the prompt of README's first example
+_PROMPT = tuple(range(100))  # the prompt of README's first example
 _PROMPT_EVERY = 10  # requests: often enough to stay in a cache that evicts what is old
 _WORKLOAD = 1_000  # requests until the workload starts again
 
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--blocks N", "blocks in each rank's cache", count, 1000)
     option(parser, "--dialect NAME", "engine version whose events to publish", str, LATEST.name)
     text = "requests per second, over all ranks; 0: only those that arrive over HTTP"
-    option(parser, "--rate N", text, _rate, 5.0)
+    option(parser, "--rate N", text, rate, 5.0)
     option(parser, "--seed N", "seed for the requests", int, 1)
     text = (
         "also answer completions over HTTP at this port of 127.0.0.1, as the engine of the dialect "
@@ -58,10 +58,24 @@ def run(arguments: argparse.Namespace) -> int:
     signals = dict.fromkeys((signal.SIGINT, signal.SIGTERM), ending.ask)
     with ExitStack() as stack:
         stack.enter_context(handled(signals))
-        engines = [stack.enter_context(_engine(arguments, r)) for r in range(arguments.dp_size)]
+        engines = [
+            stack.enter_context(
+                FakeEngine(
+                    arguments.name,
+                    dp_rank=dp_rank,
+                    block_size=arguments.block_size,
+                    num_blocks=arguments.blocks,
+                    seed=arguments.seed,
+                    dialect=arguments.dialect,
+                    endpoint=arguments.endpoint,
+                    replay_endpoint=arguments.replay_endpoint,
+                )
+            )
+            for dp_rank in range(arguments.dp_size)
+        ]
         traffic = _Traffic(engines, arguments.seed)
-        if arguments.rate:
-            traffic.begin()
+        for _ in engines if arguments.rate else ():
+            traffic.serve_next()  # the known prompt: later subscribers find it
         try:
             for engine in engines:
                 print(
@@ -71,36 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.http is not None:
                 server = HttpEngine(engines, model=arguments.model, port=arguments.http)
                 print(f"HTTP at {stack.enter_context(server).url}")
-            rate = f"about {arguments.rate:g}" if arguments.rate else "no"
-            print(f"{rate} requests per second of its own; Ctrl-C ends it", flush=True)
+            number = f"about {arguments.rate:g}" if arguments.rate else "no"
+            print(f"{number} requests per second of its own; Ctrl-C ends it", flush=True)
             _serve(traffic, ending, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of an engine
         print(traffic.summary())
     return 0
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests per second, from 0")
-    return value
-
-
-def _engine(arguments: argparse.Namespace, dp_rank: int) -> FakeEngine:
-    return FakeEngine(
-        arguments.name,
-        dp_rank=dp_rank,
-        block_size=arguments.block_size,
-        num_blocks=arguments.blocks,
-        seed=arguments.seed,
-        dialect=arguments.dialect,
-        endpoint=arguments.endpoint,
-        replay_endpoint=arguments.replay_endpoint,
-    )
 
 
 def _serve(traffic: _Traffic, ending: _Ending, arguments: argparse.Namespace) -> None:
@@ -126,23 +117,25 @@ class _Traffic:
 
     def __init__(self, engines: Sequence[FakeEngine], seed: int) -> None:
         self._engines = engines
-        self._requests = _endless(seed)
+        self._requests = (
+            request
+            for round_seed in itertools.count(seed)
+            for request in Workload(_WORKLOAD, seed=round_seed)
+        )
         self._served = self._tokens = self._hit = 0
 
-    def begin(self) -> None:
-        """Serve the known prompt on each rank at once, so that later subscribers find it."""
-        for engine in self._engines:
-            self._serve_prompt(engine)
-
     def serve_next(self) -> None:
-        """Serve one request on the rank whose turn it is."""
+        """Serve one request on the rank whose turn it is; the first of each is the known prompt."""
         turn, number = divmod(self._served, len(self._engines))
         engine = self._engines[number]
         if turn % _PROMPT_EVERY == 0:
-            self._serve_prompt(engine)
+            request = Request(token_ids=_PROMPT[: len(_PROMPT) // (engine.rank.dp_rank + 1)])
         else:
             request = next(self._requests)
-            self._count(engine.serve(request.token_ids, new_tokens=request.new_tokens))
+        (served,) = engine.run([request])
+        self._served += 1
+        self._tokens += served.prompt_tokens
+        self._hit += served.hit_tokens
 
     def summary(self) -> str:
         """Return how much was served, and what the caches hold."""
@@ -151,19 +144,6 @@ class _Traffic:
             return held
         cached = f"{self._hit / self._tokens:.0%} of their tokens cached"
         return f"{self._served} requests, {cached}; {held}"
-
-    def _serve_prompt(self, engine: FakeEngine) -> None:
-        self._count(engine.serve(_PROMPT[: len(_PROMPT) // (engine.rank.dp_rank + 1)]))
-
-    def _count(self, served: Served) -> None:
-        self._served += 1
-        self._tokens += served.prompt_tokens
-        self._hit += served.hit_tokens
-
-
-def _endless(seed: int) -> Iterator[Request]:
-    for round_seed in itertools.count(seed):
-        yield from Workload(_WORKLOAD, seed=round_seed)
 
 
 class _Ending:

@@ -23,11 +23,11 @@ from pathlib import Path
 from kvindex import Client, ConfigurationError, SnapshotError
 from kvindex.index.replicas import FanOut
 from kvindex.subscribe.discovery import Engines
-from kvindex.tools.cli.arguments import add_cache_options, cache_of, count, option, seconds
+from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of
-from kvindex.tools.cli.output import counted
+from kvindex.tools.cli.output import StateChanges, counted
 from kvindex.tools.cli.signals import handled
-from kvindex.tools.cli.states import StateChanges, state_table
+from kvindex.tools.cli.status import state_table
 
 __all__ = ["add_options", "run"]
 
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
-    engines = engines_of(arguments, cache_of(arguments))
+    engines = engines_of(arguments)
     if arguments.state:
         _check_writable(Path(arguments.state))
     asked: list[int] = []  # of SIGUSR1: a handler itself must wait for no lock

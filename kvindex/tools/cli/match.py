@@ -14,7 +14,6 @@ from kvindex import Match, NotLiveError, connect
 from kvindex.tools.cli.arguments import (
     add_cache_options,
     add_prompt_options,
-    cache_of,
     option,
     read_tokens,
     seconds,
@@ -43,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Connect, wait, ask, print."""
-    engines = engines_of(arguments, cache_of(arguments))
+    engines = engines_of(arguments)
     token_ids = read_tokens(arguments.tokens)
     late: dict[str, str] = {}
     with connect(engines) as client:
@@ -77,8 +76,8 @@ def match_table(match: Match, prompt_tokens: int) -> str:
             held.tokens,
             held.blocks,
             ", ".join(f"{n} {medium}" for medium, n in sorted(held.by_medium.items())) or "-",
-            held.state or "-",
-            {None: "-", True: "yes", False: "no"}[held.complete],
+            held.state,
+            held.complete,
         )
         for held in match
     ]

@@ -1,4 +1,4 @@
-"""How commands write: aligned tables, JSON; and colours and progress that only a terminal sees."""
+"""How commands write: tables, JSON, ranks that change; colours and progress for terminals only."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from kvindex import BACKEND, Rank, __version__
+from kvindex import BACKEND, Rank, RankStatus, State, __version__
 from kvindex.wire.backend import SLOWER, explain_fallback
 
 __all__ = [
     "Colour",
     "Progress",
+    "StateChanges",
     "counted",
     "in_options",
     "json_line",
@@ -37,6 +38,7 @@ _OPTIONS = {
 Colour: TypeAlias = Literal["red", "green", "yellow", "bold"]
 
 _CODES: Final[dict[Colour, int]] = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
+_PATIENCE = 3.0  # seconds for ranks to become live before those that are not are named
 _NUMBER = str.maketrans("", "", "0123456789.,-%")
 
 
@@ -44,16 +46,24 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return lines with aligned columns: numbers to the right, words to the left.
 
     Examples:
-        >>> print(table(["rank", "tokens"], [["vllm-0/0", 96], ["vllm-0/1", 0]]))
-        rank      tokens
-        vllm-0/0      96
-        vllm-0/1       0
+        >>> print(table(["rank", "tokens", "whole"], [["a/0", 96, True], ["a/1", None, False]]))
+        rank  tokens  whole
+        a/0       96  yes
+        a/1        -  no
     """
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    cells = [[printable(_cell(value)) for value in row] for row in rows]
     columns = list(zip(header, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(not cell.translate(_NUMBER) for cell in column[1:]) for column in columns]
     return "\n".join(_line(row, widths, right) for row in [header, *cells])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
@@ -73,7 +83,7 @@ def painted(text: str, colour: Colour | None) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text that cannot steer a terminal: names come from the network.
+    r"""Return text that cannot steer a terminal: names are from the network.
 
     Examples:
         >>> printable("GPU"), printable("a\x1b[2J")
@@ -157,3 +167,31 @@ class Progress:
         if self._width:
             print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
             self._width = 0
+
+
+class StateChanges:
+    """Reports on stderr when a rank becomes live or stops being live, and why.
+
+    That a rank is live for the first time is reported only if `first_live`.
+    """
+
+    def __init__(
+        self, statuses: Callable[[], Mapping[Rank, RankStatus]], *, first_live: bool = False
+    ) -> None:
+        self._statuses = statuses
+        self._patient_until = time.monotonic() + _PATIENCE
+        self._reported: dict[Rank, State | None] = {}
+        self._unknown = None if first_live else State.LIVE
+
+    def report(self) -> None:
+        """Report what has changed since the last call."""
+        patient = time.monotonic() < self._patient_until
+        for rank, status in self._statuses().items():
+            is_live = status.state is State.LIVE
+            if self._reported.get(rank, self._unknown) is status.state or (
+                patient and not is_live and rank not in self._reported
+            ):
+                continue
+            self._reported[rank] = status.state
+            why = "" if is_live else f": {in_options(status.reason)}"
+            print(printable(f"{rank}: {status.state}{why}"), file=sys.stderr, flush=True)

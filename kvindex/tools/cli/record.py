@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import zmq
 
@@ -50,31 +50,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Record until there was enough, or Ctrl-C; then the replays, if asked for."""
-    workers = asked_workers(arguments)
-    names = file_names(arguments.output, workers)
+    workers, _ = asked_workers(arguments)
     if arguments.replay and not any(worker.replay for worker in workers):
         raise ConfigurationError("--replay: no engine has a replay endpoint")
     complete = True
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, linger=0)
-        recorders = [
-            _RankRecorder(
-                context, worker, address, stack.enter_context(_new(path, arguments.force))
-            )
-            for worker, address, path in names
-        ]
+        recorders = []
+        for worker, address, path in file_names(arguments.output, workers):
+            file = stack.enter_context(_new(path, arguments.force))
+            recorders.append(_RankRecorder(context, worker, address, file))
         try:
-            for recorder, (_, _, path) in zip(recorders, names, strict=True):
-                print(f"recording {recorder.rank} to {path}", file=sys.stderr, flush=True)
+            for recorder in recorders:
+                name = recorder.file.name
+                print(f"recording {recorder.rank} to {name}", file=sys.stderr, flush=True)
             _record(recorders, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of a recording
         if arguments.replay:
             for recorder in recorders:
                 complete = recorder.add_replay(arguments.replay_timeout) and complete
-    for recorder, (_, _, path) in zip(recorders, names, strict=True):
-        print(f"{path}: {recorder.summary()}")
+    for recorder in recorders:
+        print(f"{recorder.file.name}: {recorder.summary()}")
     return 0 if complete else 1
 
 
@@ -109,7 +107,7 @@ def _new(path: Path, force: bool) -> BinaryIO:
 
 
 class _RankRecorder:
-    """One publisher being recorded."""
+    """Writes one publisher's messages to a file."""
 
     def __init__(
         self,
@@ -119,26 +117,26 @@ class _RankRecorder:
         file: BinaryIO,
     ) -> None:
         self.rank = Rank(worker.name, address.dp_rank)
-        self.live = 0
-        self.replayed = 0
-        self.bytes = 0
-        self._address = address
+        self.file = file
+        self.live = self.replayed = self.bytes = 0
+        self._worker = worker
+        self._replay = address.replay
         self._context = context
-        self._curve = worker.curve
-        self._file = file
         self._writer = RecordingWriter(file)
-        self._refused = 0
+        self._refused = self._missed = 0
         self._seq: int | None = None
-        self._missed = 0
         self._warn_again_at = -math.inf
-        self._ended = address.replay is None
-        self.socket = self._open(zmq.SUB)
+        self.socket = self._open(zmq.SUB, address.endpoint, bind=worker.bind)
         self.socket.subscribe(worker.topic.encode())
-        _attach(self.socket, address.endpoint, bind=worker.bind)
 
-    def _open(self, kind: int) -> zmq.Socket[bytes]:
+    def _open(self, kind: int, endpoint: str, *, bind: bool = False) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        SocketOptions().configure(socket, self._curve)
+        SocketOptions().configure(socket, self._worker.curve)
+        try:
+            (socket.bind if bind else socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            verb = "bind to" if bind else "connect to"
+            raise ConfigurationError(f"cannot {verb} {endpoint!r}: {error}") from error
         return socket
 
     def receive(self, limit: int) -> int:
@@ -152,32 +150,31 @@ class _RankRecorder:
             received += 1
             self._note_seq(frames)
             self.live += self._write("live", frames)
-        self._file.flush()
+        self.file.flush()
         return received
 
     def add_replay(self, timeout: float) -> bool:
         """Append what the publisher still holds; return whether the replay reached its end."""
-        if self._address.replay is None:
+        if self._replay is None:
             return True
-        with self._open(zmq.DEALER) as socket:
-            _attach(socket, self._address.replay)
+        with self._open(zmq.DEALER, self._replay) as socket:
             socket.send_multipart(replay_request(0), zmq.NOBLOCK)
-            while not self._ended and socket.poll(int(timeout * 1000)):
+            while socket.poll(int(timeout * 1000)):
                 frames = socket.recv_multipart()
                 self.replayed += self._write("replay", frames)
-                self._ended = _is_end(frames)
-        if not self._ended:
-            replies = counted(self.replayed, "reply", "replies")
-            print(
-                f"{self.rank}: replay from {self._address.replay} did not end within {timeout:g} s"
-                f" after {replies}: is it the engine's replay_endpoint?",
-                file=sys.stderr,
-            )
-        return self._ended
+                if _is_end(frames):
+                    return True
+        replies = counted(self.replayed, "reply", "replies")
+        print(
+            f"{self.rank}: replay from {self._replay} did not end within {timeout:g} s"
+            f" after {replies}: is it the engine's replay_endpoint?",
+            file=sys.stderr,
+        )
+        return False
 
-    def _write(self, kind: str, frames: list[bytes]) -> int:
+    def _write(self, kind: Literal["live", "replay"], frames: list[bytes]) -> int:
         try:
-            self._writer.write("live" if kind == "live" else "replay", frames)
+            self._writer.write(kind, frames)
         except EncodeError:
             self._refused += 1
             return 0
@@ -203,7 +200,7 @@ class _RankRecorder:
             print(f"{self.rank}: {missed} missed by seq so far", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
-        """Print how much was recorded, and how much is known to be missing."""
+        """Return how much was recorded, and how much is known to be missing."""
         parts = [counted(self.live, "live message")]
         if self.replayed:
             parts.append(counted(self.replayed, "reply", "replies"))
@@ -213,14 +210,6 @@ class _RankRecorder:
         if self._refused:
             parts.append(f"{self._refused} too large to record")
         return ", ".join(parts)
-
-
-def _attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool = False) -> None:
-    try:
-        (socket.bind if bind else socket.connect)(endpoint)
-    except zmq.ZMQError as error:
-        verb = "bind to" if bind else "connect to"
-        raise ConfigurationError(f"cannot {verb} {endpoint!r}: {error}") from error
 
 
 def _is_end(frames: list[bytes]) -> bool:

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvindex import (
     CacheSettings,
@@ -24,19 +23,17 @@ from kvindex import (
 )
 from kvindex.tools.cli.arguments import cache_of
 from kvindex.tools.cli.output import Progress
-from kvindex.wire import (
-    RecordedMessage,
-    decode_batch,
-    parse_live,
-    parse_replay,
-    read_recording,
-)
+from kvindex.wire import RecordedMessage, decode_batch, parse_live, parse_replay, read_recording
 
 __all__ = ["Recorded", "recordings_of"]
 
 
-def recordings_of(arguments: argparse.Namespace, *, on_loss: str) -> list[Recorded]:
+def recordings_of(arguments: argparse.Namespace, *, resets: bool = True) -> list[Recorded]:
     """Return the recordings that a command's arguments name.
+
+    Args:
+        arguments: `files`, `with_replayed`, and the options of `add_cache_options`.
+        resets: whether a gap drops what the rank held.
 
     Raises:
         ConfigurationError: a file cannot be opened, or two would be one worker.
@@ -54,7 +51,7 @@ def recordings_of(arguments: argparse.Namespace, *, on_loss: str) -> list[Record
             )
     cache = cache_of(arguments)
     return [
-        Recorded(path, on_loss=on_loss, with_replayed=arguments.with_replayed, cache=cache)
+        Recorded(path, resets=resets, with_replayed=arguments.with_replayed, cache=cache)
         for path in arguments.files
     ]
 
@@ -62,13 +59,8 @@ def recordings_of(arguments: argparse.Namespace, *, on_loss: str) -> list[Record
 class Recorded:
     """Reads one publisher's recording: duplicates are dropped, gaps and restarts are noted.
 
-    A lower or equal number with a newer timestamp is a restart, with another one a duplicate.
-
-    Args:
-        path: the recording; its stem names the worker.
-        on_loss: at a gap, "reset" drops what the rank held, "keep" keeps it.
-        with_replayed: fill what the live records lack from the replay replies.
-        cache: what the events do not report of the publisher's cache.
+    A lower or equal number with a newer timestamp is a restart, with another one a duplicate. A gap
+    drops what the rank held (`resets`), and is filled from the replay replies (`with_replayed`).
 
     Attributes:
         seq: number of the last applied batch.
@@ -80,21 +72,20 @@ class Recorded:
     """
 
     def __init__(
-        self, path: Path, *, on_loss: str, with_replayed: bool, cache: CacheSettings
+        self, path: Path, *, resets: bool, with_replayed: bool, cache: CacheSettings
     ) -> None:
         self.path = path
         self.seq: int | None = None
         self.complete = False
         self.counters: Counter[str] = Counter()
         self.error = ""
-        self._resets = on_loss == "reset"
+        self._resets = resets
         self._with_replayed = with_replayed
         self._cache = cache
         self._ts = 0.0
         self._damaged = -1  # highest number of this epoch that could not be decoded
         self._ranks: set[Rank] = set()
         self._replies: dict[int, EventBatch] = {}
-        self._items: list[StreamItem] = []  # not handed on yet
 
     @property
     def ranks(self) -> list[Rank]:
@@ -106,9 +97,6 @@ class Recorded:
 
         A file that is cut off, or no recording, is read as far as it goes: see `error`.
 
-        Args:
-            progress: shows how far the reading is.
-
         Raises:
             ConfigurationError: the file cannot be read.
         """
@@ -116,20 +104,16 @@ class Recorded:
             self._collect_replies()
         try:
             for message in self._messages(progress):
-                self.counters["live" if message.kind == "live" else "replies"] += 1
                 if message.kind == "live":
-                    self._live(message.frames)
-                    yield from self._drained()
-            self._finish()
+                    self.counters["live"] += 1
+                    yield from self._live(message.frames)
+                else:
+                    self.counters["replies"] += 1
+            yield from self._finish()
         except DecodeError as error:
             self.error = str(error)
         except OSError as error:
             raise ConfigurationError(f"cannot read {self.path}: {error}") from error
-        yield from self._drained()
-
-    def _drained(self) -> list[StreamItem]:
-        items, self._items = self._items, []
-        return items
 
     def _messages(self, progress: Progress) -> Iterator[RecordedMessage]:
         with self.path.open("rb") as file:
@@ -158,7 +142,12 @@ class Recorded:
             pass  # `items` meets it too
         self._replies = {seq: batch for seq, batch in replies.items() if seq not in live}
 
-    def _live(self, frames: Sequence[bytes]) -> None:
+    @property
+    def _next(self) -> int:
+        """The number that follows the last applied batch."""
+        return 0 if self.seq is None else self.seq + 1
+
+    def _live(self, frames: Sequence[bytes]) -> Iterator[StreamItem]:
         try:
             frame = parse_live(frames)
         except DecodeError:
@@ -174,56 +163,50 @@ class Recorded:
             if batch.ts <= self._ts:
                 self.counters["duplicates"] += 1
                 return
-            self._restart()
-        self._close_gap(frame.seq, batch.ts)
-        self._apply(frame.seq, batch)
+            self.counters["restarts"] += 1
+            self.seq, self._damaged = None, -1
+            for rank in self._ranks:
+                yield RankRestarted(rank, self.counters["restarts"], "seq_backwards")
+        yield from self._close_gap(frame.seq, batch.ts)
+        yield from self._apply(frame.seq, batch)
 
-    def _restart(self) -> None:
-        self.counters["restarts"] += 1
-        self.seq, self._damaged = None, -1
-        epoch = self.counters["restarts"]
-        self._items += [RankRestarted(rank, epoch, "seq_backwards") for rank in self._ranks]
-
-    def _finish(self) -> None:
+    def _finish(self) -> Iterator[StreamItem]:
         """Fill what follows the last live batch; a damaged end is a loss too."""
-        first = 0 if self.seq is None else self.seq + 1
-        later = [n for n, batch in self._replies.items() if n >= first and batch.ts >= self._ts]
+        replies = self._replies.items()
+        later = [n for n, batch in replies if n >= self._next and batch.ts >= self._ts]
         last = max([self._damaged, *later])
-        if last >= first:
-            self._close_gap(last + 1, math.inf)
+        if last >= self._next:
+            yield from self._close_gap(last + 1, math.inf)
 
-    def _close_gap(self, seq: int, ts: float) -> None:
+    def _close_gap(self, seq: int, ts: float) -> Iterator[StreamItem]:
         """Fill the numbers before `seq` from the replies; what stays missing is a loss."""
-        first = 0 if self.seq is None else self.seq + 1
-        missing = 0
-        for number in sorted(n for n in self._replies if first <= n < seq):
+        lost = self.counters["lost"]
+        for number in sorted(n for n in self._replies if self._next <= n < seq):
             if self._ts <= self._replies[number].ts <= ts:  # of this epoch of the publisher
-                missing += self._lost(number)
+                yield from self._lose_until(number)
                 self.counters["filled"] += 1
-                self._apply(number, self._replies.pop(number))
-        missing += self._lost(seq)
-        self.counters["gaps"] += bool(missing)
+                yield from self._apply(number, self._replies.pop(number))
+        yield from self._lose_until(seq)
+        self.counters["gaps"] += self.counters["lost"] > lost
 
-    def _lost(self, seq: int) -> int:
-        """Note the batches between the last applied one and `seq`; return how many."""
+    def _lose_until(self, seq: int) -> Iterator[StreamItem]:
+        """Note the batches between the last applied one and `seq`."""
+        first = self._next
         if self.seq is None:
             self.complete = seq == 0  # joined later: partial, but true
-            return 0
-        missing = seq - self.seq - 1
-        if missing:
-            self.counters["lost"] += missing
+        elif first < seq:
+            self.counters["lost"] += seq - first
             self.complete = False
             self.counters["resets"] += self._resets
-            lost = (self.counters["restarts"], "not_recorded", self.seq + 1, seq - 1, self._resets)
-            self._items += [RankLost(rank, *lost) for rank in self._ranks]
-        return missing
+            lost = (self.counters["restarts"], "not_recorded", first, seq - 1, self._resets)
+            yield from (RankLost(rank, *lost) for rank in self._ranks)
 
-    def _apply(self, seq: int, batch: EventBatch) -> None:
+    def _apply(self, seq: int, batch: EventBatch) -> Iterator[StreamItem]:
         rank = Rank(self.path.stem, batch.data_parallel_rank or 0)
         if rank not in self._ranks:
             self._ranks.add(rank)
-            self._items.append(RankAdded(rank, self._cache))
-        self._items.append(RankBatch(rank, self.counters["restarts"], seq, batch, False))
+            yield RankAdded(rank, self._cache)
+        yield RankBatch(rank, self.counters["restarts"], seq, batch, False)
         self.seq, self._ts = seq, batch.ts
         self.counters["applied"] += 1
 
@@ -231,12 +214,3 @@ class Recorded:
         """Return the counters, those at zero included."""
         names = ("live", "replies", "applied", "duplicates", "gaps", "lost", "resets", "restarts")
         return {n: self.counters[n] for n in (*names, "filled", "undecodable", "bad_frames")}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what is known of the file as plain values."""
-        return {
-            "path": str(self.path),
-            "ranks": [str(rank) for rank in self.ranks],
-            "counters": self.statistics(),
-            "error": self.error or None,
-        }

@@ -11,24 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvindex import (
-    Index,
-    Rank,
-    RankAdded,
-    RankBatch,
-    RankLost,
-    RankRestarted,
-    StreamItem,
-)
-from kvindex.tools.cli.arguments import (
-    add_cache_options,
-    add_prompt_options,
-    option,
-    read_tokens,
-)
+from kvindex import Index, Rank, RankAdded, RankBatch, RankLost, RankRestarted, StreamItem
+from kvindex.tools.cli.arguments import add_cache_options, add_prompt_options, option, read_tokens
 from kvindex.tools.cli.match import match_table
 from kvindex.tools.cli.output import Progress, counted, json_line, table
 from kvindex.tools.cli.recorded import Recorded, recordings_of
@@ -51,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Apply each file, then print what is resident."""
-    recordings = recordings_of(arguments, on_loss=arguments.on_loss)
+    recordings = recordings_of(arguments, resets=arguments.on_loss == "reset")
     prompt = None if arguments.probe is None else read_tokens(arguments.probe)
     index = Index()
     progress = Progress()
@@ -61,16 +49,25 @@ def run(arguments: argparse.Namespace) -> int:
         progress.clear()
         for rank in recorded.ranks:
             index.add(rank)
-    for recorded in recordings:
         if recorded.error:
             print(f"kvindex replay: {recorded.path}: {recorded.error}", file=sys.stderr)
+    match = None
+    if prompt is not None:
+        match = index.match(prompt, lora=arguments.lora, salt=arguments.salt)
     readable = [
         recorded
         for recorded in recordings
         if not recorded.error or recorded.counters["live"] + recorded.counters["replies"]
     ]
-    if arguments.json or readable:
-        _print(arguments, index, recordings if arguments.json else readable, prompt)
+    if arguments.json:
+        probe = {} if match is None else {"probe": match.to_dict()}
+        print(json_line({**_report(index, recordings), **probe}))
+    elif readable:
+        rows = [_row(index, rank, recorded) for recorded in readable for rank in recorded.ranks]
+        header = ("rank", "blocks", "orphans", "last seq", "applied", "complete", "noted")
+        print(table(header, rows))
+        if match is not None and prompt is not None:
+            print(f"\n{match_table(match, len(prompt))}")
     if not arguments.with_replayed:
         for recorded in readable:
             _hint(recorded)
@@ -97,48 +94,34 @@ def _hint(recorded: Recorded) -> None:
         )
 
 
-def _print(
-    arguments: argparse.Namespace,
-    index: Index,
-    recordings: list[Recorded],
-    prompt: list[int] | None,
-) -> None:
-    match = None
-    if prompt is not None:
-        match = index.match(prompt, lora=arguments.lora, salt=arguments.salt)
-    if arguments.json:
-        ranks = {
-            str(rank): _rank_report(index, rank, recorded)
-            for recorded in recordings
-            for rank in recorded.ranks
-        }
-        report: dict[str, Any] = {"files": [r.to_dict() for r in recordings], "ranks": ranks}
-        if match is not None:
-            report["probe"] = match.to_dict()
-        print(json_line(report))
-        return
-    rows = [_row(index, rank, recorded) for recorded in recordings for rank in recorded.ranks]
-    header = ("rank", "blocks", "orphans", "last seq", "applied", "complete", "noted")
-    print(table(header, rows))
-    if match is not None and prompt is not None:
-        print()
-        print(match_table(match, len(prompt)))
-
-
-def _rank_report(index: Index, rank: Rank, recorded: Recorded) -> dict[str, Any]:
-    tree = index.tree(rank)
-    resident = sorted(
-        tree.walk(), key=lambda b: (b.depth, str(b.block_hash), b.medium, b.group_idx)
-    )
-    return {
-        "resident": resident,
-        "blocks": len(tree),
-        "seq": recorded.seq,
-        "epoch": recorded.counters["restarts"],
-        "complete": recorded.complete,
-        "counters": recorded.statistics(),
-        "index": tree.statistics(),
-    }
+def _report(index: Index, recordings: Sequence[Recorded]) -> dict[str, Any]:
+    """Return what is known of the files and of their ranks, as plain values."""
+    files, ranks = [], {}
+    for recorded in recordings:
+        counters = recorded.statistics()
+        files.append(
+            {
+                "path": str(recorded.path),
+                "ranks": recorded.ranks,
+                "counters": counters,
+                "error": recorded.error or None,
+            }
+        )
+        for rank in recorded.ranks:
+            tree = index.tree(rank)
+            resident = sorted(
+                tree.walk(), key=lambda b: (b.depth, str(b.block_hash), b.medium, b.group_idx)
+            )
+            ranks[str(rank)] = {
+                "resident": resident,
+                "blocks": len(tree),
+                "seq": recorded.seq,
+                "epoch": counters["restarts"],
+                "complete": recorded.complete,
+                "counters": counters,
+                "index": tree.statistics(),
+            }
+    return {"files": files, "ranks": ranks}
 
 
 def _row(index: Index, rank: Rank, recorded: Recorded) -> tuple[object, ...]:
@@ -149,8 +132,8 @@ def _row(index: Index, rank: Rank, recorded: Recorded) -> tuple[object, ...]:
         rank,
         statistics["blocks"],
         statistics["orphans"],
-        "-" if recorded.seq is None else recorded.seq,
+        recorded.seq,
         recorded.counters["applied"],
-        "yes" if recorded.complete else "no",
+        recorded.complete,
         ", ".join(note for note in noted if not note.startswith("0 ")) or "-",
     )

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvindex import CacheSettings, ConfigurationError, Worker
+from kvindex import ConfigurationError, Worker
 from kvindex.tools.cli.arguments import (
     Options,
     add_cache_options,
@@ -27,12 +27,7 @@ from kvindex.tools.cli.arguments import (
     port,
     seconds,
 )
-from kvindex.tools.cli.endpoints import (
-    WORKER_FORM,
-    add_engine_options,
-    parse_worker,
-    workers_of,
-)
+from kvindex.tools.cli.endpoints import WORKER_FORM, add_engine_options, workers_of
 from kvindex.tools.cli.output import counted
 from kvindex.tools.cli.signals import handled
 
@@ -205,15 +200,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _workers(arguments: argparse.Namespace) -> list[tuple[Worker, dict[str, Any]]]:
     """Return the workers of the command line, each with its further settings."""
-    texts, details = [], {}
-    for text in arguments.worker:
-        text, further = _split(text)
-        texts.append(text)
-        details[parse_worker(text).name] = further
-    plain = argparse.Namespace(**{**vars(arguments), "worker": texts})
-    cache: CacheSettings = cache_of(arguments)
-    workers = workers_of(plain, cache, needed=False)
-    return [(worker, details.get(worker.name, {})) for worker in workers]
+    split = [_split(text) for text in arguments.worker]
+    plain = argparse.Namespace(**{**vars(arguments), "worker": [text for text, _ in split]})
+    details = {text.partition("=")[0]: further for text, further in split}
+    return [(worker, details.get(worker.name, {})) for worker in workers_of(plain)]
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from kvindex.index.replicas import ask
 from kvindex.tools.cli.arguments import option, seconds
-from kvindex.tools.cli.output import counted
-from kvindex.tools.cli.states import state_table
+from kvindex.tools.cli.output import counted, in_options, printable, table
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "run", "state_table"]
 
 _NOT_LIVE = 3
 
@@ -39,3 +40,23 @@ def run(arguments: argparse.Namespace) -> int:
         print(counted(report["replicas"], "process has joined", "processes have joined"))
     all_live = all(rank["state"] == "live" for rank in ranks.values())
     return 0 if all_live or not arguments.require_live else _NOT_LIVE
+
+
+def state_table(ranks: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return how ranks stand, as in `Client.statistics()`, and below it why some are not live."""
+    rows = [
+        (
+            name,
+            *(rank[key] for key in ("state", "complete", "seq", "lag", "epoch", "losses")),
+            rank["index"].get("blocks", 0),
+            rank["last_event_age"],
+        )
+        for name, rank in ranks.items()
+    ]
+    header = ("rank", "state", "complete", "seq", "lag", "epoch", "losses", "blocks", "idle s")
+    reasons = [
+        printable(f"{name}: {in_options(rank['reason'])}")
+        for name, rank in ranks.items()
+        if rank["reason"]
+    ]
+    return "\n".join([table(header, rows), *reasons])

@@ -17,8 +17,7 @@ from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Eve
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted, RanksRenamed, StreamItem
 from kvindex.tools.cli.arguments import count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, asked_workers
-from kvindex.tools.cli.output import counted, json_line, printable
-from kvindex.tools.cli.states import StateChanges
+from kvindex.tools.cli.output import StateChanges, counted, json_line, printable
 
 __all__ = ["add_options", "describe", "run", "time_of"]
 
@@ -36,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print items until there were enough, or Ctrl-C."""
     seen: Counter[str] = Counter()
-    workers = asked_workers(arguments)
+    workers, _ = asked_workers(arguments)
     try:
         with EventStream(workers) as stream:
             _print_items(stream, arguments, seen)

@@ -24,8 +24,9 @@ from kvindex import Client, ConfigurationError, KVIndexError, State, connect
 from kvindex.service.overview import Fleet, overview
 from kvindex.subscribe.discovery.web import Web
 from kvindex.tools.cli.arguments import count, option, seconds
-from kvindex.tools.cli.endpoints import add_engine_options, engines_of
+from kvindex.tools.cli.endpoints import add_engine_options, engines_of, names_engines
 from kvindex.wire.errors import DiscoveryError
+from kvindex.wire.waker import Waker
 
 __all__ = ["SORTS", "ServiceError", "ServiceFleet", "add_options", "run"]
 
@@ -68,8 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the fleet until q or Ctrl-C, or print it once."""
-    named = bool(arguments.worker or arguments.endpoint or arguments.engine)
-    if named == bool(arguments.url):
+    if names_engines(arguments) == bool(arguments.url):
         raise ConfigurationError(
             "name either a running service by its URL, or engines (--worker, --endpoint, --engine)"
         )
@@ -78,19 +78,20 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigurationError(f"{_MISSING} ({error})") from None
     live = sys.stdout.isatty()
-    changed = threading.Event()
+    news = Waker()
     read: Callable[[], Fleet]
     with ExitStack() as stack:
+        stack.callback(news.close)
         if arguments.url:
             service = stack.enter_context(closing(ServiceFleet(arguments.url, arguments.cacert)))
             read = service.read
             if live:
-                service.watch(changed)
+                service.watch(news.wake)
         else:
             client = stack.enter_context(connect(engines_of(arguments)))
             read = partial(_overview, client)
             if live:
-                client.on_change(lambda _: changed.set())
+                client.on_change(lambda _: news.wake())
             else:
                 client.wait_for(
                     lambda statuses: all(s.state is State.LIVE for s in statuses.values()),
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_once(read(), sort=arguments.sort, most=arguments.ranks)
             return 0
         with suppress(KeyboardInterrupt):  # the normal end
-            show(read, changed, sort=arguments.sort, most=arguments.ranks, every=arguments.every)
+            show(read, news, sort=arguments.sort, most=arguments.ranks, every=arguments.every)
     return 0
 
 
@@ -110,12 +111,7 @@ def _overview(client: Client) -> Fleet:
 
 
 class ServiceError(KVIndexError):
-    """A service could not be asked.
-
-    Attributes:
-        url: the service.
-        reason: what is wrong.
-    """
+    """A service could not be asked."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"{url}: {reason}")
@@ -124,14 +120,10 @@ class ServiceError(KVIndexError):
 
 
 class ServiceFleet:
-    """A service's report of its fleet.
-
-    Args:
-        url: where the service listens. Its token is in the environment, KVINDEX_TOKEN.
-        cacert: file of the authorities to trust; the system's by default.
+    """A service's report of its fleet. Its token is in the environment, KVINDEX_TOKEN.
 
     Raises:
-        ConfigurationError: the URL cannot work, or the file cannot be read.
+        ConfigurationError: the URL cannot work, or the file of trusted authorities cannot be read.
 
     Thread safety: `read` on one thread.
     """
@@ -152,40 +144,38 @@ class ServiceFleet:
         Raises:
             ServiceError: the service cannot be asked, or answers something else.
         """
-        url = self._web.url
         try:
             answer = self._web.get(_FLEET, _TIMEOUT, limit=_MOST_BYTES)
             if answer.status == 200:
                 return msgspec.json.decode(answer.body, type=Fleet)
+            why = f"it answers {answer.status}: {answer.body[:300].decode(errors='replace')}"
+            if answer.status == 401:
+                why = "it requires its token: set KVINDEX_TOKEN"
+            elif answer.status == 404:
+                why = f"it has no {_FLEET}: is it kvindex serve?"
         except msgspec.DecodeError as error:
             why = f"it answers something else than kvindex serve of this version ({error})"
-            raise ServiceError(url, why) from None
         except DiscoveryError as error:
-            raise ServiceError(url, _why_unreached(error)) from None
-        why = f"it answers {answer.status}: {answer.body[:300].decode(errors='replace')}"
-        if answer.status == 401:
-            why = "it requires its token: set KVINDEX_TOKEN"
-        elif answer.status == 404:
-            why = f"it has no {_FLEET}: is it kvindex serve?"
-        raise ServiceError(url, why)
+            why = _why_unreached(error)
+        raise ServiceError(self._web.url, why)
 
-    def watch(self, changed: threading.Event) -> None:
-        """Set an event whenever something happens to the fleet, until `close`."""
+    def watch(self, notify: Callable[[], object]) -> None:
+        """Call a function whenever something happens to the fleet, until `close`."""
         threading.Thread(
-            target=self._listen, args=(changed,), name="kvindex-top-news", daemon=True
+            target=self._listen, args=(notify,), name="kvindex-top-news", daemon=True
         ).start()
 
     def close(self) -> None:
         """Listen no longer. Idempotent."""
         self._closed.set()
 
-    def _listen(self, changed: threading.Event) -> None:
+    def _listen(self, notify: Callable[[], object]) -> None:
         while not self._closed.is_set():
             try:
                 with self._web.open("/events", _SILENCE) as news:
                     while line := news.read_line(_MOST_LINE, _SILENCE):
                         if line.startswith(b"event:"):
-                            changed.set()
+                            notify()
                         if self._closed.is_set():
                             return
             except DiscoveryError:

@@ -6,11 +6,11 @@ import os
 import re
 import select
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -20,6 +20,7 @@ from kvindex import KVIndexError, State
 from kvindex.service.overview import Fleet, RankView, Totals
 from kvindex.tools.cli.output import counted, in_options, printable
 from kvindex.tools.cli.top import SORTS
+from kvindex.wire.waker import Waker
 
 __all__ = ["View", "drawn", "print_once", "show", "sorted_ranks"]
 
@@ -60,31 +61,26 @@ _STEPS: Final = {"up": -1, "down": 1}
 _PAGES: Final = {"page up": -1, "page down": 1, " ": 1}
 
 
-class View:
+class View(msgspec.Struct):
     """How the table is to be shown; keys change it.
 
     Attributes:
-        sort: one of SORTS.
-        reverse: the other way round.
-        first: which rank stands first; the drawing keeps it within what there is.
-        page: how many were drawn.
+        first: the rank at the top; the drawing keeps it within the fleet, and sets `page`.
         find: only ranks with this in their name, model or reason.
         finding: whether keys are part of what is to be found.
         why: whether reasons are shown in full, instead of the table.
-        ended: whether q was pressed.
 
     Owner: the thread that draws.
     """
 
-    def __init__(self, sort: str) -> None:
-        self.sort = sort
-        self.reverse = False
-        self.first = 0
-        self.page = 1
-        self.find = ""
-        self.finding = False
-        self.why = False
-        self.ended = False
+    sort: str
+    reverse: bool = False
+    first: int = 0
+    page: int = 1
+    find: str = ""
+    finding: bool = False
+    why: bool = False
+    ended: bool = False
 
     def press(self, key: str) -> None:
         """Do what a key stands for; others do nothing."""
@@ -119,14 +115,9 @@ class View:
 def drawn(
     fleet: Fleet | None, view: View, *, most: int, trouble: str = "", once: bool = False
 ) -> Group:
-    """Return what is shown of a fleet.
+    """Return what is shown of a fleet, at most so many ranks; `once` for what is not drawn again.
 
-    Args:
-        fleet: as it was read last, if it was.
-        view: how.
-        most: ranks at most.
-        trouble: why it could not be read just now.
-        once: with each reason in full and without help, as it is not drawn again.
+    `trouble` is why the fleet could not be read just now; without a fleet there is nothing else.
     """
     parts: list[Text | Table] = []
     if trouble:
@@ -165,13 +156,7 @@ def print_once(fleet: Fleet, *, sort: str, most: int | None) -> None:
 def sorted_ranks(
     ranks: Sequence[RankView], sort: str = "state", *, reverse: bool = False
 ) -> list[RankView]:
-    """Return ranks with the worst, most or longest first; by name, from the beginning.
-
-    Args:
-        ranks: of a fleet.
-        sort: one of SORTS.
-        reverse: the other way round.
-    """
+    """Return ranks with the worst, most or longest first; by name, from the beginning."""
     ordered = sorted(ranks, key=lambda rank: (rank.worker, rank.dp_rank))
     if sort != "name":
         ordered.sort(key=_KEYS[sort], reverse=True)
@@ -257,21 +242,11 @@ def _help(view: View) -> Text:
 
 
 def show(
-    read: Callable[[], Fleet],
-    changed: threading.Event,
-    *,
-    sort: str,
-    most: int | None,
-    every: float,
+    read: Callable[[], Fleet], news: Waker, *, sort: str, most: int | None, every: float
 ) -> None:
-    """Draw a fleet again and again, until q is pressed.
+    """Draw a fleet again and again, after news or so many seconds, until q is pressed.
 
-    Args:
-        read: returns the fleet as it is; what it raises is shown, and it is asked again.
-        changed: set when something happened.
-        sort: one of SORTS.
-        most: ranks at most; as many as the terminal has room for by default.
-        every: seconds between two looks without news.
+    An error of `read` is shown, and the fleet is read again.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
@@ -279,10 +254,10 @@ def show(
     console = Console()
     view = View(sort)
     fleet: Fleet | None = None
-    with _keys(changed) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
         while not view.ended:
             trouble = ""
-            changed.clear()
+            news.clear()
             try:
                 fleet = read()
             except KVIndexError as error:
@@ -291,49 +266,28 @@ def show(
             live.update(
                 drawn(fleet, view, most=min(room, most or room), trouble=trouble), refresh=True
             )
-            changed.wait(every)
-            while pressed:
-                view.press(pressed.pop(0))
+            ready, _, _ = select.select([news.fileno(), *keyboard], [], [], every)
+            for descriptor in set(keyboard).intersection(ready):
+                typed = os.read(descriptor, 64).decode(errors="ignore")
+                for key in [_SEQUENCES[typed]] if typed in _SEQUENCES else typed:
+                    view.press(key)
+                if not typed:
+                    keyboard.clear()  # the terminal has gone
 
 
 @contextmanager
-def _keys(changed: threading.Event) -> Iterator[list[str]]:
-    """Give the keys that are pressed, one by one; a thread reads them and sets the event."""
-    pressed: list[str] = []
+def _keyboard() -> Iterator[list[int]]:
+    """Return the descriptor that shows each key at once; none where stdin is no terminal."""
     if not sys.stdin.isatty():
-        yield pressed
+        yield []
         return
     import termios
     import tty
 
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
-    end_read, end_write = os.pipe()
-
-    def listen() -> None:
-        while True:
-            ready, _, _ = select.select([descriptor, end_read], [], [])
-            if end_read in ready:
-                return
-            typed = os.read(descriptor, 64)
-            if not typed:
-                return
-            pressed.extend(_pressed(typed.decode(errors="ignore")))
-            changed.set()
-
-    thread = threading.Thread(target=listen, name="kvindex-top-keys", daemon=True)
+    tty.setcbreak(descriptor)
     try:
-        tty.setcbreak(descriptor)
-        thread.start()
-        yield pressed
+        yield [descriptor]
     finally:
-        os.write(end_write, b"x")
-        thread.join()
-        os.close(end_read)
-        os.close(end_write)
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _pressed(typed: str) -> list[str]:
-    """Return the keys behind what a terminal sends at once."""
-    return [_SEQUENCES[typed]] if typed in _SEQUENCES else list(typed)

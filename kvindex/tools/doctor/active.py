@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvindex import Client
 from kvindex.subscribe.discovery import DiscoveryError
-from kvindex.tools.doctor.case import Case, Limits
+from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineHttp, Usage
 
 __all__ = ["OUTCOMES", "probe_engine"]
@@ -36,28 +36,14 @@ OUTCOMES: Final = {
 """The finding, by whether stores were received, the index found the prompt, the engine hit it."""
 
 
-def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed: int) -> None:
-    """Send the engine a prompt twice and note the outcome.
-
-    Args:
-        case: of an engine that is asked over HTTP.
-        client: subscribed to it.
-        limits: how long to wait.
-        model: which model to ask; "" for the first that the engine serves.
-        seed: of the prompt. Engines with one tokenizer get the same prompt.
-    """
+def probe_engine(case: Case, client: Client) -> None:
+    """Send an engine that is asked over HTTP a prompt twice, and note the outcome."""
     assert case.http is not None
-    assert case.report is not None
     block = _block_size(case, client)
-    tokens = _prompt(case.http, model or case.report.model, block, case.max_model_len, seed)
+    tokens = _prompt(case, case.http, block)
     if tokens is None:
         return  # a block does not fit into a request: `claims` has noted that
-    body = {
-        "model": model or case.report.model,
-        "prompt": tokens,
-        "max_tokens": 1,
-        "temperature": 0.0,
-    }
+    body = {"model": case.model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
     pinned = _rank_to_ask(case)
     if pinned is not None and case.engine == "sglang":
         body["data_parallel_rank"] = pinned
@@ -65,24 +51,25 @@ def probe_engine(case: Case, client: Client, limits: Limits, *, model: str, seed
         case.listener.want(tokens)
     try:
         case.http.complete(body, pinned)
-        stored = _stored(case, limits)
-        predicted = _predicted(case, client, tokens, limits)
+        stored = _stored(case)
+        predicted = _predicted(case, client, tokens)
         before = case.http.metrics().total(*_HITS)
         usage = case.http.complete(body, pinned)
     except DiscoveryError as error:
         case.add("completion-failed", error=str(error)[:400])
         return
     if case.listener is not None:
-        case.listener.listen(case.listener.agrees, limits.listen)
+        case.listener.listen(case.listener.agrees, case.shared.limits.listen)
     if usage.cached_tokens is None:
         case.add("cached-tokens-unreported")
     cached = _cached(usage, before, case.http)
-    if not cached and _other_rank_stored(case, limits):
+    if not cached and _other_rank_stored(case):
         case.add("rank-not-kept", asked_for=pinned, ranks=len(case.addresses))
         return
     if stored is None:
         stored = predicted  # bound or encrypted: only the client receives events
-    _judge(case, tokens, block, usage, (stored, predicted, cached))
+    seen = {"sent": len(tokens), "stored": stored, "predicted": predicted, "cached": cached}
+    _judge(case, usage, {**seen, "block_size": block})
 
 
 def _rank_to_ask(case: Case) -> int | None:
@@ -94,27 +81,13 @@ def _rank_to_ask(case: Case) -> int | None:
     return next((rank for rank in listened if not known or rank in known), None)
 
 
-def _judge(
-    case: Case,
-    tokens: Sequence[int],
-    block: int,
-    usage: Usage,
-    seen: tuple[int, int, int | None],
-) -> None:
+def _judge(case: Case, usage: Usage, seen: dict[str, Any]) -> None:
     """Note which of the eight outcomes it is, and smaller differences."""
-    stored, predicted, cached = seen
+    sent, stored, predicted, cached, block = seen.values()
     hit = cached >= block if cached is not None else predicted > 0 or stored > 0
     kind = OUTCOMES[stored > 0, predicted > 0, hit]
-    sent = len(tokens)
-    case.test = {
-        "outcome": kind,
-        "sent": sent,
-        "stored": stored,
-        "predicted": predicted,
-        "cached": cached,
-        "block_size": block,
-    }
-    case.add(kind, **{name: value for name, value in case.test.items() if name != "outcome"})
+    case.test = {"outcome": kind, **seen}
+    case.add(kind, **seen)
     if usage.prompt_tokens is not None and usage.prompt_tokens != sent:
         case.add("token-count-differs", counted=usage.prompt_tokens, sent=sent)
     if kind == "all-well" and cached is not None and predicted != cached:
@@ -122,18 +95,16 @@ def _judge(
         case.add(less, cached=cached, predicted=predicted, block_size=block)
 
 
-def _prompt(
-    http: EngineHttp, model: str, block: int, longest: int | None, seed: int
-) -> list[int] | None:
+def _prompt(case: Case, http: EngineHttp, block: int) -> list[int] | None:
     """A prompt of some blocks and one token, of ids that the engine has; None if none fits."""
-    longest = _MAX_PROMPT if longest is None else min(longest, _MAX_PROMPT)
+    longest = min(case.max_model_len or _MAX_PROMPT, _MAX_PROMPT)
     blocks = min(_BLOCKS, (longest - 2) // block)
     if blocks < 1:
         return None
     size = blocks * block + 1
-    rng = random.Random(seed)
+    rng = random.Random(case.shared.seed)
     text = " ".join(f"{rng.getrandbits(32):08x}" for _ in range(size))
-    tokens = http.tokenize({"model": model, "prompt": text})
+    tokens = http.tokenize({"model": case.model, "prompt": text})
     if tokens is not None and len(tokens) >= size:
         return tokens[:size]
     return rng.choices(_COMMON_IDS, k=size)
@@ -156,31 +127,31 @@ def event_block_sizes(case: Case, statistics: Mapping[str, Any]) -> list[int]:
     ]
 
 
-def _stored(case: Case, limits: Limits) -> int | None:
+def _stored(case: Case) -> int | None:
     """How many of the prompt's tokens events reported as stored; None if no events are received."""
     listener = case.listener
     if listener is None:
         return None
-    listener.listen(lambda: listener.ranks_tested() > 0, limits.listen)
+    listener.listen(lambda: listener.ranks_tested() > 0, case.shared.limits.listen)
     return max((r.tested for pair in listener.received.values() for r in pair), default=0)
 
 
-def _other_rank_stored(case: Case, limits: Limits) -> bool:
+def _other_rank_stored(case: Case) -> bool:
     """Whether the prompt, asked of one rank twice, was computed by two."""
     listener = case.listener
     if listener is None or len(listener.received) < 2:
         return False
-    return listener.listen(lambda: listener.ranks_tested() > 1, limits.listen)
+    return listener.listen(lambda: listener.ranks_tested() > 1, case.shared.limits.listen)
 
 
-def _predicted(case: Case, client: Client, tokens: Sequence[int], limits: Limits) -> int:
+def _predicted(case: Case, client: Client, tokens: Sequence[int]) -> int:
     """How many tokens the engine will hit by the index, as soon as the index has any."""
 
     def best() -> int:
         match = client.match(list(tokens), recomputed=1)
         return max((held.tokens for held in match if held.rank.worker == case.name), default=0)
 
-    client.wait_for(lambda _: best() > 0, limits.listen)
+    client.wait_for(lambda _: best() > 0, case.shared.limits.listen)
     return best()
 
 

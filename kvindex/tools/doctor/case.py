@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import zmq
 
-from kvindex import PublisherAddress, Worker
+from kvindex import Client, PublisherAddress, Worker
 from kvindex.subscribe.discovery import EngineReport
 from kvindex.tools.doctor.engine import EngineHttp, EngineMetrics
 from kvindex.tools.doctor.listener import Listener
 from kvindex.tools.doctor.report import Finding, finding_of
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Case", "Limits", "Target"]
+__all__ = ["Case", "Limits", "Shared", "Target"]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +59,33 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"{name} must be above 0 and up to 3600 s, not {seconds}")
 
 
+class Shared(msgspec.Struct, kw_only=True):
+    """What all cases of one examination share: its settings, as of `examine`, and its connections.
+
+    Attributes:
+        limits, passive, token, model, block_size: the settings.
+        seed: of the test prompt; engines with one tokenizer get the same prompt.
+        context: of all sockets.
+        client: subscribed to every engine that can be reached; None before that, or if there is
+            none.
+    """
+
+    limits: Limits
+    passive: bool
+    token: str
+    model: str
+    block_size: int | None
+    seed: int
+    context: zmq.Context[zmq.Socket[bytes]]
+    client: Client | None = None
+
+
 class Case:
     """A target under examination. Owned by one thread at a time."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, shared: Shared) -> None:
         self.target = target
+        self.shared = shared
         self.name = target.worker.name if target.worker else target.url.split("://", 1)[-1]
         self.http: EngineHttp | None = None
         self.report: EngineReport | None = None
@@ -101,6 +124,11 @@ class Case:
             return self.report.block_size
         stated = self.metrics.labels("vllm:cache_config_info").get("block_size", "")
         return int(stated) if stated.isdigit() and 0 < len(stated) < 10 and int(stated) else None
+
+    @property
+    def model(self) -> str:
+        """The model to ask for: the user's, or the first that the engine serves."""
+        return self.shared.model or (self.report.model if self.report else "")
 
     @property
     def addresses(self) -> list[PublisherAddress]:

@@ -16,11 +16,7 @@ Severity = Literal["error", "warning", "info"]
 class Cause(msgspec.Struct, frozen=True):
     """One kind of finding; `what` and `remedy` have places for the evidence.
 
-    Attributes:
-        severity: how bad it is.
-        what: the sentence.
-        remedy: what to do.
-        blind: whether it means that a target could not be examined.
+    `blind` findings mean that a target could not be examined.
     """
 
     severity: Severity

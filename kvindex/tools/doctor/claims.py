@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvindex import PublisherAddress
 from kvindex.subscribe.discovery import DiscoveryError, ask_engine
 from kvindex.subscribe.discovery.web import Web
-from kvindex.tools.doctor.case import Case, Limits
+from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineHttp
 from kvindex.tools.doctor.report import finding_of
 
@@ -19,43 +19,29 @@ _DENIED: Final = re.compile("answers 40[13]")
 _LARGE_BLOCK: Final = 256  # tokens
 _MAX_RANKS: Final = 64  # of a service that are reported one by one
 
+_PAGES = "pages are hashed by their own tokens only: the same page at two places is one"
+_PLACES = "events leave out where pages belong: answers are 0 or too low"
+_SPLIT = "a split prefix is announced as removed and never stored again: answers are too low"
+_SHA256 = "with sha256 hashes no batch can be encoded, and every one is lost"
+_HYBRID = "KV events switch off the hybrid cache manager: hybrid models cache less"
+
 # Engine, first version with it, first version without it, what it is.
 _BUGS: Final = (
-    (
-        "sglang",
-        "0.4.8",
-        "0.5.1",
-        "pages are hashed by their own tokens only: the same page at two places is one",
-    ),
-    ("sglang", "0.5.1", "0.5.6", "events leave out where pages belong: answers are 0 or too low"),
-    (
-        "sglang",
-        "0.5.6",
-        "0.5.7",
-        "a split prefix is announced as removed and never stored again: answers are too low",
-    ),
-    (
-        "vllm",
-        "0.9.0",
-        "0.10.2",
-        "with sha256 hashes no batch can be encoded, and every one is lost",
-    ),
-    (
-        "vllm",
-        "0.10.2",
-        "0.20.0",
-        "KV events switch off the hybrid cache manager: hybrid models cache less",
-    ),
+    ("sglang", "0.4.8", "0.5.1", _PAGES),
+    ("sglang", "0.5.1", "0.5.6", _PLACES),
+    ("sglang", "0.5.6", "0.5.7", _SPLIT),
+    ("vllm", "0.9.0", "0.10.2", _SHA256),
+    ("vllm", "0.10.2", "0.20.0", _HYBRID),
 )
 
 
-def ask_and_check(case: Case, token: str, limits: Limits) -> None:
+def ask_and_check(case: Case) -> None:
     """Ask the engine at the case's URL what it is and where it publishes; note what is wrong."""
-    url = case.target.url
+    url, token, limits = case.target.url, case.shared.token, case.shared.limits
     try:
         case.report = ask_engine(url, limits.http, token=token or None)
     except DiscoveryError as error:
-        if error.reason in ("status", "content") and _check_service(case, token, limits):
+        if error.reason in ("status", "content") and _check_service(case):
             return
         denied = error.reason == "denied"
         case.add("engine-denied" if denied else "engine-unreachable", url=url, error=str(error))
@@ -71,12 +57,12 @@ def ask_and_check(case: Case, token: str, limits: Limits) -> None:
     _check_version(case)
 
 
-def _check_service(case: Case, token: str, limits: Limits) -> bool:
+def _check_service(case: Case) -> bool:
     """Note what a `kvindex serve` reports of its ranks; return whether the target is one."""
-    web = Web(case.target.url, token=token or None)
+    web = Web(case.target.url, token=case.shared.token or None)
     try:
-        ready = web.get("/ready", limits.http).json()
-        workers = web.get("/workers", limits.http).json()
+        ready = web.get("/ready", case.shared.limits.http).json()
+        workers = web.get("/workers", case.shared.limits.http).json()
     except (DiscoveryError, ValueError):
         return False
     if not isinstance(ready, Mapping) or "ready" not in ready or not isinstance(workers, list):
@@ -220,14 +206,8 @@ def _check_model(case: Case) -> None:
 
 
 def _check_version(case: Case) -> None:
-    assert case.report is not None
-    version = version_of(case.report.version)
+    version = case.report.version if case.report else ""
     for engine, first, fixed, bug in _BUGS:
-        if case.engine == engine and version_of(first) <= version < version_of(fixed):
-            case.add(
-                "version-known-bug",
-                version=case.report.version,
-                bug=bug,
-                since=fixed,
-                engine_name=engine,
-            )
+        if case.engine == engine and version_of(first) <= version_of(version) < version_of(fixed):
+            named = {"version": version, "bug": bug, "since": fixed, "engine_name": engine}
+            case.add("version-known-bug", **named)

@@ -24,10 +24,7 @@ _MAX_SAMPLES: Final = 100_000
 
 
 class EngineMetrics:
-    r"""Samples of Prometheus' text format.
-
-    Args:
-        text: what `/metrics` answered; lines that are no samples are left out.
+    r"""Samples of Prometheus' text format; lines that are no samples are left out.
 
     Examples:
         >>> metrics = EngineMetrics('hits_total{engine="0"} 3.0\nhits_total{engine="1"} 4')
@@ -65,12 +62,7 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """An engine's report of a prompt's cost.
-
-    Attributes:
-        prompt_tokens: tokens of the prompt, or None.
-        cached_tokens: how many of them were cached, or None if the engine does not report it.
-    """
+    """An engine's report of a prompt's tokens and how many of them were cached; None if unknown."""
 
     prompt_tokens: int | None
     cached_tokens: int | None
@@ -79,11 +71,7 @@ class Usage(msgspec.Struct, frozen=True):
 class EngineHttp:
     """One engine's HTTP server. Immutable: may be asked from any thread.
 
-    Args:
-        url: of the server.
-        token: its API key, or "".
-        timeout: seconds for an answer.
-        completion: seconds for the answer to a prompt.
+    `timeout` seconds are for an answer, `completion` seconds for the answer to a prompt.
 
     Raises:
         ConfigurationError: the URL cannot be one.

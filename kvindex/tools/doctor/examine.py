@@ -14,18 +14,19 @@ import zmq
 
 from kvindex import Client, Rank, RankStatus, ReplayPolicy, State, connect
 from kvindex.tools.doctor.active import probe_engine
-from kvindex.tools.doctor.case import Case, Limits, Target
+from kvindex.tools.doctor.case import Case, Limits, Shared, Target
 from kvindex.tools.doctor.claims import accept_mapped, ask_and_check
 from kvindex.tools.doctor.listener import Listener
 from kvindex.tools.doctor.ports import check_rank, check_replayed, check_shape
 from kvindex.tools.doctor.prompts import UserPrompt, check_prompt
-from kvindex.tools.doctor.report import Examined, Finding, Report, ordered, rank_of
+from kvindex.tools.doctor.report import Examined, Report, ordered, rank_of
 from kvindex.tools.doctor.streams import (
     check_hashes,
     check_prefixes,
     check_received,
     check_serving,
     check_streams,
+    prompt_tokens,
 )
 from kvindex.wire.errors import ConfigurationError
 
@@ -72,36 +73,50 @@ def examine(
         (0, ['all-well'])
     """
     started = time.monotonic()
-    cases = _cases(targets)
-    limits = limits or Limits()
     with ExitStack() as stack:
         pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvindex-doctor")
         stack.callback(pool.shutdown, cancel_futures=True)
         context: zmq.Context[Any] = zmq.Context()
         stack.callback(context.term)
-        _each(pool, cases, lambda case: _ask(case, token, limits))
+        shared = Shared(
+            limits=limits or Limits(),
+            passive=passive,
+            token=token,
+            model=model,
+            block_size=block_size,
+            seed=random.SystemRandom().getrandbits(64),
+            context=context,
+        )
+        cases = _cases(targets, shared)
+        _each(pool, _ask, cases)
         _name_apart(cases)
-        _look_at_ports(pool, cases, context, limits)
+        addresses = [(case, address) for case in cases for address in case.addresses]
+        _each(pool, check_rank, *zip(*addresses, strict=True))
         for case in cases:
-            _listen_to(case, context, stack)
-        client = _subscribed(cases, stack, limits)
-        before = {} if client is None else _wait_live(cases, client, limits)
-        seed = random.SystemRandom().getrandbits(64)
-        _each(pool, cases, lambda case: _watch(case, client, limits, passive, model, seed))
-        _each(pool, cases, lambda case: check_replayed(case, context, limits))
+            _listen_to(case, stack)
+        client = shared.client = _subscribed(cases, shared.limits, stack)
+        before = {} if client is None else _wait_live(cases, client, shared.limits)
+        _each(pool, _watch, cases)
+        _each(pool, check_replayed, cases)
         for case in cases:
             if client is not None and case.worker is not None:
-                check_streams(case, client, block_size, before)
+                check_streams(case, client, before)
             check_received(case)
             accept_mapped(case)
         check_hashes(cases)
-        others, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client, model)
+        others, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client)
         others += [] if client is None else check_prefixes(client)
-    return _report(cases, others, notes, time.monotonic() - started)
+    findings = [finding for case in cases for finding in ordered(case.findings)] + others
+    return Report(
+        targets=tuple(_examined(case) for case in cases),
+        findings=tuple(sorted(findings, key=rank_of)),
+        notes=tuple(notes),
+        seconds=round(time.monotonic() - started, 3),
+    )
 
 
-def _cases(targets: Iterable[Target]) -> list[Case]:
-    cases = [Case(target) for target in targets]
+def _cases(targets: Iterable[Target], shared: Shared) -> list[Case]:
+    cases = [Case(target, shared) for target in targets]
     if not 1 <= len(cases) <= _MAX_TARGETS:
         raise ConfigurationError(f"targets: 1 to {_MAX_TARGETS} can be examined, not {len(cases)}")
     for case in cases:
@@ -110,14 +125,14 @@ def _cases(targets: Iterable[Target]) -> list[Case]:
     return cases
 
 
-def _each(pool: ThreadPoolExecutor, cases: Sequence[Case], do: Callable[[Case], None]) -> None:
-    for future in [pool.submit(do, case) for case in cases]:
-        future.result()
+def _each(pool: ThreadPoolExecutor, do: Callable[..., None], *arguments: Sequence[Any]) -> None:
+    for _ in pool.map(do, *arguments):
+        pass
 
 
-def _ask(case: Case, token: str, limits: Limits) -> None:
+def _ask(case: Case) -> None:
     if case.target.url:
-        ask_and_check(case, token, limits)
+        ask_and_check(case)
     check_shape(case)
 
 
@@ -134,19 +149,7 @@ def _name_apart(cases: Sequence[Case]) -> None:
             case.worker = msgspec.structs.replace(case.worker, name=case.name)
 
 
-def _look_at_ports(
-    pool: ThreadPoolExecutor, cases: Sequence[Case], context: zmq.Context[Any], limits: Limits
-) -> None:
-    looks = [
-        pool.submit(check_rank, case, address, context, limits)
-        for case in cases
-        for address in case.addresses
-    ]
-    for look in looks:
-        look.result()
-
-
-def _listen_to(case: Case, context: zmq.Context[Any], stack: ExitStack) -> None:
+def _listen_to(case: Case, stack: ExitStack) -> None:
     """Listen without a filter, where a plain connection can."""
     worker = case.worker
     if worker is None or worker.bind or worker.curve is not None:
@@ -157,11 +160,11 @@ def _listen_to(case: Case, context: zmq.Context[Any], stack: ExitStack) -> None:
         if address.dp_rank not in case.broken and not address.endpoint.startswith("inproc:")
     ]
     if addresses:
-        case.listener = Listener(context, addresses)
+        case.listener = Listener(case.shared.context, addresses)
         stack.callback(case.listener.close)
 
 
-def _subscribed(cases: Sequence[Case], stack: ExitStack, limits: Limits) -> Client | None:
+def _subscribed(cases: Sequence[Case], limits: Limits, stack: ExitStack) -> Client | None:
     """Return a client of all engines that can be reached."""
     workers = [case.worker for case in cases if case.worker is not None]
     if not workers:
@@ -178,7 +181,6 @@ def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping
     Returns each rank's last batch before the last wait: one that has another now gets on.
     """
     broken = {Rank(case.name, dp_rank) for case in cases for dp_rank in case.broken}
-
     until = time.monotonic() + limits.replay
 
     def last_batches(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, int | None]:
@@ -201,32 +203,19 @@ def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping
             return before
 
 
-def _watch(
-    case: Case, client: Client | None, limits: Limits, passive: bool, model: str, seed: int
-) -> None:
+def _watch(case: Case) -> None:
     """Test an engine, or only listen to it."""
+    client = case.shared.client
     if case.worker is None or client is None:
         return  # nothing receives the events of a test prompt
     denied = any(finding.id == "engine-denied" for finding in case.findings)
-    if case.http is not None and not passive and not denied:
-        probe_engine(case, client, limits, model=model, seed=seed)
+    if case.http is not None and not case.shared.passive and not denied:
+        probe_engine(case, client)
         return
-    before = case.metrics.total("vllm:prompt_tokens", "sglang:prompt_tokens")
+    before = prompt_tokens(case.metrics)
     if case.listener is not None:
-        case.listener.listen(lambda: False, limits.listen)
+        case.listener.listen(lambda: False, case.shared.limits.listen)
     check_serving(case, before)
-
-
-def _report(
-    cases: Sequence[Case], others: list[Finding], notes: list[str], seconds: float
-) -> Report:
-    findings = [finding for case in cases for finding in ordered(case.findings)] + others
-    return Report(
-        targets=tuple(_examined(case) for case in cases),
-        findings=tuple(sorted(findings, key=rank_of)),
-        notes=tuple(notes),
-        seconds=round(seconds, 3),
-    )
 
 
 def _examined(case: Case) -> Examined:

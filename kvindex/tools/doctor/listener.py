@@ -35,7 +35,6 @@ class Reception:
         self.messages = 0
         self.topics: Counter[str] = Counter()
         self.missing = 0
-        self.restarts = 0
         self.undecodable = 0
         self.stored = 0
         self.stored_again = 0
@@ -58,7 +57,9 @@ class Reception:
         topic = live.topic.decode("utf-8", "replace")[:200]
         if topic in self.topics or len(self.topics) < _MAX_TOPICS:
             self.topics[topic] += 1
-        self._number(live.seq)
+        if self._last is not None:
+            self.missing += max(0, live.seq - self._last - 1)
+        self._last = live.seq
         _keep(self.marks, live.seq, zlib.crc32(live.payload))
         for event in batch.events:
             if isinstance(event, BlockStored):
@@ -66,13 +67,6 @@ class Reception:
             elif isinstance(event, BlockRemoved):
                 for block_hash in event.block_hashes:
                     _keep(self._removed, block_hash, None)
-
-    def _number(self, seq: int) -> None:
-        if self._last is not None and seq > self._last + 1:
-            self.missing += seq - self._last - 1
-        if self._last is not None and seq <= self._last:
-            self.restarts += 1
-        self._last = seq
 
     def _store(self, event: BlockStored, wanted: bytes) -> None:
         if not event.block_hashes or event.block_size < 1:
@@ -96,10 +90,6 @@ class Reception:
 
 class Listener:
     """Subscribe to an engine's ranks, to every topic. Owned by one thread at a time.
-
-    Args:
-        context: of the sockets.
-        addresses: the ranks' endpoints, none of which may be inproc.
 
     Raises:
         zmq.ZMQError: an endpoint cannot be used.
@@ -144,7 +134,12 @@ class Listener:
 
     def differing(self) -> list[int]:
         """Return the ranks whose two connections received different batches of one number."""
-        return [rank for rank, pair in self.received.items() if _differ(*pair)]
+        return [
+            rank
+            for rank, (first, second) in self.received.items()
+            if bool(first.tested) != bool(second.tested)
+            or any(second.marks.get(seq, mark) != mark for seq, mark in first.marks.items())
+        ]
 
     def ranks_tested(self) -> int:
         """Return how many ranks' connections have all received the wanted blocks."""
@@ -186,12 +181,6 @@ def block_run(token_ids: Sequence[int]) -> bytes:
         return array("I", token_ids).tobytes()
     except (OverflowError, TypeError):
         return b""
-
-
-def _differ(first: Reception, second: Reception) -> bool:
-    if any(second.marks.get(seq, mark) != mark for seq, mark in first.marks.items()):
-        return True
-    return bool(first.tested) != bool(second.tested)
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:

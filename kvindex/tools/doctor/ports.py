@@ -11,7 +11,7 @@ from typing import Final
 import zmq
 
 from kvindex import PublisherAddress
-from kvindex.tools.doctor.case import Case, Limits
+from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.zmtp import Peer, greet, look
 from kvindex.wire import END_SEQ, ReplayReply, parse_replay, replay_request
 from kvindex.wire.errors import DecodeError
@@ -40,36 +40,29 @@ def check_shape(case: Case) -> None:
         case.add("replay-missing")
 
 
-def check_rank(case: Case, address: PublisherAddress, context: Context, limits: Limits) -> None:
+def check_rank(case: Case, address: PublisherAddress) -> None:
     """Look at a rank's two ports and note what is wrong."""
     if case.worker is None or case.worker.bind or address.dp_rank in case.broken:
         return
-    peer = look(address.endpoint, limits.handshake)
-    if not _check_publisher(case, address, peer, limits):
+    if not _check_publisher(case, address.dp_rank, address.endpoint):
         case.broken.add(address.dp_rank)
     if address.replay is not None and case.worker.curve is None:
-        _check_replay(case, address.dp_rank, address.replay, context, limits)
+        _check_replay(case, address.dp_rank, address.replay)
 
 
-def check_replayed(case: Case, context: Context, limits: Limits) -> None:
+def check_replayed(case: Case) -> None:
     """Note replay endpoints that lack the batch received last."""
     for address in case.addresses:
         marks = case.listener.first(address.dp_rank).marks if case.listener else {}
         if address.replay is not None and marks:
-            _check_replayed(case, address.dp_rank, address.replay, marks, context, limits)
+            _check_replayed(case, address.dp_rank, address.replay, marks)
 
 
-def _check_replayed(
-    case: Case,
-    rank: int,
-    endpoint: str,
-    marks: dict[int, int],
-    context: Context,
-    limits: Limits,
-) -> None:
+def _check_replayed(case: Case, rank: int, endpoint: str, marks: dict[int, int]) -> None:
     seq = next(reversed(marks))
     for _ in range(2):  # engines keep a batch just after they sent it
-        first = next(_replay(endpoint, seq, context, limits.handshake), None)
+        replay = _replay(endpoint, seq, case.shared.context, case.shared.limits.handshake)
+        first = next(replay, None)
         if first is None or not first.end:
             break
     if first is None or (seq < first.seq and not first.end):
@@ -79,10 +72,12 @@ def _check_replayed(
         case.add("replay-of-another", rank, endpoint=endpoint, seq=seq, there=there)
 
 
-def _check_publisher(case: Case, address: PublisherAddress, peer: Peer, limits: Limits) -> bool:
-    rank, endpoint = address.dp_rank, address.endpoint
+def _check_publisher(case: Case, rank: int, endpoint: str) -> bool:
+    """Note what is wrong where a rank is to publish; return whether nothing is."""
+    limit = case.shared.limits.handshake
+    peer = look(endpoint, limit)
     if peer.kind == "refused":
-        kind = _who_dials(endpoint, limits.handshake)
+        kind = _who_dials(endpoint, limit)
         if kind in _PUBLISHES:
             case.add("publisher-connects", rank, endpoint=endpoint, socket_type=kind)
         elif kind:
@@ -92,10 +87,9 @@ def _check_publisher(case: Case, address: PublisherAddress, peer: Peer, limits: 
     elif peer.kind != "zmq":
         return _check_stranger(case, rank, endpoint, peer)
     elif peer.mechanism not in ("", "NULL"):
-        if case.worker is None or case.worker.curve is None:
-            case.add("port-encrypted", rank, endpoint=endpoint, mechanism=peer.mechanism)
-            return False
-        return True
+        if case.worker is not None and case.worker.curve is not None:
+            return True
+        case.add("port-encrypted", rank, endpoint=endpoint, mechanism=peer.mechanism)
     elif peer.socket_type and peer.socket_type not in _PUBLISHES:
         case.add("publisher-wrong-socket", rank, endpoint=endpoint, socket_type=peer.socket_type)
     else:
@@ -108,25 +102,24 @@ def _check_stranger(case: Case, rank: int, endpoint: str, peer: Peer) -> bool:
     if peer.kind in _PROTOCOL:
         protocol = _PROTOCOL[peer.kind]
         case.add("port-not-zmq", rank, endpoint=endpoint, protocol=protocol, detail=peer.detail)
-    elif peer.kind == "reset":
-        case.add("port-reset", rank, endpoint=endpoint)
-    elif peer.kind == "silent":
-        case.add("port-silent", rank, endpoint=endpoint)
+    elif peer.kind in ("reset", "silent"):
+        case.add(f"port-{peer.kind}", rank, endpoint=endpoint)
     elif peer.kind == "unreachable":
         case.add("endpoint-unreachable", rank, endpoint=endpoint, error=peer.detail)
     return peer.kind == "unseen"
 
 
-def _check_replay(case: Case, rank: int, endpoint: str, context: Context, limits: Limits) -> None:
-    peer = look(endpoint, limits.handshake)
+def _check_replay(case: Case, rank: int, endpoint: str) -> None:
+    limit = case.shared.limits.handshake
+    peer = look(endpoint, limit)
     if peer.kind == "refused":
         case.add("replay-refused", rank, endpoint=endpoint, error=peer.detail)
     elif peer.kind not in ("zmq", "unseen"):
         _check_stranger(case, rank, endpoint, peer)
     elif peer.socket_type and peer.socket_type != "ROUTER":
         case.add("replay-wrong-socket", rank, endpoint=endpoint, socket_type=peer.socket_type)
-    elif peer.mechanism in ("", "NULL") and not _replays(endpoint, context, limits.handshake):
-        case.add("replay-silent", rank, endpoint=endpoint, waited=limits.handshake)
+    elif peer.mechanism in ("", "NULL") and not _replays(endpoint, case.shared.context, limit):
+        case.add("replay-silent", rank, endpoint=endpoint, waited=limit)
 
 
 def _replays(endpoint: str, context: Context, timeout: float) -> bool:

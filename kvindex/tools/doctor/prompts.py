@@ -14,8 +14,6 @@ from kvindex.wire.requests import field_against_cache
 
 __all__ = ["UserPrompt", "check_prompt", "first_difference"]
 
-_SUBJECT = "prompt"
-
 
 class UserPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt to ask about; at least one of the first three.
@@ -44,32 +42,29 @@ class _Rendering(msgspec.Struct, frozen=True):
 
 
 def check_prompt(
-    prompt: UserPrompt, cases: Sequence[Case], client: Client | None, model: str
+    prompt: UserPrompt, cases: Sequence[Case], client: Client | None
 ) -> tuple[list[Finding], list[str]]:
     """Return what is wrong with a prompt, and per rank how far it is held, as sentences."""
+    check = _Check()
     case = next((case for case in cases if case.http is not None), None)
-    findings: list[Finding] = []
-    renderings = _renderings(prompt, case, model) if case is not None else []
-    field = "" if prompt.body is None else field_against_cache(prompt.body)
-    if field:
-        findings.append(finding_of("prompt-logprobs", _SUBJECT, field=field))
+    renderings = [] if case is None else _renderings(prompt, case)
+    if prompt.body is not None and (field := field_against_cache(prompt.body)):
+        check.add("prompt-logprobs", field=field)
     if prompt.tokens is not None:
-        findings += _compare(prompt.tokens, renderings)
-    if client is None:
-        return findings, []
-    explained = [(r, _explain(prompt, r.tokens, client)) for r in renderings]
-    if prompt.tokens is not None:
-        own = _Rendering(
-            "your tokens", prompt.tokens, renderings[0].media if len(renderings) == 1 else []
-        )
-        explained.insert(0, (own, _explain(prompt, own.tokens, client)))
-    if not explained:
-        return findings, []
-    findings += _template(explained)
-    best = max(explained, key=lambda pair: _longest(pair[1]))
-    asked = explained[0] if prompt.tokens is not None else best
-    findings += _endings(*asked)
-    return findings, [f"{asked[0].form}: {rank}" for rank in list(asked[1])[:8]]
+        check.compare(prompt.tokens, renderings)
+        media = renderings[0].media if len(renderings) == 1 else []
+        renderings.insert(0, _Rendering("your tokens", prompt.tokens, media))
+    if client is None or not renderings:
+        return check.findings, []
+    body: Mapping[str, Any] = prompt.body or {}
+    salt = prompt.salt or body.get("cache_salt")
+    explained = [(r, client.explain(r.tokens, lora=prompt.lora, salt=salt)) for r in renderings]
+    check.compare_forms(explained)
+    asked = explained[0]
+    if prompt.tokens is None:
+        asked = max(explained, key=lambda pair: _longest(pair[1]))
+    check.endings(*asked)
+    return check.findings, [f"{asked[0].form}: {rank}" for rank in list(asked[1])[:8]]
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -85,9 +80,9 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
-def _renderings(prompt: UserPrompt, case: Case, model: str) -> list[_Rendering]:
+def _renderings(prompt: UserPrompt, case: Case) -> list[_Rendering]:
     assert case.http is not None
-    name = {"model": model or (case.report.model if case.report else "")}
+    name = {"model": case.model}
     if prompt.body is not None:
         bodies = {"the request": {**name, **prompt.body}}
     elif prompt.text:
@@ -102,70 +97,61 @@ def _renderings(prompt: UserPrompt, case: Case, model: str) -> list[_Rendering]:
     return [_Rendering(form, tokens, media) for form, (tokens, media) in rendered.items() if tokens]
 
 
-def _compare(tokens: list[int], renderings: Sequence[_Rendering]) -> list[Finding]:
-    """Whether the router's tokens are none of those that the engine sees."""
-    if not renderings or any(rendering.tokens == tokens for rendering in renderings):
-        return []
-    places = [(first_difference(tokens, r.tokens) or 0, r) for r in renderings]
-    at, nearest = max(places, key=lambda pair: pair[0])
-    evidence: dict[str, Any] = {
-        "position": at,
-        "compared_with": nearest.form,
-        "yours": tokens[at : at + 8],
-        "engines": nearest.tokens[at : at + 8],
-    }
-    return [finding_of("tokens-differ", _SUBJECT, **evidence)]
+class _Check:
+    """The findings about the prompt."""
 
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
 
-def _explain(prompt: UserPrompt, tokens: list[int], client: Client) -> Explanation:
-    body: Mapping[str, Any] = prompt.body or {}
-    salt = prompt.salt or body.get("cache_salt")
-    return client.explain(tokens, lora=prompt.lora, salt=salt)
+    def add(self, kind: str, **evidence: Any) -> None:
+        self.findings.append(finding_of(kind, "prompt", **evidence))
+
+    def compare(self, tokens: list[int], renderings: Sequence[_Rendering]) -> None:
+        """Note if the router's tokens are none of those that the engine sees."""
+        if not renderings or any(rendering.tokens == tokens for rendering in renderings):
+            return
+        places = [(first_difference(tokens, r.tokens) or 0, r) for r in renderings]
+        at, nearest = max(places, key=lambda pair: pair[0])
+        self.add(
+            "tokens-differ",
+            position=at,
+            compared_with=nearest.form,
+            yours=tokens[at : at + 8],
+            engines=nearest.tokens[at : at + 8],
+        )
+
+    def compare_forms(self, explained: Sequence[tuple[_Rendering, Explanation]]) -> None:
+        """Note if the prompt is held as a chat and not as plain text."""
+        forms = {r.form: (r.tokens, _longest(why)) for r, why in explained}
+        if "plain text" not in forms or "a chat" not in forms:
+            return
+        (plain, as_plain), (chat, as_chat) = forms["plain text"], forms["a chat"]
+        if as_chat > as_plain:
+            at = first_difference(plain, chat)
+            self.add("chat-template", position=at, plain_tokens=as_plain, chat_tokens=as_chat)
+
+    def endings(self, rendering: _Rendering, explanation: Explanation) -> None:
+        """Note what the ends of the matches show."""
+        before = len(self.findings)
+        ends = {rank.ending: rank for rank in explanation}
+        if Ending.SHORT in ends:
+            size = ends[Ending.SHORT].match.block_size
+            self.add("prompt-short", tokens=len(rendering.tokens), block_size=size)
+        other = ends[Ending.PROMPTS].other if Ending.PROMPTS in ends else None
+        if other is not None:
+            under = f"LoRA {other.lora!r}" if other.lora is not None else "no LoRA"
+            under += " and a salt" if other.salted else ""
+            self.add("namespace-differs", other=under, tokens=other.tokens)
+        longest = _longest(explanation)
+        if rendering.media and explanation and _ends_at(rendering.media[0], explanation):
+            self.add("image-placeholders", position=rendering.media[0], matched=longest)
+        if not longest and len(self.findings) == before:
+            why = next((rank.text for rank in explanation), "no rank is known")
+            self.add("prompt-not-held", why=why, form=rendering.form)
 
 
 def _longest(explanation: Explanation) -> int:
     return max((rank.match.tokens for rank in explanation), default=0)
-
-
-def _template(explained: Sequence[tuple[_Rendering, Explanation]]) -> list[Finding]:
-    """Whether the prompt is held as a chat and not as plain text."""
-    forms = {r.form: (r.tokens, _longest(why)) for r, why in explained}
-    if "plain text" not in forms or "a chat" not in forms:
-        return []
-    (plain, as_plain), (chat, as_chat) = forms["plain text"], forms["a chat"]
-    if as_chat <= as_plain:
-        return []
-    at = first_difference(plain, chat)
-    return [
-        finding_of(
-            "chat-template", _SUBJECT, position=at, plain_tokens=as_plain, chat_tokens=as_chat
-        )
-    ]
-
-
-def _endings(rendering: _Rendering, explanation: Explanation) -> list[Finding]:
-    """The findings from the ends of the matches."""
-    findings: list[Finding] = []
-    ends = {rank.ending: rank for rank in explanation}
-    if Ending.SHORT in ends:
-        size = ends[Ending.SHORT].match.block_size
-        findings.append(
-            finding_of("prompt-short", _SUBJECT, tokens=len(rendering.tokens), block_size=size)
-        )
-    other = ends[Ending.PROMPTS].other if Ending.PROMPTS in ends else None
-    if other is not None:
-        under = f"LoRA {other.lora!r}" if other.lora is not None else "no LoRA"
-        under += " and a salt" if other.salted else ""
-        findings.append(finding_of("namespace-differs", _SUBJECT, other=under, tokens=other.tokens))
-    longest = _longest(explanation)
-    if rendering.media and explanation and _ends_at(rendering.media[0], explanation):
-        findings.append(
-            finding_of("image-placeholders", _SUBJECT, position=rendering.media[0], matched=longest)
-        )
-    if not longest and not findings:
-        why = next((rank.text for rank in explanation), "no rank is known")
-        findings.append(finding_of("prompt-not-held", _SUBJECT, why=why, form=rendering.form))
-    return findings
 
 
 def _ends_at(position: int, explanation: Explanation) -> bool:

@@ -69,13 +69,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def finding_of(kind: str, subject: str, /, *, engine: str = "", **evidence: Any) -> Finding:
-    """Return a finding of this kind.
+    """Return a finding of this kind, whose evidence also fills its sentences.
 
-    Args:
-        kind: its id.
-        subject: whose.
-        engine: "vllm" or "sglang", for flags in the remedy; both are named if it is not known.
-        evidence: what was seen; it also fills the sentences.
+    Flags in the remedy are the engine's, "vllm" or "sglang"; both are named if it is not known.
 
     Examples:
         >>> finding_of("publisher-refused", "a/0", engine="vllm", endpoint="tcp://h:1").what

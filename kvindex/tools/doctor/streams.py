@@ -6,12 +6,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvindex import BlockHash, Client, Rank, RankStatus, State
+from kvindex import BACKEND, BlockHash, Client, Rank, RankStatus, State
 from kvindex.tools.doctor.active import event_block_sizes
 from kvindex.tools.doctor.case import Case
+from kvindex.tools.doctor.engine import EngineMetrics
 from kvindex.tools.doctor.report import Finding, finding_of
 
-__all__ = ["check_hashes", "check_prefixes", "check_received", "check_serving", "check_streams"]
+__all__ = [
+    "check_hashes",
+    "check_prefixes",
+    "check_received",
+    "check_serving",
+    "check_streams",
+    "prompt_tokens",
+]
 
 _MANY: Final = 20  # blocks, or prompts, from which a share of them means something
 _MAX_NODES: Final = 2_000
@@ -20,24 +28,15 @@ _LIMITED: Final = {
 }  # kinds of groups that do not keep every block of a prompt
 
 
-def check_streams(
-    case: Case, client: Client, assumed: int | None, before: Mapping[Rank, int | None]
-) -> None:
-    """Note what the client reports of the engine's ranks.
-
-    Args:
-        case: of the engine.
-        client: subscribed to it.
-        assumed: the block size that the user's router goes by, if it is known.
-        before: each rank's last batch some time ago.
-    """
+def check_streams(case: Case, client: Client, before: Mapping[Rank, int | None]) -> None:
+    """Note what the client reports of the engine's ranks, which had these last batches before."""
     statistics = client.statistics()
     for rank, status in client.statuses().items():
         if rank.worker == case.name:
             _check_status(case, status, running=status.seq != before.get(rank, status.seq))
             _check_index(case, status.rank.dp_rank, statistics["ranks"][str(rank)]["index"])
     sizes = set(event_block_sizes(case, statistics))
-    stated = case.block_size
+    stated, assumed = case.block_size, case.shared.block_size
     if sizes and stated and stated not in sizes:
         case.add("block-size-differs", stated=stated, received=_listed(sizes))
     if sizes and assumed and assumed not in sizes:
@@ -65,16 +64,16 @@ def check_received(case: Case) -> None:
             case.add("evicted-before-reuse", rank, again=again, stored=stored)
 
 
-def check_serving(case: Case, before: float | None) -> None:
-    """Note that the engine computed prompts while no events were received.
+def prompt_tokens(metrics: EngineMetrics) -> float | None:
+    """Return how many prompt tokens an engine has processed, if its metrics have that."""
+    return metrics.total("vllm:prompt_tokens", "sglang:prompt_tokens")
 
-    Args:
-        case: of an engine that is asked over HTTP.
-        before: its prompt tokens when the listening began.
-    """
+
+def check_serving(case: Case, before: float | None) -> None:
+    """Note that the engine computed prompts, beyond these tokens, while no events were received."""
     if case.http is None or case.listener is None or before is None:
         return
-    after = case.http.metrics().total("vllm:prompt_tokens", "sglang:prompt_tokens")
+    after = prompt_tokens(case.http.metrics())
     if any(reception.messages for ranks in case.listener.received.values() for reception in ranks):
         return
     served = int((after or 0.0) - before)
@@ -84,23 +83,24 @@ def check_serving(case: Case, before: float | None) -> None:
 
 def check_hashes(cases: Iterable[Case]) -> None:
     """Note the same tokens under different hashes: what consumers of hashes trip over."""
-    hashes: dict[int, dict[BlockHash, list[str]]] = defaultdict(lambda: defaultdict(list))
-    known = [case for case in cases if case.listener is not None]
-    for case in known:
-        assert case.listener is not None
-        for rank in case.listener.received:
-            for tokens, block_hash in case.listener.first(rank).first_hashes.items():
-                hashes[tokens][block_hash].append(f"{case.name}/{rank}")
+    hashes: dict[int, dict[BlockHash, tuple[str, Case]]] = defaultdict(dict)
+    for case in cases:
+        if (listener := case.listener) is None:
+            continue
+        for rank in listener.received:
+            for tokens, block_hash in listener.first(rank).first_hashes.items():
+                hashes[tokens].setdefault(block_hash, (f"{case.name}/{rank}", case))
     for by_hash in hashes.values():
         if len(by_hash) > 1:
-            ranks = sorted(names[0] for names in by_hash.values())
-            case = next(case for case in known if ranks[0].startswith(f"{case.name}/"))
-            case.add("hash-seeds-differ", ranks=", ".join(ranks[:8]))
+            ranks = sorted(by_hash.values(), key=lambda named: named[0])
+            ranks[0][1].add("hash-seeds-differ", ranks=", ".join(name for name, _ in ranks[:8]))
             return  # one finding is enough
 
 
 def check_prefixes(client: Client) -> list[Finding]:
-    """Return where prompts part, if most of them part at one place."""
+    """Return where prompts part, if most of them part at one place and the index can report it."""
+    if BACKEND != "native":
+        return []
     prefixes = client.index.prefixes(max_nodes=_MAX_NODES)
     leaves = sum(node.children == 0 for node in prefixes.nodes) + prefixes.left_out
     leaves += sum(node.left_out for node in prefixes.nodes)

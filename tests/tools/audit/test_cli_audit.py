@@ -11,8 +11,8 @@ import pytest
 
 from kvindex import EventBatch
 from kvindex.testing import FakeEngine
-from kvindex.tools.cli import main
 from kvindex.wire import RecordingWriter, encode_batch, live_frames
+from tests.tools.commands import Run
 
 pytestmark = pytest.mark.unit
 
@@ -38,18 +38,9 @@ def recordings(tmp_path: Path) -> list[str]:
     return paths
 
 
-def audited(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = main(["audit", *argv])
-    return code, capsys.readouterr().out
-
-
-def test_recordings_are_merged_by_the_engines_clocks(
-    recordings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out = audited("--json", *recordings, capsys=capsys)
-    report = json.loads(out)
+def test_recordings_are_merged_by_the_engines_clocks(recordings: list[str], run: Run) -> None:
+    report = run("audit", "--json", *recordings).json
     ranks = {rank["rank"]: rank["tokens"] for rank in report["ranks"]}
-    assert code == 0
     assert report["tokens"]["computed"] == 2 * 20 * 64
     assert ranks["vllm-1/0"]["elsewhere"] == 20 * 64  # the first engine had each just before
     assert ranks["vllm-0/0"]["evicted"] == 16 * 64
@@ -57,11 +48,8 @@ def test_recordings_are_merged_by_the_engines_clocks(
     assert sum(bucket["computed"] for bucket in report["series"]) == 2 * 20 * 64
 
 
-def test_the_text_begins_with_the_three_figures(
-    recordings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out = audited(*recordings, capsys=capsys)
-    assert code == 0
+def test_the_text_begins_with_the_three_figures(recordings: list[str], run: Run) -> None:
+    out = run("audit", *recordings).out
     figures = re.findall(r"^What (\w+ ?\w*) costs?: [\d.]+ %$", out, re.MULTILINE)
     assert figures == ["routing", "small caches", "duplication"]
     assert "What the figures do not cover" in out
@@ -71,15 +59,12 @@ def test_the_text_begins_with_the_three_figures(
     assert "Blocks that left were held for up to" in out
 
 
-def test_the_page_is_well_formed_and_needs_nothing_else(
-    recordings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_is_well_formed_and_whole(recordings: list[str], tmp_path: Path, run: Run) -> None:
     odd = tmp_path / "<b>&.frames"
     odd.write_bytes(Path(recordings[0]).read_bytes())
     page = tmp_path / "report.html"
-    code, _ = audited(str(odd), *recordings, "--html", str(page), capsys=capsys)
+    run("audit", odd, *recordings, "--html", page)
     text = page.read_text("utf-8")
-    assert code == 0
     assert "<b>" not in text
     assert "&lt;b&gt;&amp;/0" in text
     assert not re.search(r"<script|https?:|src=|@import|url\(", text)
@@ -97,19 +82,15 @@ def test_the_page_is_well_formed_and_needs_nothing_else(
         assert plot.find("title") is not None
 
 
-def test_tokens_can_be_left_out(recordings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    _, out = audited("--json", "--no-tokens", *recordings, capsys=capsys)
-    assert {tuple(prefix["first_tokens"]) for prefix in json.loads(out)["shared"]} == {()}
+def test_tokens_can_be_left_out(recordings: list[str], run: Run) -> None:
+    shared = run("audit", "--json", "--no-tokens", *recordings).json["shared"]
+    assert {tuple(prefix["first_tokens"]) for prefix in shared} == {()}
 
 
-def test_a_recording_that_is_cut_off_is_reported_as_far_as_it_goes(
-    recordings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_off_recording_is_reported_as_far_as_it_goes(recordings: list[str], run: Run) -> None:
     whole = Path(recordings[0]).read_bytes()
     Path(recordings[0]).write_bytes(whole[:-5])
-    code, out = audited("--json", *recordings, capsys=capsys)
-    assert code == 1
-    assert json.loads(out)["tokens"]["computed"] > 0
+    assert run("audit", "--json", *recordings, code=1).json["tokens"]["computed"] > 0
 
 
 @pytest.mark.parametrize(
@@ -121,23 +102,16 @@ def test_a_recording_that_is_cut_off_is_reported_as_far_as_it_goes(
         ([__file__, "--html", "/no/such/directory/x.html"], "no such directory"),
     ],
 )
-def test_what_cannot_work_ends_with_two(
-    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["audit", *argv]) == 2
-    assert reason in capsys.readouterr().err
+def test_what_cannot_work_ends_with_two(argv: list[str], reason: str, run: Run) -> None:
+    assert reason in run("audit", *argv, code=2).err
 
 
 @pytest.mark.parametrize("path", sorted(CAPTURES.glob("vllm-0.[23]*.frames")), ids=lambda p: p.stem)
-def test_what_real_engines_hold_at_the_end_is_what_the_audit_says(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_real_engines_hold_at_the_end_is_what_the_audit_reports(path: Path, run: Run) -> None:
     mode = ["--report-mode", "full"] if path.stem.endswith("full") else []
-    code, out = audited("--json", "--with-replayed", *mode, str(path), capsys=capsys)
+    report = run("audit", "--json", "--with-replayed", *mode, path).json
     truth = json.loads(path.with_suffix(".json").read_text())
     size = truth["block_size"]
     held = {block["hash"] for block in truth["cached"] if not block["group"]}
-    report = json.loads(out)
-    assert code == 0
     assert report["duplication"]["unique"] == len(held) * size
     assert report["tokens"]["unknown"] == 0

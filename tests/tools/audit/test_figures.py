@@ -133,9 +133,7 @@ def workload(seed: int, **options: Any) -> Workload:
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32), blocks=st.sampled_from([24, 40]), sglang=st.booleans())
-def test_every_token_is_counted_as_brute_force_and_the_engines_say(
-    seed: int, blocks: int, sglang: bool
-) -> None:
+def test_every_token_is_counted_as_by_brute_force(seed: int, blocks: int, sglang: bool) -> None:
     dialect = ("sglang-0.5.18", "sglang-0.5.23")[seed % 2] if sglang else "vllm-0.33.0"
     fleet = Fleet(engines(blocks, dialect=dialect))
     choose = random.Random(seed)
@@ -158,9 +156,7 @@ def test_every_token_is_counted_as_brute_force_and_the_engines_say(
 @given(
     seed=st.integers(0, 2**32), offload=st.sampled_from(["store", "evict"]), reported=st.booleans()
 )
-def test_copies_to_the_host_and_back_are_no_computation(
-    seed: int, offload: str, reported: bool
-) -> None:
+def test_copies_to_the_host_are_no_computation(seed: int, offload: str, reported: bool) -> None:
     options = CacheOptions(offload=offload, placeholders=not reported)  # type: ignore[arg-type]
     fleet = Fleet(engines(24, cpu_blocks=30, options=options))
     choose = random.Random(seed)
@@ -196,7 +192,7 @@ def test_a_token_of_a_hybrid_model_counts_once(seed: int) -> None:
 
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32))
-def test_after_losses_nothing_is_taken_for_held_that_may_be_gone(seed: int) -> None:
+def test_after_losses_nothing_counts_as_held_that_may_be_gone(seed: int) -> None:
     fleet = Fleet(engines(24))
     choose = random.Random(seed)
     for request in workload(seed):
@@ -220,9 +216,7 @@ def test_after_losses_nothing_is_taken_for_held_that_may_be_gone(seed: int) -> N
         max_size=60,
     )
 )
-def test_who_holds_a_whole_prefix_is_known_after_every_step(
-    steps: list[tuple[int, int, int, bool]],
-) -> None:
+def test_holders_of_whole_prefixes_are_exact(steps: list[tuple[int, int, int, bool]]) -> None:
     tree = PrefixTree()
     start = tree.start(b"")
     held: set[tuple[int, str]] = set()  # rank, and the path of a block
@@ -296,7 +290,7 @@ def routed(policy: str) -> Tokens:
     return auditor.report(1000.0).tokens
 
 
-def test_a_kv_aware_router_saves_most_of_what_the_audit_says_at_most() -> None:
+def test_a_kv_aware_router_saves_most_of_the_audits_bound() -> None:
     in_turn, by_prefix = routed("round-robin"), routed("kvindex")
     saved = in_turn.computed - by_prefix.computed
     assert 0.7 * in_turn.elsewhere < saved <= in_turn.elsewhere

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from typing import cast
@@ -13,17 +12,16 @@ from kvindex import EventStream, Rank, RankStatus
 from kvindex.testing import FakeEngine, HttpEngine
 from kvindex.testing.ports import reserve_port
 from kvindex.tools.audit import Auditor
-from kvindex.tools.cli import main
 from kvindex.tools.cli.audit import Listening
 from tests.live import PATIENCE, worker_of
-from tests.tools.cli.test_cli import interrupt, started
+from tests.tools.commands import Run, started
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = list(range(160))
 
 
-def test_what_live_engines_computed_and_held_is_what_the_audit_says() -> None:
+def test_what_live_engines_computed_and_held_is_what_the_audit_reports() -> None:
     with FakeEngine("a") as first, FakeEngine("b") as second:
         first.serve(PROMPT)  # the past: held, and not counted
         auditor = Auditor()
@@ -78,22 +76,17 @@ def test_the_window_opens_while_the_engines_are_busy() -> None:
 def test_ctrl_c_ends_the_window_of_engines_asked_over_http_and_still_reports() -> None:
     with FakeEngine("a") as engine, HttpEngine(engine) as http:
         engine.serve(PROMPT)
-        argv = ("--engine", http.url, "--json")
-        with started("audit", *argv) as process:
-            assert process.stderr is not None
-            assert process.stderr.readline() == "the window is open: 1 of 1 rank live\n"
-            out, _ = interrupt(process)
-            assert process.returncode == 0
-    report = json.loads(out)
+        with started("audit", "--engine", http.url, "--json") as command:
+            assert command.err.readline() == "the window is open: 1 of 1 rank live\n"
+            report = command.end().json
     assert report["tokens"]["computed"] == 0
     assert report["duplication"]["unique"] == 160
     assert report["ranks"][0]["model"]
 
 
-def test_unreachable_engines_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_engines_are_no_success(run: Run) -> None:
     holder, port = reserve_port("127.0.0.1")
     with holder:
-        argv = ["--endpoint", f"tcp://127.0.0.1:{port}", "--settle", "0.1", "--minutes", "0.001"]
-        assert main(["audit", *argv]) == 1
-    out = capsys.readouterr().out
-    assert "worker-0/0: unreachable" in out
+        endpoint = ("--endpoint", f"tcp://127.0.0.1:{port}")
+        ran = run("audit", *endpoint, "--settle", 0.1, "--minutes", 0.001, code=1)
+    assert "worker-0/0: unreachable" in ran.out

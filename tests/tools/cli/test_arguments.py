@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
-from kvindex.tools.cli import main
 from kvindex.tools.cli.arguments import (
     add_cache_options,
-    cache_of,
     count,
     parse_tokens,
     read_tokens,
@@ -20,6 +19,7 @@ from kvindex.tools.cli.arguments import (
 )
 from kvindex.tools.cli.endpoints import add_engine_options, parse_worker, workers_of
 from kvindex.tools.cli.record import file_names
+from tests.tools.commands import Run
 
 pytestmark = pytest.mark.unit
 
@@ -30,27 +30,24 @@ def workers(*argv: str) -> list[Worker]:
     return workers_of(parser.parse_args(argv))
 
 
-def test_a_worker_needs_a_name_and_an_endpoint_only() -> None:
-    assert parse_worker("a=tcp://h:5557") == Worker("a", "tcp://h:5557")
-
-
-def test_a_worker_takes_every_option() -> None:
-    text = "a=tcp://h:5557,replay=tcp://h:5657,dp=2,topic=kv@a,bind"
-    assert parse_worker(text) == Worker(
+WORKERS = {
+    "a=tcp://h:5557": Worker("a", "tcp://h:5557"),
+    "a=tcp://h:5557,replay=tcp://h:5657,dp=2,topic=kv@a,bind": Worker(
         "a", "tcp://h:5557", replay="tcp://h:5657", dp_size=2, topic="kv@a", bind=True
-    )
+    ),
+    "a=tcp://h:1,endpoint=tcp://i:2,replay=tcp://h:3,replay=tcp://i:4": Worker(
+        "a", ["tcp://h:1", "tcp://i:2"], replay=["tcp://h:3", "tcp://i:4"]
+    ),
+}
 
 
-def test_a_worker_may_name_each_ranks_endpoints() -> None:
-    worker = parse_worker("a=tcp://h:1,endpoint=tcp://i:2,replay=tcp://h:3,replay=tcp://i:4")
-    assert [(p.endpoint, p.replay) for p in worker.publishers()] == [
-        ("tcp://h:1", "tcp://h:3"),
-        ("tcp://i:2", "tcp://i:4"),
-    ]
+@pytest.mark.parametrize("text", WORKERS)
+def test_a_worker_has_a_name_an_endpoint_and_further_options(text: str) -> None:
+    assert parse_worker(text) == WORKERS[text]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("tcp://h:5557", "expected NAME=ENDPOINT"),
         ("a=", "expected NAME=ENDPOINT"),
@@ -66,10 +63,10 @@ def test_a_worker_may_name_each_ranks_endpoints() -> None:
         ("a=tcp://h:1,replay=tcp://h:2,replay=tcp://h:3", "replay lists 2"),
     ],
 )
-def test_a_bad_worker_is_refused_with_its_text_and_the_reason(text: str, said: str) -> None:
+def test_a_bad_worker_is_refused_with_its_text_and_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match="--worker") as refused:
         parse_worker(text)
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
     assert text in str(refused.value)
 
 
@@ -82,12 +79,12 @@ def test_the_short_form_names_one_worker() -> None:
 
 
 def test_both_forms_add_up() -> None:
-    found = workers("--worker", "a=tcp://h:1", "--worker", "b=tcp://h:2", "--endpoint", "tcp://h:3")
-    assert [worker.name for worker in found] == ["a", "b", "worker-0"]
+    argv = ("--worker", "a=tcp://h:1", "--worker", "b=tcp://h:2", "--endpoint", "tcp://h:3")
+    assert [worker.name for worker in workers(*argv)] == ["a", "b", "worker-0"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "reason"),
     [
         ([], "no engine named"),
         (["--worker", "a=tcp://h:1", "--worker", "a=tcp://h:2"], "two workers are called 'a'"),
@@ -95,15 +92,17 @@ def test_both_forms_add_up() -> None:
         (["--replay-endpoint", "tcp://h:1"], "--replay-endpoint belongs to --endpoint"),
         (["--bind"], "--bind belongs to --endpoint"),
         (["--endpoint", "nowhere"], "expected tcp://HOST:PORT"),
+        (["--endpoint", "tcp://*:5557"], "give its host, or --bind"),
+        (
+            ["--worker", "a=tcp://h:5557,dp=2", "--worker", "b=tcp://h:5558"],
+            "the workers 'a' and 'b' are both at tcp://h:5558",
+        ),
         (["--engine", "engine:8000"], "write http://HOST:PORT"),
         (["--engine", "http://h:1", "--engine", "http://h:1"], "is given twice"),
     ],
 )
-def test_engines_that_cannot_work_exit_2_with_the_reason(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tail", *argv]) == 2
-    assert said in capsys.readouterr().err
+def test_engines_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
+    assert reason in run("tail", *argv, code=2).err
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_tokens_are_a_json_list_or_separated_numbers(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("", "no tokens"),
         ("[]", "no tokens"),
@@ -129,13 +128,13 @@ def test_tokens_are_a_json_list_or_separated_numbers(text: str) -> None:
         ("[" * 100_000, "no JSON list"),
     ],
 )
-def test_bad_tokens_are_refused_with_their_position(text: str, said: str) -> None:
+def test_bad_tokens_are_refused_with_their_position(text: str, reason: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         parse_tokens(text)
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
 
 
-def test_tokens_come_from_a_file_or_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_in_a_file_or_on_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prompt.json"
     path.write_text("[7, 8]")
     assert read_tokens(str(path)) == [7, 8]
@@ -143,41 +142,56 @@ def test_tokens_come_from_a_file_or_stdin(tmp_path: Path, monkeypatch: pytest.Mo
     assert read_tokens("-") == [9, 10]
 
 
-def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot read tokens from .*missing"):
-        read_tokens(str(tmp_path / "missing"))
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigurationError, match=r"cannot read tokens from .*binary"):
-        read_tokens(str(tmp_path / "binary"))
-    (tmp_path / "words").write_text("hello")
-    with pytest.raises(ConfigurationError, match="words: item 0"):
-        read_tokens(str(tmp_path / "words"))
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot read tokens from .*prompt"),
+        (b"\xff\xfe\x00", "cannot read tokens from .*prompt"),
+        (b"hello", "prompt: item 0"),
+    ],
+)
+def test_an_unreadable_token_file_is_named(
+    content: bytes | None, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=reason):
+        read_tokens(str(path))
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
-def test_a_duration_is_finite_and_above_zero(text: str) -> None:
-    assert seconds("1.5") == 1.5
-    with pytest.raises(argparse.ArgumentTypeError, match="seconds"):
-        seconds(text)
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (seconds, ("1.5", 1.5), ["0", "-1", "nan", "inf", "soon", ""]),
+        (count, ("3", 3), ["0", "-1", "1.5", "²", "many", ""]),
+    ],
+)
+def test_numbers_are_above_zero(
+    kind: Callable[[str], float], good: tuple[str, float], bad: list[str]
+) -> None:
+    assert kind(good[0]) == good[1]
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
+            kind(text)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "²", "many", ""])
-def test_a_count_is_whole_and_above_zero(text: str) -> None:
-    assert count("3") == 3
-    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
-        count(text)
-
-
-def test_a_recording_of_one_rank_has_the_name_given() -> None:
-    one = [Worker("a", "tcp://h:1")]
-    assert [str(path) for *_, path in file_names("x", one)] == ["x.frames"]
-    assert [str(path) for *_, path in file_names("x.frames", one)] == ["x.frames"]
-
-
-def test_recordings_of_several_ranks_are_told_apart_by_worker_and_rank() -> None:
-    several = [Worker("a", "tcp://h:1", dp_size=2), Worker("kv/b", "tcp://i:1")]
-    names = [str(path) for *_, path in file_names("x.frames", several)]
-    assert names == ["x-a-0.frames", "x-a-1.frames", "x-kv_b-0.frames"]
+@pytest.mark.parametrize(
+    ("output", "workers", "names"),
+    [
+        ("x", [Worker("a", "tcp://h:1")], ["x.frames"]),
+        ("x.frames", [Worker("a", "tcp://h:1")], ["x.frames"]),
+        (
+            "x.frames",
+            [Worker("a", "tcp://h:1", dp_size=2), Worker("kv/b", "tcp://i:1")],
+            ["x-a-0.frames", "x-a-1.frames", "x-kv_b-0.frames"],
+        ),
+    ],
+)
+def test_recordings_of_several_ranks_are_named_by_worker_and_rank(
+    output: str, workers: list[Worker], names: list[str]
+) -> None:
+    assert [str(path) for *_, path in file_names(output, workers)] == names
 
 
 def test_two_ranks_never_share_a_recording() -> None:
@@ -200,13 +214,10 @@ def test_cache_settings_are_given_to_each_worker() -> None:
         upper_bound=True,
         resets_connector=True,
     )
-    assert [worker.cache for worker in workers_of(arguments, cache_of(arguments))] == [expected] * 2
+    assert [worker.cache for worker in workers_of(arguments)] == [expected] * 2
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "frames"]], ids=" ".join)
-def test_commands_that_do_not_match_take_no_cache_settings(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*command, "--endpoint", "tcp://h:1", "--eagle"])
-    assert "unrecognized arguments: --eagle" in capsys.readouterr().err
+def test_commands_that_do_not_match_have_no_cache_settings(command: list[str], run: Run) -> None:
+    ran = run(*command, "--endpoint", "tcp://h:1", "--eagle", code=2)
+    assert "unrecognized arguments: --eagle" in ran.err

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvindex import AllBlocksCleared, BlockStored, EventBatch
-from kvindex.tools.cli import main
 from kvindex.wire import (
     RecordingWriter,
     encode_batch,
@@ -18,12 +17,13 @@ from kvindex.wire import (
     replay_end,
     replay_frames,
 )
+from kvindex.wire.quirks import fold_hash
+from tests.tools.commands import Run
 
 pytestmark = pytest.mark.unit
 
 CAPTURES = Path(__file__).parents[2] / "data" / "captures"
 BLOCK = 4
-MASK = 2**64 - 1
 
 
 def stored(number: int, *, ts: float | None = None, dp_rank: int = 0) -> bytes:
@@ -46,7 +46,7 @@ class Recording:
         self._writer = RecordingWriter(self._file)
 
     def add(self, *records: Any) -> Recording:
-        """Add live batches by their numbers, or (number, payload); replies by a list of numbers."""
+        """Add live batches by number, or (number, payload); replies by a list of numbers."""
         for record in records:
             if isinstance(record, list):
                 for seq in record:
@@ -73,12 +73,8 @@ def recording(tmp_path: Path) -> Recording:
 
 
 @pytest.fixture
-def report(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*argv: str, code: int = 0) -> Any:
-        assert main(["replay", "--json", *argv]) == code
-        return json.loads(capsys.readouterr().out)
-
-    return run
+def report(run: Run) -> Any:
+    return lambda *argv: run("replay", "--json", *argv).json
 
 
 def rank_of(report: Any) -> Any:
@@ -195,7 +191,7 @@ def test_messages_of_another_shape_are_counted(recording: Recording, report: Any
     assert blocks(read) == [0, 1]
 
 
-def test_the_dp_rank_comes_from_the_batches(recording: Recording, report: Any) -> None:
+def test_the_dp_rank_is_the_batches_own(recording: Recording, report: Any) -> None:
     read = report(recording.add((0, stored(0, dp_rank=3))).saved())
     assert list(read["ranks"]) == ["vllm-0/3"]
     assert read["files"][0]["ranks"] == ["vllm-0/3"]
@@ -206,11 +202,8 @@ def test_several_files_are_several_ranks(tmp_path: Path, report: Any) -> None:
     assert list(report(*paths)["ranks"]) == ["a/0", "b/0"]
 
 
-def test_the_table_tells_what_was_noted(
-    recording: Recording, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["replay", recording.add(0, 0, 3).saved()]) == 0
-    header, line = capsys.readouterr().out.splitlines()
+def test_the_table_shows_what_was_noted(recording: Recording, run: Run) -> None:
+    header, line = run("replay", recording.add(0, 0, 3).saved()).out.splitlines()
     assert header.split()[:5] == ["rank", "blocks", "orphans", "last", "seq"]
     assert header.split()[5:] == ["applied", "complete", "noted"]
     assert line.split("  ", 1)[0] == "vllm-0/0"
@@ -218,62 +211,55 @@ def test_the_table_tells_what_was_noted(
     assert " 1 " in line, "the batch after the gap waits for its parent: an orphan"
 
 
-def test_a_prompt_can_be_matched_against_the_recording(
-    recording: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str], report: Any
+def test_a_prompt_is_matched_by_recordings(
+    recording: Recording, tmp_path: Path, run: Run, report: Any
 ) -> None:
     path = recording.add(0, 1).saved()
     prompt = tmp_path / "prompt"
     prompt.write_text(" ".join(map(str, range(11))))
-    assert main(["replay", path, "--probe", str(prompt)]) == 0
-    printed = capsys.readouterr().out
-    assert "best: vllm-0/0 holds 8 of 11 tokens" in printed
-    assert "upper bound" not in printed
-    assert "lower bound" not in printed
-    assert main(["replay", path, "--probe", str(prompt), "--upper-bound"]) == 0
+    out = run("replay", path, "--probe", prompt).out
+    assert "best: vllm-0/0 holds 8 of 11 tokens" in out
+    assert "upper bound" not in out
+    assert "lower bound" not in out
     line = "upper bounds, the engine's own hit may be shorter: vllm-0/0\n"
-    assert line in capsys.readouterr().out
-    assert report(path, "--probe", str(prompt))["probe"]["vllm-0/0"]["tokens"] == 8
+    assert line in run("replay", path, "--probe", prompt, "--upper-bound").out
+    assert report(path, "--probe", prompt)["probe"]["vllm-0/0"]["tokens"] == 8
     later = Recording(tmp_path / "late.frames").add(2).saved()  # its parent was never stored
-    assert main(["replay", later, "--probe", str(prompt)]) == 0
     line = "lower bounds, the engine's own hit may be longer: late/0\n"
-    assert line in capsys.readouterr().out
+    assert line in run("replay", later, "--probe", prompt).out
 
 
-def test_a_cut_off_file_exits_1_with_the_byte_and_shows_the_rest(
-    recording: Recording, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_off_file_exits_1_with_the_byte_and_its_part(recording: Recording, run: Run) -> None:
     path = Path(recording.add(0, 1).saved())
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
-    assert main(["replay", "--json", str(path)]) == 1
-    printed = capsys.readouterr()
-    assert f"byte {len(whole) - 3}" in printed.err
-    read = json.loads(printed.out)
-    assert blocks(read) == [0]
-    assert "cut off" in read["files"][0]["error"]
+    ran = run("replay", "--json", path, code=1)
+    assert f"byte {len(whole) - 3}" in ran.err
+    assert blocks(ran.json) == [0]
+    assert "cut off" in ran.json["files"][0]["error"]
 
 
-def test_a_file_of_another_kind_exits_1_with_the_byte(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("argv", [[], ["--with-replayed"]])
+def test_a_file_of_another_kind_exits_1_at_its_byte(
+    argv: list[str], tmp_path: Path, run: Run
 ) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello")
-    assert main(["replay", "--with-replayed", str(path)]) == 1
-    assert "recording, byte 1" in capsys.readouterr().err
+    ran = run("replay", *argv, path, code=1)
+    assert ran.out == ""
+    assert ran.err.startswith(f"kvindex replay: {path}: ")
+    assert "recording, byte 1" in ran.err
 
 
-def test_a_path_that_is_no_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(tmp_path)]) == 2
-    assert "directory" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "missing.frames")]) == 2
-    assert "missing.frames" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "reason"), [("", "directory"), ("x.frames", "x.frames")])
+def test_a_path_that_is_no_file_exits_2(name: str, reason: str, tmp_path: Path, run: Run) -> None:
+    assert reason in run("replay", tmp_path / name, code=2).err
 
 
-def test_two_files_of_one_name_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_files_of_one_name_exit_2(tmp_path: Path, run: Run) -> None:
     (tmp_path / "other").mkdir()
     paths = [Recording(p / "a.frames").add(0).saved() for p in (tmp_path, tmp_path / "other")]
-    assert main(["replay", *paths]) == 2
-    assert "both be the worker 'a'" in capsys.readouterr().err
+    assert "both be the worker 'a'" in run("replay", *paths, code=2).err
 
 
 @pytest.mark.parametrize("name", ["vllm-0.9.2", "vllm-0.33.0-bytes", "sglang-0.5.23"])
@@ -282,14 +268,10 @@ def test_a_real_engines_recording_gives_what_its_cache_held(name: str, report: A
     held = {(b["block_hash"], b["depth"]): b["copies"] for b in rank_of(read)["resident"]}
     truth = json.loads((CAPTURES / f"{name}.json").read_text())
     if truth["engine"] == "vllm":
-        expected = {(_label(b["hash"]), b["depth"]): b["copies"] for b in truth["cached"]}
+        expected = {(fold_hash(b["hash"]), b["depth"]): b["copies"] for b in truth["cached"]}
         assert held == expected
     assert len(held) == len(truth["cached"])
     assert rank_of(read)["complete"] is True
-
-
-def _label(block_hash: int | str) -> int | str:
-    return block_hash & MASK if isinstance(block_hash, int) else block_hash
 
 
 def test_dropping_live_records_is_healed_by_the_replies(tmp_path: Path, report: Any) -> None:
@@ -308,27 +290,11 @@ def test_dropping_live_records_is_healed_by_the_replies(tmp_path: Path, report: 
     assert rank_of(report(str(path)))["resident"] != whole["resident"]
 
 
-def test_what_is_no_recording_is_said_without_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "t.txt"
-    path.write_text("0 1 2")
-    assert main(["replay", str(path)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert f"kvindex replay: {path}: " in printed.err
-
-
-def test_replies_that_are_not_used_are_hinted_at_where_something_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replies_that_could_fill_a_gap_are_hinted_at(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "a.frames"
     Recording(path).add(2, [0, 1]).saved()
-    assert main(["replay", str(path)]) == 0
     hint = f"{path}: it has 3 replay replies, too: --with-replayed fills"
-    assert hint in capsys.readouterr().err
-    assert main(["replay", "--with-replayed", str(path)]) == 0
-    assert capsys.readouterr().err == ""
+    assert hint in run("replay", path).err
+    assert run("replay", "--with-replayed", path).err == ""
     Recording(path).add(0, 1, [0, 1]).saved()
-    assert main(["replay", str(path)]) == 0
-    assert capsys.readouterr().err == ""
+    assert run("replay", path).err == ""

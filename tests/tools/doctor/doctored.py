@@ -42,19 +42,22 @@ def briefly(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
 
 def look_at(*targets: str | Worker | Target, limits: Limits = NEVER_LIVE, **options: Any) -> Report:
     """Examine engines by URL or by where they publish."""
-    given = [
-        target
-        if isinstance(target, Target)
-        else Target(worker=target)
-        if isinstance(target, Worker)
-        else Target(url=target)
-        for target in targets
-    ]
+    given = []
+    for target in targets:
+        named = Target(url=target) if isinstance(target, str) else target
+        given.append(Target(worker=named) if isinstance(named, Worker) else named)
     return examine(given, limits=limits, **options)
 
 
 def ids(report: Report) -> list[str]:
     return [finding.id for finding in report.findings]
+
+
+def finds(kinds: list[str], *targets: str | Worker | Target, **options: Any) -> Report:
+    """Return the report of an examination, which must have these findings and no other."""
+    report = look_at(*targets, **options)
+    assert ids(report) == kinds
+    return report
 
 
 def the(report: Report, kind: str) -> Finding:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
-from kvindex.tools.cli import main
 from kvindex.tools.doctor import CAUSES, ports
+from tests.tools.commands import Run, at
 from tests.tools.doctor.doctored import briefly
 
 pytestmark = pytest.mark.e2e
+
+Examined = Callable[..., Any]
 
 
 @pytest.fixture
@@ -29,38 +31,35 @@ def server(engine: FakeEngine) -> Iterator[HttpEngine]:
         yield server
 
 
-def examined(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
-    code = main(["doctor", "--json", "--seconds", "0.05", *argv])
-    return code, json.loads(capsys.readouterr().out)
+@pytest.fixture
+def examined(run: Run) -> Examined:
+    """The report of an examination, which ends with this exit code."""
+    return lambda *argv, code=0: run("doctor", "--json", "--seconds", 0.05, *argv, code=code).json
 
 
-def test_targets_are_engines_in_every_form(
-    engine: FakeEngine, server: HttpEngine, capsys: pytest.CaptureFixture[str]
+def test_a_target_has_every_form(
+    engine: FakeEngine, server: HttpEngine, examined: Examined
 ) -> None:
-    worker = f"a={engine.endpoint},replay={engine.replay_endpoint}"
-    code, report = examined(capsys, "--passive", server.url, worker)
-    assert code == report["exit_code"] == 0
+    worker = at(engine, "a")[1]
+    report = examined("--passive", server.url, worker)
+    assert report["exit_code"] == 0
     assert [target["name"] for target in report["targets"]] == [server.url[7:], "a"]
     assert report["targets"][1]["ranks"] == {"0": engine.endpoint}
 
-    code, report = examined(capsys, engine.endpoint)
-    assert code == 1
+    report = examined(engine.endpoint, code=1)
     assert [finding["id"] for finding in report["findings"]] == ["replay-missing"]
     assert report["targets"][0]["name"] == engine.endpoint.removeprefix("tcp://")
 
-    code, report = examined(capsys, worker, "--engine", server.url, "--seconds", "10")
-    assert code == 0
+    report = examined(worker, "--engine", server.url, "--seconds", "10")
     assert [target["name"] for target in report["targets"]] == ["a"]
     assert report["targets"][0]["test"]["outcome"] == "all-well"
-    assert examined(capsys, "--engine", server.url, "--seconds", "10")[0] == 0
+    examined("--engine", server.url, "--seconds", "10")
 
 
-def test_findings_are_printed_with_what_was_seen_and_what_to_do(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_findings_are_printed_with_evidence_and_remedy(engine: FakeEngine, run: Run) -> None:
     with HttpEngine(engine, options=HttpOptions(reads_cache=False)) as server:
-        assert main(["doctor", server.url]) == 1
-    first, seen, remedy, more, last = capsys.readouterr().out.splitlines()
+        ran = run("doctor", server.url, code=1)
+    first, seen, remedy, more, last = ran.out.splitlines()
     assert first.startswith("ERROR 127.0.0.1:")
     assert first.endswith("[engine-never-hits]")
     assert "predicted=16" in seen
@@ -70,15 +69,12 @@ def test_findings_are_printed_with_what_was_seen_and_what_to_do(
 
 
 def test_what_the_headline_says_is_not_printed_once_more(
-    engine: FakeEngine,
-    server: HttpEngine,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: FakeEngine, server: HttpEngine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     briefly(monkeypatch, ports, "_who_dials")
-    worker = f"a={engine.endpoint},replay={engine.replay_endpoint},dp=2"
-    assert main(["doctor", "--passive", worker, "--engine", server.url]) == 1
-    first, *rest = capsys.readouterr().out.splitlines()
+    worker = f"{at(engine, 'a')[1]},dp=2"
+    ran = run("doctor", "--passive", worker, "--engine", server.url, code=1)
+    first, *rest = ran.out.splitlines()
     assert "the engine has the ranks [0], you gave [0, 1]" in first
     assert not [line for line in rest if "[0, 1]" in line]
 
@@ -87,56 +83,49 @@ def test_no_remedy_sends_back_to_the_reason() -> None:
     assert not [kind for kind, cause in CAUSES.items() if "as the reason says" in cause.remedy]
 
 
-def test_an_engine_that_is_away_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = examined(capsys, "http://127.0.0.1:1")
-    assert code == report["exit_code"] == 2
+def test_an_engine_that_is_away_ends_with_2(examined: Examined) -> None:
+    assert examined("http://127.0.0.1:1", code=2)["exit_code"] == 2
 
 
 def test_an_api_key_comes_from_the_environment_or_a_file(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    engine: FakeEngine, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "key").write_text("k\n")
     with HttpEngine(engine, options=HttpOptions(api_key="k")) as server:
-        assert main(["doctor", "--passive", "--seconds", "0.05", server.url]) == 2
-        (tmp_path / "key").write_text("k\n")
-        argv = ["doctor", "--passive", "--seconds", "0.05", server.url]
-        assert main([*argv, "--api-key-file", str(tmp_path / "key")]) == 0
-        assert main([*argv, "--api-key-file", str(tmp_path / "nothing")]) == 2
+        argv = ("doctor", "--passive", "--seconds", 0.05, server.url)
+        run(*argv, code=2)
+        run(*argv, "--api-key-file", tmp_path / "key")
+        run(*argv, "--api-key-file", tmp_path / "nothing", code=2)
         monkeypatch.setenv("KVINDEX_API_KEY", "k")
-        assert main(["doctor", "--passive", "--seconds", "0.05", server.url]) == 0
+        run(*argv)
 
 
 @pytest.mark.parametrize("form", ["text", "tokens", "request"])
-def test_a_prompt_comes_from_a_file_in_every_form(
-    form: str,
-    engine: FakeEngine,
-    server: HttpEngine,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_a_prompt_is_read_from_a_file_in_every_form(
+    form: str, engine: FakeEngine, server: HttpEngine, tmp_path: Path, examined: Examined
 ) -> None:
     text = "Tell me of ships, please."
     tokens = [256, *text.encode()]
     engine.serve(tokens)
     held = {"text": text, "tokens": json.dumps(tokens), "request": json.dumps({"prompt": text})}
     (tmp_path / "prompt").write_text(held[form])
-    argv = ("--passive", server.url, "--prompt", f"@{tmp_path / 'prompt'}")
-    code, report = examined(capsys, *argv)
-    assert (code, report["findings"]) == (0, [])
+    report = examined("--passive", server.url, "--prompt", f"@{tmp_path / 'prompt'}")
+    assert report["findings"] == []
     assert "24 of 26 tokens" in report["notes"][0]
 
 
-def test_tokens_of_the_router_are_compared_with_the_engines(
-    server: HttpEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_routers_tokens_are_compared(
+    server: HttpEngine, tmp_path: Path, examined: Examined
 ) -> None:
     (tmp_path / "ids.json").write_text("[1, 2, 3, 4, 5, 6]")
     argv = ("--passive", server.url, "--prompt", "ships", "--tokens", str(tmp_path / "ids.json"))
-    code, report = examined(capsys, *argv)
-    assert code == 1
+    report = examined(*argv, code=1)
     assert report["findings"][0]["id"] == "tokens-differ"
     assert report["findings"][0]["evidence"]["position"] == 0
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "reason"),
     [
         ([], "name an engine"),
         (["vllm-0"], "target 'vllm-0': expected http://HOST:PORT, tcp://HOST:PORT, or NAME="),
@@ -146,19 +135,12 @@ def test_tokens_of_the_router_are_compared_with_the_engines(
         (["http://h:1", "--seconds", "9999"], "up to 3600 s"),
     ],
 )
-def test_arguments_that_cannot_work_end_with_2_and_say_why(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", *argv]) == 2
-    assert said in capsys.readouterr().err
+def test_arguments_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
+    assert reason in run("doctor", *argv, code=2).err
 
 
-def test_names_from_the_network_cannot_steer_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_names_from_the_network_cannot_steer_a_terminal(run: Run) -> None:
     with FakeEngine(topic="kv@pod@\x1b[2Jm") as engine, HttpEngine(engine) as server:
-        worker = f"a={engine.endpoint},replay={engine.replay_endpoint}"
-        assert main(["doctor", worker, "--engine", server.url]) == 1
-    out = capsys.readouterr().out
-    assert "topic-names-another" in out
-    assert "\x1b" not in out
+        ran = run("doctor", at(engine)[1], "--engine", server.url, code=1)
+    assert "topic-names-another" in ran.out
+    assert "\x1b" not in ran.out

@@ -16,6 +16,7 @@ from tests.tools.doctor.doctored import (
     NEVER_LIVE,
     PATIENT,
     briefly,
+    finds,
     ids,
     look_at,
     port_of,
@@ -28,8 +29,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_an_engine_that_does_not_answer_could_not_be_looked_at() -> None:
-    report = look_at("http://127.0.0.1:1")
-    assert ids(report) == ["engine-unreachable"]
+    report = finds(["engine-unreachable"], "http://127.0.0.1:1")
     assert report.exit_code == 2
 
 
@@ -37,8 +37,7 @@ def test_an_engine_that_does_not_answer_could_not_be_looked_at() -> None:
 def test_an_engine_that_wants_its_key_could_not_be_looked_at(dialect: str) -> None:
     with FakeEngine(dialect=dialect) as engine:
         with HttpEngine(engine, options=HttpOptions(api_key="k")) as server:
-            report = look_at(server.url)
-            assert ids(report) == ["engine-denied"]
+            report = finds(["engine-denied"], server.url)
             assert report.exit_code == 2
             assert ids(look_at(server.url, token="wrong", passive=True)) == ["engine-denied"]
             assert ids(look_at(server.url, token="k", limits=PATIENT)) == ["all-well"]
@@ -47,18 +46,16 @@ def test_an_engine_that_wants_its_key_could_not_be_looked_at(dialect: str) -> No
 @pytest.mark.parametrize(("dialect", "flag"), [("vllm-0.33.0", "enable_"), ("sglang-0.5.22", "")])
 def test_events_that_are_off_are_found_with_the_flag_to_set(dialect: str, flag: str) -> None:
     with FakeEngine(publish=False, dialect=dialect) as engine, HttpEngine(engine) as server:
-        report = look_at(server.url)
-        assert ids(report) == ["events-off"]
+        report = finds(["events-off"], server.url)
         remedy = the(report, "events-off").remedy
         assert f"--kv-events-config '{{\"{flag or 'publisher'}" in remedy
         assert report.exit_code == 1
 
 
-def test_an_engine_that_does_not_say_where_it_publishes() -> None:
+def test_an_engine_that_does_not_report_where_it_publishes() -> None:
     with FakeEngine() as engine:
         with HttpEngine(engine, options=HttpOptions(sources=None)) as server:
-            report = look_at(server.url)
-            assert ids(report) == ["sources-unknown"]
+            report = finds(["sources-unknown"], server.url)
             assert report.exit_code == 2
             target = Target(url=server.url, worker=worker_of(engine))
             assert ids(look_at(target, limits=PATIENT)) == ["all-well"]
@@ -111,8 +108,7 @@ def test_prefix_caching_that_is_off_is_found(dialect: str) -> None:
 def test_ranks_behind_one_port_are_pointed_out() -> None:
     with FakeEngine(dp_rank=0) as zero, FakeEngine(dp_rank=1) as one:
         with HttpEngine([zero, one]) as server:
-            report = look_at(server.url, limits=PATIENT)
-            assert ids(report) == ["dp-behind-one-port", "all-well"]
+            report = finds(["dp-behind-one-port", "all-well"], server.url, limits=PATIENT)
             assert report.exit_code == 0
             assert report.targets[0].ranks == {0: zero.endpoint, 1: one.endpoint}
 
@@ -137,8 +133,7 @@ def test_a_block_size_that_the_router_assumes_wrongly_is_an_error() -> None:
 def test_a_topic_that_names_another_model_is_pointed_out() -> None:
     with FakeEngine(topic="kv@10.0.0.1:8000@other") as engine:
         with HttpEngine(engine, model="mine") as server:
-            report = look_at(server.url, limits=PATIENT)
-            assert ids(report) == ["topic-names-another"]
+            report = finds(["topic-names-another"], server.url, limits=PATIENT)
             assert the(report, "topic-names-another").evidence["named"] == "other"
 
 
@@ -160,9 +155,7 @@ def given(server: HttpEngine, worker: Worker, limits: Limits = HEARING) -> Repor
     return look_at(Target(url=server.url, worker=worker), limits=limits)
 
 
-def test_a_wrong_event_port_is_named_beside_the_one_that_the_engine_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_event_port_is_named_beside_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, ports, "_who_dials")
     with FakeEngine() as engine, HttpEngine(engine) as server, unused() as endpoint:
         report = given(server, Worker("a", endpoint, replay=engine.replay_endpoint), NEVER_LIVE)
@@ -229,7 +222,9 @@ def test_another_engines_endpoints_are_named_as_such() -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-def test_another_engines_replay_endpoint_is_told_by_its_batches(busy: bool, named: bool) -> None:
+def test_another_engines_replay_endpoint_is_recognized_by_its_batches(
+    busy: bool, named: bool
+) -> None:
     with FakeEngine() as engine, FakeEngine("b") as other, HttpEngine(engine) as server:
         for number in range(30):
             (other if busy else engine).serve([number] * 40)

@@ -77,9 +77,7 @@ def kept(*kinds: str) -> list[str]:
         (["all-well", "block-size-assumed"], ["block-size-assumed"]),
     ],
 )
-def test_what_follows_from_a_finding_is_not_listed_beside_it(
-    kinds: list[str], expected: list[str]
-) -> None:
+def test_what_follows_from_a_finding_is_left_out(kinds: list[str], expected: list[str]) -> None:
     assert kept(*kinds) == expected
 
 
@@ -101,6 +99,5 @@ def test_what_is_wrong_with_one_rank_explains_nothing_of_another() -> None:
         (["engine-unreachable", "replay-missing"], 1),
     ],
 )
-def test_the_exit_code_says_clean_found_or_not_seen(kinds: list[str], code: int) -> None:
-    report = Report(targets=(), findings=tuple(map(any_of, kinds)))
-    assert report.exit_code == code
+def test_the_exit_code_is_clean_found_or_not_seen(kinds: list[str], code: int) -> None:
+    assert Report(targets=(), findings=tuple(map(any_of, kinds))).exit_code == code

@@ -24,6 +24,7 @@ from tests.tools.doctor.doctored import (
     LIVE,
     NEVER_LIVE,
     briefly,
+    finds,
     ids,
     look_at,
     port_of,
@@ -52,20 +53,20 @@ def bound(kind: int, **options: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["PUB", "XPUB", "ROUTER", "REP", "SUB"])
-def test_a_socket_tells_its_kind_at_once(kind: str) -> None:
+def test_a_socket_sends_its_kind_at_once(kind: str) -> None:
     with bound(getattr(zmq, kind)) as endpoint:
         peer = look(endpoint, LIVE.handshake)
         assert (peer.kind, peer.socket_type, peer.mechanism) == ("zmq", kind, "NULL")
 
 
-def test_a_socket_behind_a_path_tells_its_kind(tmp_path: Path) -> None:
+def test_a_socket_behind_a_path_sends_its_kind(tmp_path: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as sock:
         sock.bind(f"ipc://{tmp_path}/events")
         assert look(f"ipc://{tmp_path}/events", LIVE.handshake).socket_type == "PUB"
     assert look(f"ipc://{tmp_path}/nothing", LIVE.handshake).kind == "refused"
 
 
-def test_an_encrypted_socket_tells_its_mechanism() -> None:
+def test_an_encrypted_socket_sends_its_mechanism() -> None:
     public, secret = zmq.curve_keypair()
     keys = {"curve_publickey": public, "curve_secretkey": secret, "curve_server": 1}
     with bound(zmq.PUB, **keys) as endpoint:
@@ -87,7 +88,7 @@ def test_an_encrypted_socket_tells_its_mechanism() -> None:
         ),
     ],
 )
-def test_whatever_bytes_come_are_read_within_bounds(sent: bytes, kind: str) -> None:
+def test_any_bytes_are_read_within_bounds(sent: bytes, kind: str) -> None:
     def send(connection: socket.socket) -> None:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
@@ -98,15 +99,13 @@ def test_whatever_bytes_come_are_read_within_bounds(sent: bytes, kind: str) -> N
         assert peer.socket_type == ""
 
 
-def test_a_server_that_waits_for_a_request_is_told_by_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_waiting_server_is_recognized_by_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, zmtp, "greet")
     with FakeEngine(publish=False) as engine, HttpEngine(engine) as server:
         assert look(server.url.replace("http", "tcp"), LIVE.handshake).kind == "http"
 
 
-def test_a_tls_server_is_told_by_its_handshake(tmp_path: Path) -> None:
+def test_a_tls_server_is_recognized_by_its_handshake(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     request = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     files = ["-nodes", "-keyout", str(key), "-out", str(certificate), "-subj", "/CN=test"]
@@ -133,15 +132,13 @@ def test_a_tls_server_is_told_by_its_handshake(tmp_path: Path) -> None:
 def test_a_port_where_nobody_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, ports, "_who_dials")
     with unused() as endpoint:
-        report = look_at(Worker("a", endpoint))
-        assert ids(report) == ["publisher-refused", "replay-missing"]
+        report = finds(["publisher-refused", "replay-missing"], Worker("a", endpoint))
         assert report.exit_code == 1
 
 
 def test_a_publisher_that_connects_is_caught_by_listening_there() -> None:
     with unused() as endpoint, ZmqEventPublisher(0, endpoint, None):
-        report = look_at(Worker("a", endpoint), limits=LIVE)
-        assert ids(report) == ["publisher-connects", "replay-missing"]
+        report = finds(["publisher-connects", "replay-missing"], Worker("a", endpoint), limits=LIVE)
         assert the(report, "publisher-connects").evidence["socket_type"] == "PUB"
 
 
@@ -157,8 +154,7 @@ def test_a_subscriber_that_dials_a_dead_port_is_no_engine(monkeypatch: pytest.Mo
     monkeypatch.setattr(ports, "greet", greet_last)
     monkeypatch.setattr(ports, "time", SimpleNamespace(monotonic=clock))
     with unused() as endpoint, connect([Worker("other", endpoint)]):
-        report = look_at(Worker("a", endpoint))
-        assert ids(report) == ["subscriber-dials", "replay-missing"]
+        report = finds(["subscriber-dials", "replay-missing"], Worker("a", endpoint))
         assert the(report, "subscriber-dials").evidence["socket_type"] == "SUB"
 
 
@@ -204,17 +200,16 @@ def test_another_server_at_the_port_is_named(monkeypatch: pytest.MonkeyPatch) ->
             return zmtp_greet(connection, BRIEFLY if waits_for_a_request else timeout)
 
         monkeypatch.setattr(zmtp, "greet", greet)
-        report = look_at(Worker("a", endpoint, replay=engine.replay_endpoint))
-        assert ids(report) == ["port-not-zmq"]
+        report = finds(["port-not-zmq"], Worker("a", endpoint, replay=engine.replay_endpoint))
         assert the(report, "port-not-zmq").evidence["protocol"] == "an HTTP server"
 
 
-def test_a_proxy_without_a_server_behind_it_is_told_by_its_reset() -> None:
+def test_a_proxy_without_a_server_is_recognized_by_its_reset() -> None:
     with stranger(socket.socket.close) as endpoint:
         assert ids(look_at(Worker("a", endpoint))) == ["port-reset", "replay-missing"]
 
 
-def test_a_port_that_says_nothing_is_found() -> None:
+def test_a_silent_port_is_found() -> None:
     with stranger(lambda connection: None) as endpoint:
         report = look_at(Worker("a", endpoint), limits=replace(NEVER_LIVE, handshake=BRIEFLY))
         assert ids(report) == ["port-silent", "replay-missing"]
@@ -223,8 +218,7 @@ def test_a_port_that_says_nothing_is_found() -> None:
 def test_a_publisher_that_demands_a_key_is_found() -> None:
     server = Curve.generate()
     with ZmqEventPublisher(0, "tcp://*:0", None, curve=server) as publisher:
-        report = look_at(Worker("a", publisher.endpoint))
-        assert ids(report) == ["port-encrypted", "replay-missing"]
+        assert ids(look_at(Worker("a", publisher.endpoint))) == ["port-encrypted", "replay-missing"]
         right = Worker("a", publisher.endpoint, curve=Curve.generate(server.public_key))
         assert ids(look_at(right, limits=LIVE)) == ["replay-missing"]
         other = Curve.generate(Curve.generate().public_key)
@@ -232,7 +226,7 @@ def test_a_publisher_that_demands_a_key_is_found() -> None:
         assert ids(wrong) == ["stream-not-live", "replay-missing"]
 
 
-def test_endpoints_that_were_exchanged_are_told_by_their_kinds() -> None:
+def test_exchanged_endpoints_are_recognized_by_their_kinds() -> None:
     with FakeEngine() as engine:
         assert engine.replay_endpoint is not None
         report = look_at(Worker("a", engine.replay_endpoint, replay=engine.endpoint))
@@ -261,15 +255,13 @@ def test_a_replay_endpoint_that_is_missing_is_pointed_out() -> None:
 
 def test_a_replay_port_where_nobody_listens_is_found() -> None:
     with FakeEngine() as engine, unused() as endpoint:
-        report = look_at(Worker("a", engine.endpoint, replay=endpoint))
-        assert "replay-refused" in ids(report)
+        assert "replay-refused" in ids(look_at(Worker("a", engine.endpoint, replay=endpoint)))
 
 
 def test_a_replay_port_that_never_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, ports, "_replays")
     with FakeEngine() as engine, bound(zmq.ROUTER) as endpoint:
-        report = look_at(Worker("a", engine.endpoint, replay=endpoint))
-        assert "replay-silent" in ids(report)
+        assert "replay-silent" in ids(look_at(Worker("a", engine.endpoint, replay=endpoint)))
 
 
 def test_a_healthy_publisher_gives_no_findings() -> None:

@@ -61,8 +61,7 @@ def test_tokens_that_differ_from_the_engines_name_the_place(server: HttpEngine) 
     post(server, "/v1/completions", {"prompt": TEXT})
     assert ids(asked(server, text=TEXT, tokens=tokens)) == []
     other = [*tokens[:10], 7, *tokens[11:]]
-    report = asked(server, text=TEXT, tokens=other)
-    seen = the(report, "tokens-differ").evidence
+    seen = the(asked(server, text=TEXT, tokens=other), "tokens-differ").evidence
     assert (seen["position"], seen["yours"][0], seen["engines"][0]) == (10, 7, tokens[10])
     missing = asked(server, text=TEXT, tokens=tokens[1:])
     assert ids(missing) == ["tokens-differ", "prompt-not-held"]
@@ -78,13 +77,12 @@ def test_a_prompt_below_one_block_is_never_cached(server: HttpEngine) -> None:
 def test_a_prompt_in_another_namespace_is_named(server: HttpEngine, sent: dict[str, str]) -> None:
     post(server, "/v1/completions", {"prompt": TEXT, **sent})
     tokens = post(server, "/tokenize", {"prompt": TEXT})["tokens"]
-    report = asked(server, tokens=tokens)
-    assert ids(report) == ["namespace-differs"]
+    assert ids(asked(server, tokens=tokens)) == ["namespace-differs"]
     held = asked(server, tokens=tokens, lora=sent.get("model"), salt=sent.get("cache_salt"))
     assert ids(held) == []
 
 
-def test_a_match_that_ends_at_an_image_says_so_if_the_engine_renders(engine: FakeEngine) -> None:
+def test_a_match_that_ends_at_an_image_is_a_finding_if_rendered(engine: FakeEngine) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:,x"}}
     content = [{"type": "text", "text": TEXT}, picture, {"type": "text", "text": TEXT}]
     body = {"messages": [{"role": "user", "content": content}]}
@@ -112,7 +110,7 @@ def test_a_match_that_ends_at_an_image_says_so_if_the_engine_renders(engine: Fak
         ({"messages": CHAT, "logprobs": True}, ""),
     ],
 )
-def test_fields_that_leave_the_cache_unread_are_pointed_out(
+def test_fields_against_the_cache_are_found(
     server: HttpEngine, fields: dict[str, Any], named: str
 ) -> None:
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
