@@ -24,6 +24,7 @@ from kvindex.index.questions import MatchOptions, Question, check_extra_keys, re
 from kvindex.index.snapshot import (
     SnapshotReader,
     SnapshotSource,
+    needs_native,
     require_native,
     write_snapshot,
 )
@@ -96,7 +97,7 @@ class BaseIndex(ABC):
     """
 
     backend: ClassVar[Backend]
-    """Which implementation this is. The Python index has no snapshots."""
+    """Which implementation this is. The Python index has no snapshots and shows no prefixes."""
 
     def __init__(
         self,
@@ -299,9 +300,8 @@ class BaseIndex(ABC):
 
     # Snapshots -------------------------------------------------------------------------------
 
-    # Only the native index has them: each of these raises ConfigurationError in the Python one.
+    # The native index alone has them, and prefixes: the Python one raises ConfigurationError.
 
-    @abstractmethod
     def dump(self, rank: Rank) -> bytes:
         """Return all that the index holds of a rank, for `restore` into an index of this seed.
 
@@ -312,8 +312,8 @@ class BaseIndex(ABC):
 
         Complexity: O(blocks of the rank and before them), some 20 bytes for each.
         """
+        raise needs_native("snapshots")
 
-    @abstractmethod
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
         """Replace all that the index holds of a rank by a section from `dump`.
 
@@ -333,6 +333,7 @@ class BaseIndex(ABC):
 
         Complexity: O(blocks of the section and of the rank).
         """
+        raise needs_native("snapshots")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a snapshot to a file, which replaces an existing file once all is written.
@@ -418,7 +419,6 @@ class BaseIndex(ABC):
 
     # Insight ---------------------------------------------------------------------------------
 
-    @abstractmethod
     def prefixes(
         self,
         max_nodes: int = 1000,
@@ -441,15 +441,16 @@ class BaseIndex(ABC):
 
         Raises:
             UnknownRankError: one of `ranks` is not known.
-            ConfigurationError: `max_nodes` or `min_blocks` is no int from 1 on.
+            ConfigurationError: `max_nodes` or `min_blocks` is no int from 1 on; or it is the
+                Python index, which does not show prefixes.
 
         Complexity: it looks at the children of each node that it shows, and no further; at most at
             256 × `max_nodes` in all, however much the index holds, and for one node at a quarter of
             the looks that are left. Each look costs O(blocks of the child / 64).
 
-        Thread safety: as all of the index, but the native index releases its lock about every
-            thousand looks (a tenth of a millisecond). Events may be applied in between, so nodes
-            may be of different moments. Each node existed when it was looked at.
+        Thread safety: as all of the index, but the lock is released about every thousand looks (a
+            tenth of a millisecond). Events may be applied in between, so nodes may be of different
+            moments. Each node existed when it was looked at.
 
         Examples:
             >>> from kvindex import BlockStored, EventBatch, Index, Rank
@@ -465,14 +466,17 @@ class BaseIndex(ABC):
             >>> prefixes.holders(prefixes.nodes[2])
             (Rank(worker='b', dp_rank=0),)
         """
+        raise needs_native("prefixes")
 
     @abstractmethod
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain JSON-ready values.
 
-        `blocks`, `orphans`: held now, over all ranks. `runs`, `unique_blocks`: size of the shared
-        tree. `ranks`: for each `str(rank)` the blocks and orphans held now and its groups; `loras`,
-        its blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and "(other)");
+        `blocks`, `orphans`: held now, over all ranks. `unique_blocks`: different ones of these and
+        of holes. `runs`: how many nodes the shared tree keeps them in; in the Python index, each is
+        its own. `ranks`: for each `str(rank)` the blocks and orphans held now and its groups;
+        `loras`, its blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and
+        "(other)");
         `media`, its blocks by where they lie (a block on two media counts on both, and one of a
         hybrid model's larger size as several of the smallest, in each group); `salted`, its blocks
         of prompts that start under a salt or other extra keys. Since the rank became known, in

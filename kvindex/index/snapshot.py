@@ -38,7 +38,7 @@ from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeAlias
 
 try:
     import fcntl
@@ -94,15 +94,16 @@ def require_native(backend: Backend = BACKEND) -> None:
         ConfigurationError: it is the Python index.
     """
     if backend != "native":
-        raise needs_native()
+        raise needs_native("snapshots")
 
 
-def needs_native() -> ConfigurationError:
-    """Return the error which says that the Python index has no snapshots."""
+def needs_native(what: Literal["snapshots", "prefixes"]) -> ConfigurationError:
+    """Return the error which says what the Python index does not have."""
+    uses = {"snapshots": "saving, loading, warm restarts and replicas", "prefixes": "they"}[what]
     return ConfigurationError(
-        "the Python index has no snapshots: saving, loading, warm restarts and replicas need the"
-        " native module. Unset KVINDEX_BACKEND if it is python; else install a C++20 compiler, then"
-        " kvindex again with `pip install --no-cache-dir --force-reinstall`"
+        f"the Python index has no {what}: {uses} need the native module. Unset KVINDEX_BACKEND if"
+        " it is python; else install a C++20 compiler, then kvindex again with"
+        " `pip install --no-cache-dir --force-reinstall`"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 
 from kvindex import (
+    BACKEND,
     ConfigurationError,
     Index,
     KVIndexError,
@@ -151,7 +152,7 @@ class Page:
                 operation(
                     "Which prefixes are held by whom, the most widely held first",
                     json(PartitionPrefixes),
-                    422,
+                    *(422, 501),
                     parameters=[
                         model,
                         GROUP,
@@ -230,6 +231,8 @@ class Page:
         return _json(msgspec.json.encode(self.trends.points(int(seconds), partition)))
 
     async def _get_prefixes(self, request: Request) -> Reply:
+        if BACKEND == "python":
+            raise _refusal(501, "the Python index shows no prefixes: install the native module")
         max_nodes = _number(request, "max_nodes", "1000", MOST_NODES)
         min_blocks = _number(request, "min_blocks", "1", 2**31)
         named = _named(request)

@@ -23,7 +23,7 @@ class Cache(NamedTuple):
     """What all groups of a rank have in common.
 
     Attributes:
-        unit: tokens per block of the tree.
+        unit: tokens per block of the index.
         alignment: tokens whose multiples the hits are.
     """
 

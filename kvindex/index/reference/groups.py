@@ -1,7 +1,7 @@
-"""The facts about a rank's KV cache groups: their kinds, their block sizes, the tree's unit.
+"""The facts about a rank's KV cache groups: their kinds, their block sizes, the unit of blocks.
 
 A group's blocks may be larger than another's; an engine hashes prompts in steps that divide all
-of them, and a hash names the whole prefix up to its end. So the tree keeps a rank's prompts in
+of them, and a hash names the whole prefix up to its end. So the index keeps a rank's prompts in
 *units* of the greatest size that divides every group's blocks, and a group's block is the unit
 that it ends with. A rank with one group has its block size as the unit.
 """
@@ -45,7 +45,7 @@ class RankGroups:
 
     Attributes:
         settings: the user's settings of the rank's cache.
-        unit: tokens per block of the tree, 0 until a block is stored.
+        unit: tokens per block of the index, 0 until a block is stored.
         windows_only: whether no group of a known kind needs all blocks: then no event may name
             all of them.
     """
@@ -120,20 +120,6 @@ class RankGroups:
             g.spec.is_mamba or g.spec.needs_all or g.block_size == self.unit for g in groups
         )
         return self.unit if fine else lcm(*(group.block_size for group in groups))
-
-    def may_skip_holes(self, unit: int) -> bool:
-        """Whether a match may go on after a unit that no group holds.
-
-        It may not where some group needs all blocks, each of one unit. But where kinds are unknown,
-        any group may turn out to be the one that counts; and the block that EAGLE drops reaches
-        further in groups of larger blocks.
-        """
-        if unit != self.unit:
-            return False
-        groups = self.hashed().values()
-        dense = any(group.spec.needs_all and group.block_size == unit for group in groups)
-        wider = any(group.block_size != unit for group in groups)
-        return not dense or (wider and (self.kinds_unknown or bool(self.settings.eagle)))
 
     def configure(self, settings: CacheSettings) -> None:
         """Apply the user's settings for what the events do not state."""

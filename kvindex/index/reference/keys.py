@@ -58,8 +58,8 @@ class KeyMaker:
 class PromptKeys:
     """The keys of a prompt's blocks in one namespace, made one after the other, on demand.
 
-    `keys[i]` is the key of block `i`, or None where the prompt has no whole block `i` (with its
-    lookahead tokens, if the namespace covers any).
+    `keys[i]` is the key of block `i`. The prompt has `length` whole blocks, each with its lookahead
+    tokens if the namespace covers any.
     """
 
     __slots__ = ("_extras", "_keys", "_last", "_maker", "_namespace", "_prompt", "length")
@@ -75,9 +75,7 @@ class PromptKeys:
         self._last = maker.root(namespace)
         self.length = max(0, prompt.length - namespace.lookahead) // namespace.block_size
 
-    def __getitem__(self, index: int) -> Key | None:
-        if index >= self.length:
-            return None
+    def __getitem__(self, index: int) -> Key:
         keys, size = self._keys, self._namespace.block_size
         while len(keys) <= index:
             start = len(keys) * size

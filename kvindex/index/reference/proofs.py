@@ -46,7 +46,7 @@ class Step(NamedTuple):
     Attributes:
         digest: the engine's hash of it and all before it.
         parent: the key of the step before it; None at a prompt's start.
-        content: of the unit in the tree.
+        content: of the unit, as the index has it.
         salted: whether it starts a prompt under a salt.
     """
 
