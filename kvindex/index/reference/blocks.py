@@ -310,7 +310,7 @@ class Blocks:
             depth = 0 if before is None else before.depth + 1
             _require(block.depth == depth, f"block {block.depth} stands at depth {depth}")
             _require(block.children == children[block], f"{children[block]} blocks follow a block")
-            places = dict(names.pop(block, {}))
+            places = names.pop(block, Counter())
             _require(block.places == places, f"a block at {block.places}, by its labels {places}")
         _require(not names, f"{len(names)} blocks of labels were dropped")
         resident = Counter(place for block in self._blocks.values() for place in block.places)
