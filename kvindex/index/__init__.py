@@ -8,7 +8,6 @@ May import: `kvindex.wire`; `client/` and `replicas/` also `kvindex.subscribe` a
 
 from typing import TYPE_CHECKING
 
-from kvindex.index.api import ResidentBlock, TreeView
 from kvindex.index.explanation import (
     Ending,
     Explanation,
@@ -31,6 +30,7 @@ from kvindex.index.snapshot import (
     write_snapshot,
 )
 from kvindex.index.tokens import TokenBuffer, TokenIds
+from kvindex.index.views import ResidentBlock, TreeView
 from kvindex.wire.backend import BACKEND
 from kvindex.wire.rank import Trust
 

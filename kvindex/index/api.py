@@ -11,9 +11,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 from kvindex.index.explaining import Holding, explain
 from kvindex.index.explanation import Explanation, Notes
@@ -30,7 +28,8 @@ from kvindex.index.snapshot import (
 )
 from kvindex.index.snapshot_section import bytes_of
 from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.wire import BlockHash, CacheSettings, EventBatch
+from kvindex.index.views import ResidentBlock, TreeView
+from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.backend import Backend
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
@@ -39,31 +38,17 @@ from kvindex.wire.rank_lookup import RankName, find_rank
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["BaseIndex", "ResidentBlock", "TreeView"]
+__all__ = ["BaseIndex"]
 
 _AnyIndex = TypeVar("_AnyIndex", bound="BaseIndex")
 
 
-class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """One resident block of a rank, as `TreeView.walk` yields it.
+class _Limits(TypedDict, total=False):
+    """The limits of an index, as `BaseIndex` describes them."""
 
-    Attributes:
-        block_hash: the engine's label (ints modulo 2**64).
-        depth: blocks before it in its prompt.
-        medium: where it is.
-        group_idx: KV cache group (0 when the engine names none).
-        copies: physical copies there.
-        block_size: tokens per block.
-        lora: LoRA name or id, or None.
-    """
-
-    block_hash: BlockHash
-    depth: int
-    medium: str
-    group_idx: int
-    copies: int
-    block_size: int
-    lora: str | int | None
+    max_blocks: int | None
+    max_blocks_per_rank: int | None
+    max_orphans: int
 
 
 class BaseIndex(ABC):
@@ -353,21 +338,12 @@ class BaseIndex(ABC):
         return file.getvalue()
 
     @classmethod
-    def load(
-        cls: type[_AnyIndex],
-        source: SnapshotSource,
-        *,
-        max_blocks: int | None = None,
-        max_blocks_per_rank: int | None = None,
-        max_orphans: int = 16_384,
-    ) -> _AnyIndex:
+    def load(cls: type[_AnyIndex], source: SnapshotSource, **limits: Unpack[_Limits]) -> _AnyIndex:
         """Return the index in a snapshot.
 
         Args:
             source: a path, a file open for reading, or the bytes of a snapshot.
-            max_blocks: as for a new index.
-            max_blocks_per_rank: likewise.
-            max_orphans: likewise.
+            limits: `max_blocks`, `max_blocks_per_rank` and `max_orphans`, as for a new index.
 
         Raises:
             SnapshotError: it is no snapshot that can be restored here; `reason` says why.
@@ -383,39 +359,23 @@ class BaseIndex(ABC):
         """
         require_native(cls.backend)
         with SnapshotReader(source) as reader:
-            index = cls(
-                seed=reader.seed,
-                max_blocks=max_blocks,
-                max_blocks_per_rank=max_blocks_per_rank,
-                max_orphans=max_orphans,
-            )
+            index = cls(seed=reader.seed, **limits)
             for record in reader:
                 index.restore(record.rank, record.section)
         return index
 
     @classmethod
     def from_bytes(
-        cls: type[_AnyIndex],
-        data: bytes | bytearray | memoryview,
-        *,
-        max_blocks: int | None = None,
-        max_blocks_per_rank: int | None = None,
-        max_orphans: int = 16_384,
+        cls: type[_AnyIndex], data: bytes | bytearray | memoryview, **limits: Unpack[_Limits]
     ) -> _AnyIndex:
-        """Return the index in the bytes of a snapshot.
+        """Return the index in the bytes of a snapshot, with limits as for `load`.
 
         Raises:
             SnapshotError: as `load`.
             ConfigurationError: they are no bytes; a file is read by `load`.
         """
         view = bytes_of(data, "a snapshot in memory (a file is read by Index.load)")
-        source = data if isinstance(data, bytes) else view
-        return cls.load(
-            source,
-            max_blocks=max_blocks,
-            max_blocks_per_rank=max_blocks_per_rank,
-            max_orphans=max_orphans,
-        )
+        return cls.load(data if isinstance(data, bytes) else view, **limits)
 
     # Insight ---------------------------------------------------------------------------------
 
@@ -513,44 +473,6 @@ class BaseIndex(ABC):
 
     @abstractmethod
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]: ...
-
-
-class TreeView:
-    """A live view of what one rank holds.
-
-    Thread safety: as the index.
-
-    Raises:
-        UnknownRankError: by every method once the rank was removed from the index.
-    """
-
-    __slots__ = ("_index", "rank")
-
-    def __init__(self, index: BaseIndex, rank: Rank) -> None:
-        self._index = index
-        self.rank = rank
-
-    def __len__(self) -> int:
-        """Return the number of resident blocks of the rank, each counted once. O(1)."""
-        return self._index._view_size(self.rank)
-
-    def clear(self) -> None:
-        """Drop everything the rank holds and all that was learned from its events; it stays known.
-
-        Settings of `Index.configure` stay. Complexity: O(blocks of the rank).
-        """
-        self._index._view_clear(self.rank)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the rank's part of `Index.statistics()["ranks"]`."""
-        return self._index._view_statistics(self.rank)
-
-    def walk(self) -> Iterator[ResidentBlock]:
-        """Iterate over a snapshot of the resident blocks, once for each medium and group.
-
-        Complexity: O(blocks of the rank).
-        """
-        return self._index._view_walk(self.rank)
 
 
 def _check_limits(

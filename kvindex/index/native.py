@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvindex.index.api import BaseIndex, ResidentBlock
+from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
 from kvindex.index.guard import Guard
 from kvindex.index.keys import Lora, Namespace, lora_tag, tagged_lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.native_answer import Directory, NativeContents
 from kvindex.index.packing import group_number, pack_batch, pack_text
-from kvindex.index.prefixes import Holders, Prefixes, made_node, walk_limits
+from kvindex.index.prefixes import Prefixes, prefix_node, walk_limit
 from kvindex.index.questions import (
     MatchOptions,
     Question,
@@ -30,6 +30,7 @@ from kvindex.index.questions import (
 from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
 from kvindex.index.snapshot_section import Identity, no_room, open_section, seal_section
 from kvindex.index.tokens import Prompt, TokenIds
+from kvindex.index.views import ResidentBlock
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire._native import SECRET_BYTES, PackedBatch, decode
 from kvindex.wire._native import Index as Core
@@ -242,22 +243,18 @@ class Index(BaseIndex):
         min_blocks: int = 1,
         ranks: Iterable[RankName] | str | None = None,
     ) -> Prefixes:
-        max_nodes, min_blocks = walk_limits(max_nodes, min_blocks)
+        limits = walk_limit("max_nodes", max_nodes), walk_limit("min_blocks", min_blocks)
         directory = self._directory
         wanted: Iterable[Rank] = directory.order
         if ranks is not None:
             wanted = dict.fromkeys(wanted_ranks(ranks, directory.ids.keys()))
         rows = {rank: self._known(rank, directory) for rank in wanted}
         nodes, spaces, holders, root, looked_at, unique_blocks = self._core.prefixes(
-            max_nodes, min_blocks, list(rows.values()), ranks is not None
+            *limits, list(rows.values()), ranks is not None
         )
         namespaces = [Namespace(size, tagged_lora(tag), ahead) for size, ahead, tag in spaces]
-        held = {number: Holders(*of_rows) for number, of_rows in holders.items()}
         return Prefixes(
-            nodes=tuple(
-                made_node((*node[:3], *node[5:]), namespaces[node[3]], held[node[4]])
-                for node in nodes
-            ),
+            nodes=tuple(prefix_node(node, namespaces[node[3]], holders[node[4]]) for node in nodes),
             ranks=tuple(rows),
             children=root[6],
             left_out=root[7],

@@ -21,9 +21,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from kvindex.index.api import ResidentBlock
 from kvindex.index.keys import Lora, Namespace
 from kvindex.index.reference.keys import Key, KeyMaker
+from kvindex.index.views import ResidentBlock
 from kvindex.wire import BlockHash
 from kvindex.wire.errors import InvariantError
 

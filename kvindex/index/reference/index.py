@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from kvindex.index.api import BaseIndex, ResidentBlock
+from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
 from kvindex.index.guard import Guard
 from kvindex.index.keys import Lora, Namespace
@@ -18,6 +18,7 @@ from kvindex.index.reference.keys import KeyMaker, PromptKeys
 from kvindex.index.reference.matching import Held, held_blocks, no_match, rank_match
 from kvindex.index.reference.rank_blocks import RankBlocks
 from kvindex.index.tokens import Prompt, TokenIds
+from kvindex.index.views import ResidentBlock
 from kvindex.wire import CacheSettings, EventBatch, decode_batch
 from kvindex.wire.backend import warn_of_fallback
 from kvindex.wire.errors import InvariantError, UnknownRankError
