@@ -121,6 +121,13 @@ class RankGroups:
         )
         return self.unit if fine else lcm(*(group.block_size for group in groups))
 
+    @property
+    def ends_at_holes(self) -> bool:
+        """Whether a match ends at the first missing block: one group, which needs all of them."""
+        groups = list(self.hashed().values())
+        whole = len(groups) == 1 and groups[0].spec.needs_all
+        return whole and groups[0].block_size == self.unit
+
     def configure(self, settings: CacheSettings) -> None:
         """Apply the user's settings for what the events do not state."""
         self.settings = settings

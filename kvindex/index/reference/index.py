@@ -117,7 +117,7 @@ class Index(BaseIndex):
 
     def _answer(self, token_ids: TokenIds, question: Question, trust: Trusts | None) -> Match:
         with self._guard.lock:
-            match, _ = self._look(token_ids, question, trust)
+            match, _ = self._find(token_ids, question, trust)
             if not match:
                 units = [blocks.groups.unit for blocks in self._wanted(question.ranks).values()]
                 check_block_size(question.block_size, units)
@@ -126,6 +126,12 @@ class Index(BaseIndex):
     def _look(
         self, token_ids: TokenIds, question: Question, trust: Trusts | None
     ) -> tuple[Match, list[Holding]]:
+        return self._find(token_ids, question, trust, whole=True)
+
+    def _find(
+        self, token_ids: TokenIds, question: Question, trust: Trusts | None, *, whole: bool = False
+    ) -> tuple[Match, list[Holding]]:
+        """Return an answer, and the blocks that it looked at: all of the prompt's if `whole`."""
         prompt = Prompt(token_ids, question.recomputed, text=self._stored_text)
         keys: dict[Namespace, PromptKeys] = {}
         matches, holdings = [], []
@@ -140,7 +146,8 @@ class Index(BaseIndex):
                         continue
                     if space not in keys:
                         keys[space] = PromptKeys(self._keys, space, prompt, question.extras)
-                    held[space] = held_blocks(blocks.blocks, keys[space])
+                    to_hole = not whole and blocks.groups.ends_at_holes
+                    held[space] = held_blocks(blocks.blocks, keys[space], to_hole=to_hole)
                     holdings += [
                         Holding(rank, place.group_idx, place.medium, size, lookahead, spans)
                         for place, spans in held[space].items()

@@ -22,15 +22,15 @@ Held: TypeAlias = "dict[Namespace, dict[Place, Spans]]"
 """For each namespace, the stretches of the prompt that each place holds."""
 
 
-def held_blocks(blocks: Blocks, keys: PromptKeys) -> dict[Place, Spans]:
-    """Return which of a prompt's blocks each place of a rank holds.
+def held_blocks(blocks: Blocks, keys: PromptKeys, *, to_hole: bool) -> dict[Place, Spans]:
+    """Return which of a prompt's blocks each place of a rank holds, or holds up to the first hole.
 
     Complexity: O(blocks × places), up to where the prompt leaves all of the rank's.
     """
     held: dict[Place, Spans] = {}
     for depth in range(keys.length):
         block = blocks.find(keys[depth])
-        if block is None:
+        if block is None or (to_hole and not block.places):
             break
         for place in block.places:
             extend_spans(held.setdefault(place, []), depth, depth + 1)
