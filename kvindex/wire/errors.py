@@ -40,7 +40,7 @@ raises EndpointRefusedError and RegistrationError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kvindex.wire.rank import Rank
 
@@ -93,6 +93,33 @@ def _unpickled(
     return error
 
 
+class _ReasonedError(KVIndexError):
+    """An error of one of several kinds.
+
+    Attributes:
+        reason: which.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class _RequestError(KVIndexError):
+    """An error about one request.
+
+    Attributes:
+        request_id: the id.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        super().__init__(self._text.format(request_id))
+
+    _text: ClassVar[str]
+    __str__ = Exception.__str__  # KeyError would show the message quoted
+
+
 class ConfigurationError(KVIndexError, ValueError):
     """A value given by the caller cannot work; the message says which and what would."""
 
@@ -103,7 +130,7 @@ class DuplicatePublisherError(ConfigurationError, KeyError):
     __str__ = Exception.__str__  # KeyError would show the message quoted
 
 
-class EndpointRefusedError(KVIndexError, PermissionError):
+class EndpointRefusedError(_ReasonedError, PermissionError):
     """An endpoint that came in a registration over HTTP, and that this server does not dial.
 
     Attributes:
@@ -111,22 +138,14 @@ class EndpointRefusedError(KVIndexError, PermissionError):
             is in none of the allowed networks).
     """
 
-    def __init__(self, message: str, *, reason: str) -> None:
-        self.reason = reason
-        super().__init__(message)
 
-
-class RegistrationError(KVIndexError, ValueError):
+class RegistrationError(_ReasonedError, ValueError):
     """A worker that a server does not take, or does not have; the message is the whole answer.
 
     Attributes:
         reason: "conflict" (with another registration), "unknown" (there is none to remove),
             "invalid" (it cannot work) or "room" (there are too many).
     """
-
-    def __init__(self, message: str, *, reason: str) -> None:
-        self.reason = reason
-        super().__init__(message)
 
 
 class UnknownRankError(KVIndexError, KeyError):
@@ -173,7 +192,7 @@ class DecodeError(KVIndexError, ValueError):
         super().__init__(message)
 
 
-class QueryError(KVIndexError, ValueError):
+class QueryError(_ReasonedError, ValueError):
     """A query's body that is no JSON, or not the JSON that a query is.
 
     Attributes:
@@ -187,10 +206,9 @@ class QueryError(KVIndexError, ValueError):
     def __init__(
         self, message: str, *, reason: str, field: str = "", position: int | None = None
     ) -> None:
-        self.reason = reason
         self.field = field
         self.position = position
-        super().__init__(message)
+        super().__init__(message, reason=reason)
 
     @property
     def malformed(self) -> bool:
@@ -233,7 +251,7 @@ class QueueClosedError(ClosedError):
     """The writer closed the queue, and this reader has read everything that was in it."""
 
 
-class SnapshotError(KVIndexError, ValueError):
+class SnapshotError(_ReasonedError, ValueError):
     """Bytes that cannot be restored as an index.
 
     Attributes:
@@ -241,10 +259,6 @@ class SnapshotError(KVIndexError, ValueError):
             the other implementation of the index, or under another seed), "content" (well-formed
             bytes with contradictory content) or "room" (it exceeds the limits of the index).
     """
-
-    def __init__(self, message: str, *, reason: str) -> None:
-        self.reason = reason
-        super().__init__(message)
 
 
 class SegmentError(KVIndexError, OSError):
@@ -291,7 +305,7 @@ class ReaderEvictedError(PeerDiedError):
     """The writer removed this reader: it was too slow, or seemed dead; attach again."""
 
 
-class DiscoveryError(KVIndexError, ConnectionError):
+class DiscoveryError(_ReasonedError, ConnectionError):
     """A source of engines (an engine, a file, a name, an API server) gave no list of them.
 
     Attributes:
@@ -303,8 +317,7 @@ class DiscoveryError(KVIndexError, ConnectionError):
     """
 
     def __init__(self, message: str, *, url: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+        super().__init__(message, reason=reason)
         self.url = url
 
 
@@ -353,33 +366,16 @@ class NoCandidateError(KVIndexError, LookupError):
         self.refused = dict(refused)
 
 
-class DuplicateBookingError(KVIndexError, ValueError):
-    """A request id that an open booking has already.
+class DuplicateBookingError(_RequestError, ValueError):
+    """A request id that an open booking has already: `request_id`."""
 
-    Attributes:
-        request_id: the id.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(
-            f"request {request_id!r} has an open booking: finish or cancel it, or give another id"
-        )
-        self.request_id = request_id
+    _text = "request {!r} has an open booking: finish or cancel it, or give another id"
 
 
-class UnknownBookingError(KVIndexError, KeyError):
-    """A request id that no open booking has: never booked, ended, or expired.
+class UnknownBookingError(_RequestError, KeyError):
+    """A request id that no open booking has (never booked, ended, or expired): `request_id`."""
 
-    Attributes:
-        request_id: the id.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(f"no open booking of request {request_id!r}: it ended, or has expired")
-        self.request_id = request_id
-
-    def __str__(self) -> str:
-        return str(self.args[0])  # KeyError would show it quoted
+    _text = "no open booking of request {!r}: it ended, or has expired"
 
 
 class InvariantError(KVIndexError, AssertionError):
