@@ -36,9 +36,8 @@ def field_against_cache(body: Mapping[str, Any]) -> str:
 def reads_cache(body: Mapping[str, Any]) -> bool:
     """Return whether the engine reads its cache for an OpenAI request, by the request's body.
 
-    vLLM does not where it must return the log probabilities of the prompt's own tokens: with
-    `prompt_logprobs`, with `echo` and `logprobs` in a completion, with `echo` in a chat (unless its
-    `top_logprobs` is null). Nor does SGLang, with `echo` and `logprobs`.
+    vLLM does not with `prompt_logprobs`, with `echo` and `logprobs` in a completion, with `echo` in
+    a chat (unless its `top_logprobs` is null); SGLang not with `echo` and `logprobs`.
 
     Examples:
         >>> reads_cache({"prompt": "Once upon a time", "logprobs": 1})
