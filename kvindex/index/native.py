@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
 from kvindex.index.guard import Guard
-from kvindex.index.keys import Lora, Namespace, lora_tag, tagged_lora
+from kvindex.index.keys import Lora, Namespace, lora_tag, secret_words, tagged_lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.native_answer import Directory, NativeContents
 from kvindex.index.packing import group_number, pack_batch, pack_text
@@ -81,7 +80,8 @@ class Index(BaseIndex):
             None if limit is None else min(limit, 2**64 - 1)
             for limit in (max_blocks, self._max_blocks_per_rank)
         )
-        self._core = Core(_secrets(self._seed), total, of_rank, min(max_orphans, 2**63 - 1))
+        words = secret_words(self._seed, SECRET_BYTES, b"kvindex keys")
+        self._core = Core(words, total, of_rank, min(max_orphans, 2**63 - 1))
         self._core_apply = self._core.apply
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
         self._directory = Directory(self._ids, {}, ())
@@ -387,13 +387,3 @@ def _resident_block(values: tuple[Any, int, str, int, int, int, bytes]) -> Resid
         block_size=block_size,
         lora=tagged_lora(tag),
     )
-
-
-def _secrets(seed: int) -> bytes:
-    """Return the core's secret words that a seed stands for."""
-    key = seed.to_bytes(16, "little")
-    parts = -(-SECRET_BYTES // 64)
-    stream = (
-        blake2b(bytes([part]), key=key, person=b"kvindex keys").digest() for part in range(parts)
-    )
-    return b"".join(stream)[:SECRET_BYTES]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
+from kvindex.index.keys import secret_words
 from kvindex.wire._native import FINGERPRINT_SECRET_BYTES
 from kvindex.wire._native import Fingerprints as Core
 from kvindex.wire.fingerprints import KNOWN_PAYLOAD
@@ -29,15 +28,7 @@ class Fingerprints:
     __slots__ = ("identity", "of")
 
     def __init__(self, seed: int = 0) -> None:
-        self.of = Core(_secrets(seed)).of  # bound here: called for every message
+        # Other words than those of the index's keys.
+        words = secret_words(seed, FINGERPRINT_SECRET_BYTES, b"kvindex payload")
+        self.of = Core(words).of  # bound here: called for every message
         self.identity = f"nh64:{self.of(KNOWN_PAYLOAD) % 2**64:016x}"
-
-
-def _secrets(seed: int) -> bytes:
-    """Return the secret words that a seed stands for, others than those of the index's keys."""
-    key = seed.to_bytes(16, "little")
-    parts = -(-FINGERPRINT_SECRET_BYTES // 64)
-    stream = (
-        blake2b(bytes([part]), key=key, person=b"kvindex payload").digest() for part in range(parts)
-    )
-    return b"".join(stream)[:FINGERPRINT_SECRET_BYTES]
