@@ -31,18 +31,20 @@ __all__ = ["Block", "Blocks", "Budget", "Place"]
 
 
 class Budget:
-    """How many blocks are resident over all the ranks of an index, and how many may be.
-
-    Attributes:
-        limit: over all ranks.
-        rank_limit: of one rank.
-        used: resident now.
-    """
+    """How many blocks are resident over all the ranks of an index (`used`), and how many may be."""
 
     def __init__(self, limit: int | None, rank_limit: int | None) -> None:
-        self.limit = limit
-        self.rank_limit = rank_limit
         self.used = 0
+        self._limit = limit
+        self._rank_limit = rank_limit
+
+    def lets_rank_grow(self, size: int) -> bool:
+        """Whether a rank of so many blocks may have more."""
+        return self._rank_limit is None or size < self._rank_limit
+
+    def lets_grow(self) -> bool:
+        """Whether all ranks together may have more."""
+        return self._limit is None or self.used < self._limit
 
 
 class Place(NamedTuple):
@@ -128,8 +130,7 @@ class Blocks:
 
     def full(self) -> bool:
         """Whether the rank has as many blocks as one rank may have."""
-        limit = self._budget.rank_limit
-        return limit is not None and self._size >= limit
+        return not self._budget.lets_rank_grow(self._size)
 
     def block_keys(self) -> Collection[Key]:
         """Return the keys of all blocks, holes included."""
@@ -193,8 +194,7 @@ class Blocks:
         """Count copies of a block; False, and nothing counted, if the budget has no room for it."""
         label = self._labels.get(block_hash) or _Label()
         if place.group_idx not in label.groups_of(block):
-            limit = self._budget.limit
-            if self.full() or (limit is not None and self._budget.used >= limit):
+            if self.full() or not self._budget.lets_grow():
                 return False
             self._count(block, 1)
         if block not in label.blocks:

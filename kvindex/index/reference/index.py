@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 from kvindex.index.api import BaseIndex
@@ -50,12 +49,7 @@ class _Changes:
     def __enter__(self) -> None:
         self.check()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, _OF_ARGUMENTS):
             self._cut_short = f"{kind.__name__} was raised in the middle of a change"
 
@@ -226,7 +220,7 @@ class Index(BaseIndex):
     def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
         with self._guard.lock:
             blocks = self._known(rank)
-            return largest_loras(blocks.blocks.by_lora()), blocks.salts()
+            return largest_loras(blocks.blocks.by_lora()), list(blocks.salts)
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
         with self._guard.lock:
@@ -254,7 +248,7 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
                 "attention_chunk_size": group.spec.attention_chunk_size,
                 "block_size": group.block_size,
             }
-            for group_idx, group in sorted(blocks.groups.known().items())
+            for group_idx, group in sorted(blocks.groups.known.items())
         },
     }
     return with_advice(statistics)

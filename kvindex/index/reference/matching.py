@@ -48,12 +48,8 @@ def rank_match(
 ) -> RankMatch:
     """Return the best answer over the rank's ways of hashing (with and without lookahead).
 
-    Args:
-        rank: its name.
-        blocks: its blocks.
-        held: those of the prompt.
-        media: folded names of the media that count, or None for all.
-        length: tokens of the prompt.
+    `held` are the blocks of a prompt of `length` tokens; `media` are the folded names of those that
+    count, None for all.
     """
     answers = [no_match(rank, blocks)]
     for _, spans_of in sorted(held.items(), key=lambda entry: entry[0].lookahead):

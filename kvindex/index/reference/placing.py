@@ -44,7 +44,6 @@ class Placing:
     Owned by the rank's `RankBlocks`.
 
     Attributes:
-        blocks: the resident blocks.
         orphans: the held blocks, whose place is not known.
         counters: how many blocks were stored, removed, held, ….
         ignored: blocks left out, by reason.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvindex.index.keys import Lora
 from kvindex.index.reference.blocks import Block, Blocks, Budget, Place
 from kvindex.index.reference.groups import RankGroups
 from kvindex.index.reference.keys import (
@@ -18,13 +17,7 @@ from kvindex.index.reference.keys import (
 from kvindex.index.reference.placing import Chain, Placing
 from kvindex.index.reference.sparse import MAX_UNITS, Sparse
 from kvindex.index.tokens import holds_text
-from kvindex.wire import (
-    AllBlocksCleared,
-    BlockHash,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-)
+from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvindex.wire.quirks import (
     fold_hash,
     fold_medium,
@@ -51,10 +44,9 @@ class RankBlocks:
 
     Attributes:
         blocks: the resident blocks.
-        orphans: the held blocks, whose place is not known.
+        orphans: the held blocks; `counters` and `ignored`: see `Placing`.
         groups: the facts about the KV cache groups.
-        counters: how many blocks were stored, removed, held, ….
-        ignored: blocks left out, by reason.
+        salts: the last LoRAs and extra keys that prompts started under, where they had some.
         skipped: unknown events, by tag.
     """
 
@@ -66,8 +58,8 @@ class RankBlocks:
         self.ignored = self._placing.ignored
         self.groups = RankGroups()
         self.skipped: Counter[str] = Counter()
-        self._salts = Salts()
-        self._sparse = Sparse(self._placing, self.groups, self._salts)
+        self.salts = Salts()
+        self._sparse = Sparse(self._placing, self.groups, self.salts)
         self._positions_unknown = False
         self._clear_looks = _CLEAR_LOOKS
         # Whether the engine announced these blocks again, as the first group of a batch showed.
@@ -88,10 +80,6 @@ class RankBlocks:
             counts[place.medium] += count
         return {medium: counts[medium] for medium in sorted(counts) if counts[medium]}
 
-    def salts(self) -> list[tuple[Lora, bytes]]:
-        """Return the last LoRAs and extra keys that prompts started under, where they had some."""
-        return list(self._salts)
-
     def clear(self) -> None:
         """Forget everything held and learned: the next events may be another engine's."""
         self._drop_all()
@@ -110,7 +98,8 @@ class RankBlocks:
                 self._store(event)
             elif isinstance(event, BlockRemoved):
                 self._announced = None  # its blocks may be gone
-                self._remove(event)
+                place = Place(fold_medium(event.medium), event.group_idx or 0)
+                self._placing.remove(event.block_hashes, place)
             elif isinstance(event, AllBlocksCleared):
                 self._announced = None
                 self.counters["cleared"] += 1
@@ -154,7 +143,7 @@ class RankBlocks:
         self._placing.clear()
         self._sparse.clear()
         self._positions_unknown = False
-        self._salts.clear()
+        self.salts.clear()
 
     # Storing ---------------------------------------------------------------------------------
 
@@ -209,7 +198,7 @@ class RankBlocks:
         contents = block_contents(event, unit, at_root=at_root)
         chain = Chain(namespace, hashes, contents, event.block_size // unit, place)
         if at_root:
-            chain = chain._replace(salted=self._salts.learn(event, namespace))
+            chain = chain._replace(salted=self.salts.learn(event, namespace))
             self._store_at_root(event, chain)
         elif parent is not None and parent_hash is not None:
             self._store_after(parent, fold_hash(parent_hash), chain)
@@ -293,12 +282,6 @@ class RankBlocks:
                 self.orphans.hold_label(block_hash, chain.place)
             self.counters["orphaned"] += 1
             parent_hash = block_hash
-
-    # Removing --------------------------------------------------------------------------------
-
-    def _remove(self, event: BlockRemoved) -> None:
-        place = Place(fold_medium(event.medium), event.group_idx or 0)
-        self._placing.remove(event.block_hashes, place)
 
 
 def _hashes_content_only(event: BlockStored) -> bool:

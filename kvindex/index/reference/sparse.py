@@ -156,7 +156,7 @@ class Sparse:
         ends a tail: every other such place since `before`, as far as the event reaches, has a label
         too, and so would have been named.
         """
-        group = self._groups.known()[place.group_idx]
+        group = self._groups.known[place.group_idx]
         step, scale = self._groups.alignment // self._groups.unit, size // self._groups.unit
         if not group.spec.has_window or self._groups.kinds_unknown:
             return []
