@@ -7,9 +7,9 @@ Two classes implement it: `kvindex.index.reference.Index`, the readable specific
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
@@ -28,7 +28,7 @@ from kvindex.index.snapshot import (
 )
 from kvindex.index.snapshot_section import bytes_of
 from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.index.views import ResidentBlock, TreeView
+from kvindex.index.views import TreeView, Viewed
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.backend import Backend
 from kvindex.wire.errors import ConfigurationError
@@ -51,7 +51,7 @@ class _Limits(TypedDict, total=False):
     max_orphans: int
 
 
-class BaseIndex(ABC):
+class BaseIndex(Viewed):
     """Which rank holds which prefix, by the ranks' events.
 
     Args:
@@ -455,24 +455,6 @@ class BaseIndex(ABC):
         Raises:
             InvariantError: an invariant does not hold; that is a bug in kvindex.
         """
-
-    # For views; each raises UnknownRankError ------------------------------------------------------
-
-    @abstractmethod
-    def _view_size(self, rank: Rank) -> int: ...
-
-    @abstractmethod
-    def _view_clear(self, rank: Rank) -> None: ...
-
-    @abstractmethod
-    def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
-        """Return the LoRAs of resident blocks, and the last salted starts of prompts."""
-
-    @abstractmethod
-    def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]: ...
 
 
 def _check_limits(

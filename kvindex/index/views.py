@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from kvindex.index.keys import Lora
 from kvindex.wire import BlockHash
 from kvindex.wire.rank import Rank
 
-if TYPE_CHECKING:
-    from kvindex.index.api import BaseIndex
-
-__all__ = ["ResidentBlock", "TreeView"]
+__all__ = ["ResidentBlock", "TreeView", "Viewed"]
 
 
 class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +37,26 @@ class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
     lora: str | int | None
 
 
+class Viewed(ABC):
+    """The part of an index that views use; each method raises UnknownRankError."""
+
+    @abstractmethod
+    def _view_size(self, rank: Rank) -> int: ...
+
+    @abstractmethod
+    def _view_clear(self, rank: Rank) -> None: ...
+
+    @abstractmethod
+    def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
+        """Return the LoRAs of resident blocks, and the last salted starts of prompts."""
+
+    @abstractmethod
+    def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]: ...
+
+
 class TreeView:
     """A live view of what one rank holds.
 
@@ -49,7 +68,7 @@ class TreeView:
 
     __slots__ = ("_index", "rank")
 
-    def __init__(self, index: BaseIndex, rank: Rank) -> None:
+    def __init__(self, index: Viewed, rank: Rank) -> None:
         self._index = index
         self.rank = rank
 
