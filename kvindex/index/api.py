@@ -19,13 +19,7 @@ from kvindex.index.keys import Lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.prefixes import Prefixes
 from kvindex.index.questions import MatchOptions, Question, check_extra_keys, read_question
-from kvindex.index.snapshot import (
-    SnapshotReader,
-    SnapshotSource,
-    needs_native,
-    require_native,
-    write_snapshot,
-)
+from kvindex.index.snapshot import SnapshotReader, SnapshotSource, needs_native, write_snapshot
 from kvindex.index.snapshot_section import bytes_of
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.views import TreeView, Viewed
@@ -172,9 +166,7 @@ class BaseIndex(Viewed):
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
         """Apply one batch of a rank's events; the rank given here counts, not the batch's.
 
-        Args:
-            rank: whose events these are; it becomes known if it was not.
-            batch: an `EventBatch`, or the msgpack payload as an engine sent it.
+        The rank becomes known if it was not. A payload is msgpack, as an engine sent it.
 
         Raises:
             DecodeError: the payload is not an event batch; nothing of it was applied.
@@ -226,10 +218,7 @@ class BaseIndex(Viewed):
         trust: Trusts | None = None,
         **options: Unpack[MatchOptions],
     ) -> list[Match]:
-        """Return one `Match` for each prompt; options are those of `match`, for all of them.
-
-        Raises: as `match`.
-        """
+        """Return one `Match` for each prompt; options and errors are those of `match`."""
         return [self.match(token_ids, trust=trust, **options) for token_ids in prompts]
 
     def explain(
@@ -276,12 +265,10 @@ class BaseIndex(Viewed):
         """Return an answer, and all blocks of the prompt that the ranks hold at that moment."""
 
     @abstractmethod
-    def _block_sizes(self, lora: Lora) -> Collection[int]:
-        """Return the sizes of the blocks that prompts of a LoRA have."""
+    def _block_sizes(self, lora: Lora) -> Collection[int]: ...
 
     @abstractmethod
-    def _stored_text(self) -> bool:
-        """Return whether any rank has stored text among its tokens."""
+    def _stored_text(self) -> bool: ...
 
     # Snapshots -------------------------------------------------------------------------------
 
@@ -302,13 +289,8 @@ class BaseIndex(Viewed):
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
         """Replace all that the index holds of a rank by a section from `dump`.
 
-        The rank, known before or not, then answers every query like the dumped rank, and applies
-        later events like it: orphans, labels, groups (described ones too) and counters are
-        restored, too. The rank's name may differ.
-
-        Args:
-            rank: the rank that holds the contents from now on.
-            section: the result of `dump`, of an index with the same seed.
+        The rank, known before or not and of any name, then answers every query and applies later
+        events like the dumped rank: orphans, labels, groups and counters are restored, too.
 
         Raises:
             SnapshotError: the section cannot be restored here; the index is as before. Its
@@ -349,15 +331,9 @@ class BaseIndex(Viewed):
             SnapshotError: it is no snapshot that can be restored here; `reason` says why.
             ConfigurationError: the source is neither a path nor a readable file nor bytes.
             OSError: the file cannot be read.
-
-        Examples:
-            >>> from kvindex import Index, Rank
-            >>> index = Index()
-            >>> index.add(Rank("vllm-0"))
-            >>> Index.load(index.to_bytes()).ranks
-            (Rank(worker='vllm-0', dp_rank=0),)
         """
-        require_native(cls.backend)
+        if cls.backend != "native":
+            raise needs_native("snapshots")
         with SnapshotReader(source) as reader:
             index = cls(seed=reader.seed, **limits)
             for record in reader:
@@ -388,10 +364,8 @@ class BaseIndex(Viewed):
     ) -> Prefixes:
         """Return which ranks hold which prefixes: the tree from its roots on, up to `max_nodes`.
 
-        For a picture of what ranks share. The next node is always the one that most ranks hold;
-        of several the longest, then the one whose first block was stored first. So nodes that many
-        ranks share precede those that few share. Nodes below a hole (a node that no rank holds)
-        are last.
+        The next node is always the one that most ranks hold; of several the longest, then the one
+        whose first block was stored first. Nodes below a hole (a node that no rank holds) are last.
 
         Args:
             max_nodes: at most this many nodes.
@@ -415,16 +389,11 @@ class BaseIndex(Viewed):
         Examples:
             >>> from kvindex import BlockStored, EventBatch, Index, Rank
             >>> index = Index()
-            >>> for worker, last in (("a", 3), ("b", 4)):
-            ...     stored = BlockStored(
-            ...         block_hashes=[1, 2, last], token_ids=[1, 2, last], block_size=1
-            ...     )
-            ...     index.apply(Rank(worker), EventBatch(ts=0.0, events=[stored]))
+            >>> stored = BlockStored(block_hashes=[1, 2], token_ids=[1, 2], block_size=1)
+            >>> index.apply(Rank("a"), EventBatch(ts=0.0, events=[stored]))
             >>> prefixes = index.prefixes()
             >>> [(node.parent, node.depth, node.blocks, node.by_medium) for node in prefixes.nodes]
-            [(-1, 0, 2, {'GPU': 2}), (0, 2, 1, {'GPU': 1}), (0, 2, 1, {'GPU': 1})]
-            >>> prefixes.holders(prefixes.nodes[2])
-            (Rank(worker='b', dp_rank=0),)
+            [(-1, 0, 2, {'GPU': 1})]
         """
         raise needs_native("prefixes")
 
@@ -436,15 +405,14 @@ class BaseIndex(Viewed):
         of holes. `runs`: how many nodes the shared tree keeps them in; in the Python index, each is
         its own. `ranks`: for each `str(rank)` the blocks and orphans held now and its groups;
         `loras`, its blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and
-        "(other)");
-        `media`, its blocks by where they lie (a block on two media counts on both, and one of a
-        hybrid model's larger size as several of the smallest, in each group); `salted`, its blocks
-        of prompts that start under a salt or other extra keys. Since the rank became known, in
-        blocks: `stored`, `stored_text` (with text among the tokens), `duplicates` (further physical
-        copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`, `orphaned`,
-        `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by reason;
-        `skipped` events by tag; `cleared` events; `proofs` and `proofs_missed`, events of models
-        without full attention whose labels vLLM's hash chain has, or lacks. `advice` names
+        "(other)"); `media`, its blocks by where they lie (a block on two media counts on both, and
+        one of a hybrid model's larger size as several of the smallest, in each group); `salted`,
+        its blocks of prompts that start under a salt or other extra keys. Since the rank became
+        known, in blocks: `stored`, `stored_text` (with text among the tokens), `duplicates`
+        (further physical copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`,
+        `orphaned`, `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by
+        reason; `skipped` events by tag; `cleared` events; `proofs` and `proofs_missed`, events of
+        models without full attention whose labels vLLM's hash chain has, or lacks. `advice` names
         settings that seem to be missing or wrong, in sentences (`CacheSettings`).
         """
 
