@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from array import array
 from collections.abc import Collection, Iterable, Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
@@ -242,9 +241,7 @@ class BaseIndex(Viewed):
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
         """
         question = self._question(options)
-        prompt = Prompt(token_ids, question.recomputed, text=self._stored_text)
-        tokens = array("q")
-        tokens.frombytes(prompt.packed(0, prompt.length))
+        tokens = Prompt(token_ids, question.recomputed, text=self._stored_text).whole()
         return explain(self, tokens, question._replace(recomputed=0), trust, notes)
 
     def _question(self, options: MatchOptions) -> Question:

@@ -307,10 +307,7 @@ class Index(BaseIndex):
             ConfigurationError: `recomputed` is no number of tokens.
         """
         check_recomputed(recomputed)
-        prompt = Prompt(token_ids, recomputed, text=self._stored_text)
-        tokens = array("q")
-        tokens.frombytes(prompt.packed(0, prompt.length))
-        return tokens
+        return Prompt(token_ids, recomputed, text=self._stored_text).whole()
 
     def _narrowed(
         self, directory: Directory, wanted: Iterable[Rank] | None

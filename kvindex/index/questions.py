@@ -22,7 +22,6 @@ __all__ = [
     "wanted_ranks",
 ]
 
-
 _FEW_NAMES: Final = 4  # to find more, a table of all names is quicker
 
 

@@ -81,7 +81,6 @@ _RANK = struct.Struct("<IqIQ")
 _COUNT = struct.Struct("<Q")
 _RANK_FOLLOWS, _END_FOLLOWS = b"\x01", b"\x00"
 _NO_CURSOR = 2**32 - 1
-_MAX_NAME_BYTES = 65_536
 _CHECKSUM_BYTES = 32
 _STEP = 2**20  # bytes read at once, whatever length is written
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
@@ -108,13 +107,7 @@ def needs_native(what: Literal["snapshots", "prefixes"]) -> ConfigurationError:
 
 
 class SnapshotRecord(NamedTuple):
-    """One rank of a snapshot.
-
-    Attributes:
-        rank: whose it is.
-        section: the result of `Index.dump`.
-        cursor: bytes that the snapshot's writer added.
-    """
+    """One rank of a snapshot: the result of `Index.dump`, and the cursor that the writer added."""
 
     rank: Rank
     section: bytes
@@ -122,12 +115,7 @@ class SnapshotRecord(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A whole snapshot in memory.
-
-    Attributes:
-        seed: of the index; sections restore into `Index(seed=seed)`.
-        ranks: a record for each rank, in the order of the file.
-    """
+    """A whole snapshot in memory; its sections restore into `Index(seed=seed)`."""
 
     seed: int
     ranks: tuple[SnapshotRecord, ...]
@@ -267,7 +255,7 @@ class SnapshotReader:
     def _read_record(self) -> SnapshotRecord:
         name_bytes, dp_rank, cursor_bytes, section_bytes = _RANK.unpack(self._read(_RANK.size))
         has_cursor = cursor_bytes != _NO_CURSOR
-        if name_bytes > _MAX_NAME_BYTES or (has_cursor and cursor_bytes > MAX_CURSOR_BYTES):
+        if name_bytes > MAX_CURSOR_BYTES or (has_cursor and cursor_bytes > MAX_CURSOR_BYTES):
             raise SnapshotError(
                 f"a rank's name of {name_bytes} bytes, its cursor of {cursor_bytes}: at most 65536"
                 " can be; the snapshot is damaged",

@@ -31,10 +31,8 @@ KVIndexError
 └── InvariantError       (also AssertionError)  a structure is not whole: our bug, or half changed
 ```
 
-Each also inherits the builtin that a stranger would catch. `kvindex` has those that its own names
-raise; `kvindex.shm` and `kvindex.index.replicas` have those of queues and shared memory,
-`kvindex.routing` those of routing, `kvindex.service.queries` that of queries; `kvindex.service`
-raises EndpointRefusedError and RegistrationError.
+Each also inherits the builtin that a stranger would catch. `kvindex` exports those that its own
+names raise, and each other room likewise.
 """
 
 from __future__ import annotations

@@ -91,8 +91,6 @@ def parse_replay(frames: Sequence[bytes]) -> ReplayReply:
         DecodeError: not 3 or 4 frames, the first not empty, or a seq that is not 8 bytes.
 
     Examples:
-        >>> parse_replay([b"", b"\xff" * 8, b""]).end
-        True
         >>> parse_replay([b"", b"kv", b"\x00" * 8, b"..."]).topic
         b'kv'
     """

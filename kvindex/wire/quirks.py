@@ -13,7 +13,6 @@ from kvindex.wire.events import BlockHash
 
 __all__ = [
     "EMPTY_TUPLE_HASH",
-    "ROOT_PARENTS",
     "content_hash",
     "fold_hash",
     "fold_medium",
@@ -29,14 +28,9 @@ _MASK_64: Final = 2**64 - 1
 EMPTY_TUPLE_HASH: Final = 5740354900026072187
 """CPython's `hash(())` on 64-bit machines: SGLang 0.4.8-0.5.0 names the root so."""
 
-ROOT_PARENTS: Final[frozenset[int | None]] = frozenset({None, 0, EMPTY_TUPLE_HASH})
-"""Every way in which a publisher says "the block before is the start of the prompt"."""
-
 _KNOWN_MEDIA: Final = frozenset(
     {"GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL", "STORAGE", "FS", "OBJ"}
 )
-
-
 _HOST_MEDIA: Final = frozenset({"CPU", "CPU_PINNED"})
 _SGLANG_MEDIA: Final = frozenset({"CPU_PINNED", "DISK", "EXTERNAL"})
 _DEVICES: Final = ("GPU", "CUDA", "ROCM", "HIP", "XPU", "NPU", "TPU", "HPU")
@@ -51,13 +45,13 @@ def is_root_parent(parent_block_hash: BlockHash | None) -> bool:
         >>> [is_root_parent(parent) for parent in (None, 0, 5740354900026072187, 7, b"")]
         [True, True, True, False, False]
     """
-    return parent_block_hash in ROOT_PARENTS
+    return parent_block_hash in (None, 0, EMPTY_TUPLE_HASH)
 
 
 def content_hash(token_ids: Iterable[int]) -> int:
     """Return the label that SGLang 0.4.6-0.5.5 gives a page, as an unsigned 64-bit int.
 
-    It is CPython's `hash(tuple(token_ids))` of a 64-bit build since 3.8, so it covers the page's
+    That is CPython's `hash(tuple(token_ids))` of a 64-bit build since 3.8, so it covers the page's
     own tokens only and not the prefix: equal pages at two places share one label.
 
     Raises:
