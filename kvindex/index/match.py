@@ -78,7 +78,7 @@ class Contents(Protocol):
 
 
 class PlainContents:
-    """The matches that the Python index found; see `Contents`.
+    """The matches of the Python index; see `Contents`.
 
     Args:
         matches: of the ranks that hold anything.

@@ -56,7 +56,7 @@ class Prefixes(msgspec.Struct, frozen=True, kw_only=True):
     """Which ranks hold which prefixes, the most widely held first; `Index.prefixes` makes it.
 
     Attributes:
-        nodes: in the order in which they were found, each after its parent.
+        nodes: in the order of the walk, each after its parent.
         ranks: the ranks that the nodes' `rows` stand for.
         children: nodes that begin prompts, in all namespaces that were looked at.
         left_out: how many of these are not in `nodes`.

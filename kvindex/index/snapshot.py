@@ -97,7 +97,7 @@ def require_native(backend: Backend = BACKEND) -> None:
 
 
 def needs_native(what: Literal["snapshots", "prefixes"]) -> ConfigurationError:
-    """Return the error which says what the Python index does not have."""
+    """Return the error for a feature that the Python index does not have."""
     uses = {"snapshots": "saving, loading, warm restarts and replicas", "prefixes": "they"}[what]
     return ConfigurationError(
         f"the Python index has no {what}: {uses} need the native module. Unset KVINDEX_BACKEND if"
@@ -336,7 +336,7 @@ def read_snapshot(source: SnapshotSource) -> Snapshot:
     """Return a whole snapshot; for a large one iterate over a `SnapshotReader` instead.
 
     Raises:
-        SnapshotError: it is no whole snapshot; `reason` says why.
+        SnapshotError: it is no whole snapshot, by `reason`.
         OSError: the file cannot be read.
     """
     with SnapshotReader(source) as reader:

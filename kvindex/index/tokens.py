@@ -102,7 +102,7 @@ class Prompt:
         token_ids: list, tuple, `array`, or any contiguous one-dimensional buffer of 4- or 8-byte
             integers (numpy arrays without a copy).
         recomputed: so many tokens at its end do not take part; they are not looked at.
-        text: asked whether a string can be a token, when there is one.
+        text: called if there is a string: whether a string can be a token.
 
     Raises:
         TokenError: the type, the item size or the layout cannot be read as token ids. Plain

@@ -45,7 +45,7 @@ _MODULE = "kvindex.wire._native"
 def choose_backend(wanted: str | None) -> Backend:
     """Return the backend to run, given the value of `KVINDEX_BACKEND` (None or "": unset).
 
-    If the native module is there but cannot be loaded, a `RuntimeWarning` says why.
+    If the native module is there but cannot be loaded, a `RuntimeWarning` has the reason.
 
     Raises:
         ConfigurationError: `wanted` is neither "native" nor "python".
@@ -125,7 +125,7 @@ def hidden_native_build() -> Path | None:
 
 @cache
 def warn_of_fallback() -> None:
-    """Log, once in a process, why the Python index runs if nobody asked for it."""
+    """Log, once in a process, why the Python index runs uninvited."""
     cause = explain_fallback(os.environ.get(_VARIABLE))
     if cause:
         logger.warning("the Python index runs, %s: %s", SLOWER, cause)

@@ -31,7 +31,7 @@ def encode_batch(batch: EventBatch, dialect: Dialect = LATEST) -> bytes:
     """Return the payload that an engine of this dialect would send for the batch.
 
     A field that the version does not have is left out, as that version would leave it out, even
-    where it tells blocks apart: before vLLM 0.14 no LoRA name, before 0.17 no extra_keys, and in
+    where blocks differ by it: before vLLM 0.14 no LoRA name, before 0.17 no extra_keys, and in
     every vLLM no `cache_salt` (vLLM has the salt in the first block's extra_keys). Likewise
     `batch.skipped` is not written.
 

@@ -1,38 +1,14 @@
-"""Every error that kvindex raises, as one tree.
+"""Every error that kvindex raises; all are below `KVIndexError`.
+
+Each also inherits the builtin that a stranger would catch. Three have branches of their own:
 
 ```
-KVIndexError
-├── ConfigurationError   (also ValueError)    a value given by the caller cannot work
-│   └── DuplicatePublisherError (also KeyError)  a publisher of that name is registered already
-├── EndpointRefusedError (also PermissionError) an address that a registration may not have dialled
-├── RegistrationError    (also ValueError)    a worker that a server does not take, or does not have
-├── UnknownRankError     (also KeyError)      a rank or worker that nobody added
-├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
-├── DecodeError          (also ValueError)    bytes that are not an event batch
-├── QueryError           (also ValueError)    a query's body that cannot be read
-├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
-├── BusyError            (also TimeoutError)  a thread was too busy to carry out a call in time
-├── InUseError           (also RuntimeError)  a second call where one at a time is allowed
-├── ClosedError          (also RuntimeError)  the object was closed
-│   └── QueueClosedError                      the writer closed the queue, and all of it was read
-├── SnapshotError        (also ValueError)    bytes that cannot be restored as an index
-├── SegmentError         (also OSError)       shared memory that cannot be created or attached
-├── QueueTimeoutError    (also TimeoutError)  no room for a message, or no message, in time
-├── WaitCancelledError   (also RuntimeError)  `cancel` or `close` ended a wait
-├── PeerDiedError        (also ConnectionError) a party of a queue died without closing
-│   ├── WriterDiedError                       the writer: nothing more will come
-│   ├── ReaderDiedError                       readers: what they had not read is lost to them
-│   └── ReaderEvictedError                    the writer removed this reader from the queue
-├── DiscoveryError       (also ConnectionError) what tells where engines are did not, and why
-├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
-├── NoCandidateError     (also LookupError)   no rank may be chosen for a request
-├── DuplicateBookingError (also ValueError)   a request that has an open booking already
-├── UnknownBookingError  (also KeyError)      a request that has no open booking
-└── InvariantError       (also AssertionError)  a structure is not whole: our bug, or half changed
+ConfigurationError ── DuplicatePublisherError
+ClosedError ── QueueClosedError
+PeerDiedError ── WriterDiedError, ReaderDiedError, ReaderEvictedError
 ```
 
-Each also inherits the builtin that a stranger would catch. `kvindex` exports those that its own
-names raise, and each other room likewise.
+`kvindex` exports those that its own names raise, and each other room likewise.
 """
 
 from __future__ import annotations
@@ -119,7 +95,7 @@ class _RequestError(KVIndexError):
 
 
 class ConfigurationError(KVIndexError, ValueError):
-    """A value given by the caller cannot work; the message says which and what would."""
+    """A value given by the caller cannot work; the message names it, and what would work."""
 
 
 class DuplicatePublisherError(ConfigurationError, KeyError):
@@ -138,7 +114,7 @@ class EndpointRefusedError(_ReasonedError, PermissionError):
 
 
 class RegistrationError(_ReasonedError, ValueError):
-    """A worker that a server does not take, or does not have; the message is the whole answer.
+    """A worker that a server does not accept, or does not know; the message is the whole answer.
 
     Attributes:
         reason: "conflict" (with another registration), "unknown" (there is none to remove),
@@ -150,7 +126,7 @@ class UnknownRankError(KVIndexError, KeyError):
     """A rank (or worker) that is not known here, or a name that several ranks have.
 
     Attributes:
-        name: what was asked for.
+        name: the name that was given.
         known: what is known, or has that name, sorted.
         ambiguous: whether several have it.
     """
@@ -242,7 +218,7 @@ class InUseError(KVIndexError, RuntimeError):
 
 
 class ClosedError(KVIndexError, RuntimeError):
-    """The object was closed and takes no more calls."""
+    """The object was closed and accepts no more calls."""
 
 
 class QueueClosedError(ClosedError):
@@ -260,7 +236,7 @@ class SnapshotError(_ReasonedError, ValueError):
 
 
 class SegmentError(KVIndexError, OSError):
-    """Shared memory that cannot be created or attached; the message says why and what to do."""
+    """Shared memory that cannot be created or attached; the message has the cause and a remedy."""
 
 
 class QueueTimeoutError(KVIndexError, TimeoutError):
@@ -276,7 +252,7 @@ class QueueTimeoutError(KVIndexError, TimeoutError):
 
 
 class WaitCancelledError(KVIndexError, RuntimeError):
-    """`cancel`, or `close` in another thread, ended a wait; no message was taken."""
+    """`cancel`, or `close` in another thread, ended a wait; no message was received."""
 
 
 class PeerDiedError(KVIndexError, ConnectionError):
@@ -309,8 +285,8 @@ class DiscoveryError(_ReasonedError, ConnectionError):
     Attributes:
         reason: "name" (no such host), "refused" (nothing listens), "unreachable", "timeout", "tls",
             "denied" (it wants another token), "status" (it answers an error), "content" (what it
-            answers cannot be used), "off" (the engine says that it publishes no events), "unsaid"
-            (it does not say where it publishes) or "expired" (its list is out of date).
+            answers cannot be used), "off" (the engine publishes no events), "unsaid"
+            (the engine does not report where it publishes) or "expired" (its list is out of date).
         url: the source.
     """
 
@@ -325,8 +301,8 @@ class NotLiveError(KVIndexError, TimeoutError):
     Attributes:
         timeout: how long the call waited, in seconds.
         reasons: for each rank that is not live, what is wrong and what to try.
-        engines: for each engine (by its URL) or source of engines that has not told where to
-            subscribe, why: its ranks are not known.
+        engines: for each engine (by its URL) or source of engines that has not reported where
+            to subscribe, why: its ranks are not known.
     """
 
     def __init__(
@@ -380,5 +356,5 @@ class InvariantError(KVIndexError, AssertionError):
     """A structure is not whole.
 
     It failed its own `check()`: please report it, it is a bug in kvindex. Or a change of it was cut
-    short, as the message says: by what a signal's handler raised, for instance.
+    short, as the message shows: by an exception of a signal's handler, for instance.
     """

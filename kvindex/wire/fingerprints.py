@@ -1,4 +1,4 @@
-"""Hashes of payloads, by which a payload that comes again is known, in another process too."""
+"""Hashes of payloads, by which a repeated payload is recognised, in another process too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Fingerprints:
     """Fingerprints of 64 bits: BLAKE2b under a key.
 
     Args:
-        seed: makes the key, 0 … 2**128 - 1. Where nobody knows it, nobody can aim at a collision;
-            without it, finding one takes 2**32 tries of somebody who chooses both payloads.
+        seed: makes the key, 0 … 2**128 - 1. A secret seed keeps anybody from aiming at a collision;
+            without one, finding one takes 2**32 tries of somebody who chooses both payloads.
 
     Attributes:
         identity: names the function and its key; fingerprints made under different identities

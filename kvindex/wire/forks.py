@@ -137,7 +137,7 @@ def _before() -> None:
     fork.guarded = _living(_guarded)
     interruptions += [_try(guarded.prepare_fork, fork) for guarded in fork.guarded]
     for error in filter(None, interruptions):
-        raise error  # Python says so, and goes on
+        raise error  # Python reports it, and goes on
 
 
 def _try(call: Callable[..., None], *arguments: object) -> BaseException | None:

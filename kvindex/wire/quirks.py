@@ -75,7 +75,7 @@ def is_content_hash(block_hash: BlockHash, token_ids: Sequence[int]) -> bool:
 
 
 def fold_hash(block_hash: BlockHash) -> BlockHash:
-    """Return the label with its sign taken away: ints modulo 2**64, bytes as they are.
+    """Return the label without its sign: ints modulo 2**64, bytes as they are.
 
     Engines differ in sign (vLLM unsigned; SGLang and vLLM up to 0.10.1 signed), and a wrapper may
     change it on the way between a store and its removal.
@@ -106,7 +106,7 @@ def fold_medium(medium: str | None) -> str:
 def medium_tier(folded_medium: str) -> int:
     """Return how far a medium is from the device: engines load a prefix tier by tier.
 
-    0 is the device itself, 1 the host's memory, 2 disks and other storage, 3 what nobody knows.
+    0 is the device itself, 1 the host's memory, 2 disks and other storage, 3 unknown ones.
 
     Examples:
         >>> [medium_tier(medium) for medium in ("GPU", "cuda:0", "CPU_PINNED", "DISK", "tape")]
@@ -123,8 +123,8 @@ def outlives_clear(folded_medium: str, *, resets_connector: bool = False) -> boo
     """Return True if an engine keeps the blocks of a medium when it announces that all are cleared.
 
     SGLang flushes all its tiers together. vLLM clears the device only, and asks its connector to
-    clear the host's memory where the reset says so; further tiers stay in any case. The event is
-    the same, but each engine has its own names for the media besides the device.
+    clear the host's memory where the reset includes that; further tiers stay in any case. The event
+    is the same, but each engine has its own names for the media besides the device.
 
     Args:
         folded_medium: its name.

@@ -62,7 +62,7 @@ class RankNames:
             self._ranks[rank] = [rank]
             text = str(rank)
             if self._ranks.setdefault(text, [rank]) != [rank]:
-                del self._ranks[text]  # a worker is called so too: `find_ranks` says so
+                del self._ranks[text]  # a worker has that name too: `find_ranks` reports it
 
     def find(self, name: RankName) -> list[Rank]:
         """Return the ranks that a name stands for, and raise, as `find_ranks` does."""

@@ -152,7 +152,7 @@ class Placing:
                 self.counters["removed_orphans" if held else "removed_unknown"] += 1
                 continue
             self.counters["removed"] += 1
-            # The event does not say which of several blocks of one hash is gone: none may count.
+            # Which of several blocks of one hash is gone is unknown: none may count.
             if len(blocks) > 1:
                 self.counters["removed_ambiguous"] += len(blocks) - 1
                 if len(self._torn) < _MAX_TORN:
