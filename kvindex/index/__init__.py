@@ -31,15 +31,14 @@ from kvindex.index.snapshot import (
 )
 from kvindex.index.tokens import TokenBuffer, TokenIds
 from kvindex.index.views import ResidentBlock, TreeView
+from kvindex.wire import Fingerprints
 from kvindex.wire.backend import BACKEND
 from kvindex.wire.rank import Trust
 
 if TYPE_CHECKING or BACKEND == "native":
     from kvindex.index.native import Index, read_batch
-    from kvindex.index.native_fingerprints import Fingerprints
 else:
     from kvindex.index.reference import Index
-    from kvindex.wire import Fingerprints
     from kvindex.wire.decode import decode_bounded as read_batch
 
 __all__ = [

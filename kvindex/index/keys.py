@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -17,7 +16,6 @@ __all__ = [
     "event_lora",
     "lora_tag",
     "pack_extra",
-    "secret_words",
     "tagged_lora",
     "without_lora",
 ]
@@ -87,10 +85,3 @@ def tagged_lora(tag: bytes) -> Lora:
     if not tag:
         return None
     return tag[1:].decode("utf-8", "surrogatepass") if tag[:1] == b"s" else int(tag[1:])
-
-
-def secret_words(seed: int, size: int, purpose: bytes) -> bytes:
-    """Return the core's secret words that a seed stands for: so many bytes, for one purpose."""
-    key = seed.to_bytes(16, "little")
-    parts = (blake2b(bytes([i]), key=key, person=purpose).digest() for i in range(-(-size // 64)))
-    return b"".join(parts)[:size]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
 from kvindex.index.guard import Guard
-from kvindex.index.keys import Lora, Namespace, lora_tag, secret_words, tagged_lora
+from kvindex.index.keys import Lora, Namespace, lora_tag, tagged_lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.native_answer import Directory, NativeContents
 from kvindex.index.packing import group_number, pack_batch, pack_text
@@ -35,6 +35,7 @@ from kvindex.wire._native import SECRET_BYTES, PackedBatch, decode
 from kvindex.wire._native import Index as Core
 from kvindex.wire.decode import bounded, check_blocks, decode_uncommon
 from kvindex.wire.errors import InvariantError, SnapshotError, UnknownRankError
+from kvindex.wire.fingerprints import secret_words
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
