@@ -122,13 +122,9 @@ class Snapshot(NamedTuple):
 
 
 class SnapshotWriter:
-    """Writes a snapshot to a binary file as its records are made.
+    """Writes a snapshot of an index of this seed to a binary file, which it does not close.
 
     The file is a snapshot once `finish` has returned. Thread safety: none.
-
-    Args:
-        file: open for writing; it is not closed.
-        seed: `Index.seed` of the index whose sections follow.
     """
 
     def __init__(self, file: BinaryIO, *, seed: int) -> None:

@@ -58,10 +58,6 @@ def content_hash(token_ids: Iterable[int]) -> int:
         TypeError: an item that is not hashable.
 
     Complexity: O(tokens).
-
-    Examples:
-        >>> content_hash([]) == EMPTY_TUPLE_HASH
-        True
     """
     return hash(tuple(token_ids)) & _MASK_64
 
@@ -79,10 +75,6 @@ def fold_hash(block_hash: BlockHash) -> BlockHash:
 
     Engines differ in sign (vLLM unsigned; SGLang and vLLM up to 0.10.1 signed), and a wrapper may
     change it on the way between a store and its removal.
-
-    Examples:
-        >>> fold_hash(-1) == fold_hash(2**64 - 1)
-        True
     """
     return block_hash & _MASK_64 if isinstance(block_hash, int) else block_hash
 
@@ -126,15 +118,9 @@ def outlives_clear(folded_medium: str, *, resets_connector: bool = False) -> boo
     clear the host's memory where the reset includes that; further tiers stay in any case. The event
     is the same, but each engine has its own names for the media besides the device.
 
-    Args:
-        folded_medium: its name.
-        resets_connector: `CacheSettings.resets_connector`.
-
     Examples:
         >>> [outlives_clear(medium) for medium in ("GPU", "CPU_PINNED", "CPU", "STORAGE")]
         [False, False, True, True]
-        >>> outlives_clear("CPU", resets_connector=True)
-        False
     """
     tier = 0 if folded_medium in _SGLANG_MEDIA else medium_tier(folded_medium)
     return tier > (1 if resets_connector else 0)
@@ -148,10 +134,6 @@ def text_token(text: str) -> int:
     [2**62, 2**63), where no vocabulary reaches, and is the same in every process.
 
     Complexity: O(length of text).
-
-    Examples:
-        >>> 2**62 <= text_token("sha256:ab") < 2**63
-        True
     """
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 2**62 + 2**62
