@@ -8,7 +8,6 @@ May import: `kvindex.wire`; `client/` and `replicas/` also `kvindex.subscribe` a
 
 from typing import TYPE_CHECKING
 
-from kvindex.index.api import ResidentBlock, TreeView
 from kvindex.index.explanation import (
     Ending,
     Explanation,
@@ -31,15 +30,15 @@ from kvindex.index.snapshot import (
     write_snapshot,
 )
 from kvindex.index.tokens import TokenBuffer, TokenIds
+from kvindex.index.views import ResidentBlock, TreeView
+from kvindex.wire import Fingerprints
 from kvindex.wire.backend import BACKEND
 from kvindex.wire.rank import Trust
 
 if TYPE_CHECKING or BACKEND == "native":
     from kvindex.index.native import Index, read_batch
-    from kvindex.index.native_fingerprints import Fingerprints
 else:
     from kvindex.index.reference import Index
-    from kvindex.wire import Fingerprints
     from kvindex.wire.decode import decode_bounded as read_batch
 
 __all__ = [

@@ -7,13 +7,10 @@ Two classes implement it: `kvindex.index.reference.Index`, the readable specific
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 from kvindex.index.explaining import Holding, explain
 from kvindex.index.explanation import Explanation, Notes
@@ -21,15 +18,11 @@ from kvindex.index.keys import Lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.prefixes import Prefixes
 from kvindex.index.questions import MatchOptions, Question, check_extra_keys, read_question
-from kvindex.index.snapshot import (
-    SnapshotReader,
-    SnapshotSource,
-    require_native,
-    write_snapshot,
-)
+from kvindex.index.snapshot import SnapshotReader, SnapshotSource, needs_native, write_snapshot
 from kvindex.index.snapshot_section import bytes_of
 from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.wire import BlockHash, CacheSettings, EventBatch
+from kvindex.index.views import TreeView, Viewed
+from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.backend import Backend
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
@@ -38,34 +31,20 @@ from kvindex.wire.rank_lookup import RankName, find_rank
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["BaseIndex", "ResidentBlock", "TreeView"]
+__all__ = ["BaseIndex"]
 
 _AnyIndex = TypeVar("_AnyIndex", bound="BaseIndex")
 
 
-class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """One resident block of a rank, as `TreeView.walk` yields it.
+class _Limits(TypedDict, total=False):
+    """The limits of an index, as `BaseIndex` describes them."""
 
-    Attributes:
-        block_hash: the engine's label (ints modulo 2**64).
-        depth: blocks before it in its prompt.
-        medium: where it is.
-        group_idx: KV cache group (0 when the engine names none).
-        copies: physical copies there.
-        block_size: tokens per block.
-        lora: LoRA name or id, or None.
-    """
-
-    block_hash: BlockHash
-    depth: int
-    medium: str
-    group_idx: int
-    copies: int
-    block_size: int
-    lora: str | int | None
+    max_blocks: int | None
+    max_blocks_per_rank: int | None
+    max_orphans: int
 
 
-class BaseIndex(ABC):
+class BaseIndex(Viewed):
     """Which rank holds which prefix, by the ranks' events.
 
     Args:
@@ -96,7 +75,7 @@ class BaseIndex(ABC):
     """
 
     backend: ClassVar[Backend]
-    """Which implementation this is. The Python index has no snapshots."""
+    """Which implementation this is. The Python index has no snapshots and shows no prefixes."""
 
     def __init__(
         self,
@@ -186,9 +165,7 @@ class BaseIndex(ABC):
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
         """Apply one batch of a rank's events; the rank given here counts, not the batch's.
 
-        Args:
-            rank: whose events these are; it becomes known if it was not.
-            batch: an `EventBatch`, or the msgpack payload as an engine sent it.
+        The rank becomes known if it was not. A payload is msgpack, as an engine sent it.
 
         Raises:
             DecodeError: the payload is not an event batch; nothing of it was applied.
@@ -240,10 +217,7 @@ class BaseIndex(ABC):
         trust: Trusts | None = None,
         **options: Unpack[MatchOptions],
     ) -> list[Match]:
-        """Return one `Match` for each prompt; options are those of `match`, for all of them.
-
-        Raises: as `match`.
-        """
+        """Return one `Match` for each prompt; options and errors are those of `match`."""
         return [self.match(token_ids, trust=trust, **options) for token_ids in prompts]
 
     def explain(
@@ -267,9 +241,7 @@ class BaseIndex(ABC):
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
         """
         question = self._question(options)
-        prompt = Prompt(token_ids, question.recomputed, text=self._stored_text)
-        tokens = array("q")
-        tokens.frombytes(prompt.packed(0, prompt.length))
+        tokens = Prompt(token_ids, question.recomputed, text=self._stored_text).whole()
         return explain(self, tokens, question._replace(recomputed=0), trust, notes)
 
     def _question(self, options: MatchOptions) -> Question:
@@ -290,18 +262,15 @@ class BaseIndex(ABC):
         """Return an answer, and all blocks of the prompt that the ranks hold at that moment."""
 
     @abstractmethod
-    def _block_sizes(self, lora: Lora) -> Collection[int]:
-        """Return the sizes of the blocks that prompts of a LoRA have."""
+    def _block_sizes(self, lora: Lora) -> Collection[int]: ...
 
     @abstractmethod
-    def _stored_text(self) -> bool:
-        """Return whether any rank has stored text among its tokens."""
+    def _stored_text(self) -> bool: ...
 
     # Snapshots -------------------------------------------------------------------------------
 
-    # Only the native index has them: each of these raises ConfigurationError in the Python one.
+    # The native index alone has them, and prefixes: the Python one raises ConfigurationError.
 
-    @abstractmethod
     def dump(self, rank: Rank) -> bytes:
         """Return all that the index holds of a rank, for `restore` into an index of this seed.
 
@@ -312,18 +281,13 @@ class BaseIndex(ABC):
 
         Complexity: O(blocks of the rank and before them), some 20 bytes for each.
         """
+        raise needs_native("snapshots")
 
-    @abstractmethod
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
         """Replace all that the index holds of a rank by a section from `dump`.
 
-        The rank, known before or not, then answers every query like the dumped rank, and applies
-        later events like it: orphans, labels, groups (described ones too) and counters are
-        restored, too. The rank's name may differ.
-
-        Args:
-            rank: the rank that holds the contents from now on.
-            section: the result of `dump`, of an index with the same seed.
+        The rank, known before or not and of any name, then answers every query and applies later
+        events like the dumped rank: orphans, labels, groups and counters are restored, too.
 
         Raises:
             SnapshotError: the section cannot be restored here; the index is as before. Its
@@ -333,6 +297,7 @@ class BaseIndex(ABC):
 
         Complexity: O(blocks of the section and of the rank).
         """
+        raise needs_native("snapshots")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a snapshot to a file, which replaces an existing file once all is written.
@@ -352,73 +317,41 @@ class BaseIndex(ABC):
         return file.getvalue()
 
     @classmethod
-    def load(
-        cls: type[_AnyIndex],
-        source: SnapshotSource,
-        *,
-        max_blocks: int | None = None,
-        max_blocks_per_rank: int | None = None,
-        max_orphans: int = 16_384,
-    ) -> _AnyIndex:
+    def load(cls: type[_AnyIndex], source: SnapshotSource, **limits: Unpack[_Limits]) -> _AnyIndex:
         """Return the index in a snapshot.
 
         Args:
             source: a path, a file open for reading, or the bytes of a snapshot.
-            max_blocks: as for a new index.
-            max_blocks_per_rank: likewise.
-            max_orphans: likewise.
+            limits: `max_blocks`, `max_blocks_per_rank` and `max_orphans`, as for a new index.
 
         Raises:
             SnapshotError: it is no snapshot that can be restored here; `reason` says why.
             ConfigurationError: the source is neither a path nor a readable file nor bytes.
             OSError: the file cannot be read.
-
-        Examples:
-            >>> from kvindex import Index, Rank
-            >>> index = Index()
-            >>> index.add(Rank("vllm-0"))
-            >>> Index.load(index.to_bytes()).ranks
-            (Rank(worker='vllm-0', dp_rank=0),)
         """
-        require_native(cls.backend)
+        if cls.backend != "native":
+            raise needs_native("snapshots")
         with SnapshotReader(source) as reader:
-            index = cls(
-                seed=reader.seed,
-                max_blocks=max_blocks,
-                max_blocks_per_rank=max_blocks_per_rank,
-                max_orphans=max_orphans,
-            )
+            index = cls(seed=reader.seed, **limits)
             for record in reader:
                 index.restore(record.rank, record.section)
         return index
 
     @classmethod
     def from_bytes(
-        cls: type[_AnyIndex],
-        data: bytes | bytearray | memoryview,
-        *,
-        max_blocks: int | None = None,
-        max_blocks_per_rank: int | None = None,
-        max_orphans: int = 16_384,
+        cls: type[_AnyIndex], data: bytes | bytearray | memoryview, **limits: Unpack[_Limits]
     ) -> _AnyIndex:
-        """Return the index in the bytes of a snapshot.
+        """Return the index in the bytes of a snapshot, with limits as for `load`.
 
         Raises:
             SnapshotError: as `load`.
             ConfigurationError: they are no bytes; a file is read by `load`.
         """
         view = bytes_of(data, "a snapshot in memory (a file is read by Index.load)")
-        source = data if isinstance(data, bytes) else view
-        return cls.load(
-            source,
-            max_blocks=max_blocks,
-            max_blocks_per_rank=max_blocks_per_rank,
-            max_orphans=max_orphans,
-        )
+        return cls.load(data if isinstance(data, bytes) else view, **limits)
 
     # Insight ---------------------------------------------------------------------------------
 
-    @abstractmethod
     def prefixes(
         self,
         max_nodes: int = 1000,
@@ -428,10 +361,8 @@ class BaseIndex(ABC):
     ) -> Prefixes:
         """Return which ranks hold which prefixes: the tree from its roots on, up to `max_nodes`.
 
-        For a picture of what ranks share. The next node is always the one that most ranks hold;
-        of several the longest, then the one whose first block was stored first. So nodes that many
-        ranks share precede those that few share. Nodes below a hole (a node that no rank holds)
-        are last.
+        The next node is always the one that most ranks hold; of several the longest, then the one
+        whose first block was stored first. Nodes below a hole (a node that no rank holds) are last.
 
         Args:
             max_nodes: at most this many nodes.
@@ -441,46 +372,44 @@ class BaseIndex(ABC):
 
         Raises:
             UnknownRankError: one of `ranks` is not known.
-            ConfigurationError: `max_nodes` or `min_blocks` is no int from 1 on.
+            ConfigurationError: `max_nodes` or `min_blocks` is no int from 1 on; or it is the
+                Python index, which does not show prefixes.
 
         Complexity: it looks at the children of each node that it shows, and no further; at most at
             256 × `max_nodes` in all, however much the index holds, and for one node at a quarter of
             the looks that are left. Each look costs O(blocks of the child / 64).
 
-        Thread safety: as all of the index, but the native index releases its lock about every
-            thousand looks (a tenth of a millisecond). Events may be applied in between, so nodes
-            may be of different moments. Each node existed when it was looked at.
+        Thread safety: as all of the index, but the lock is released about every thousand looks (a
+            tenth of a millisecond). Events may be applied in between, so nodes may be of different
+            moments. Each node existed when it was looked at.
 
         Examples:
             >>> from kvindex import BlockStored, EventBatch, Index, Rank
             >>> index = Index()
-            >>> for worker, last in (("a", 3), ("b", 4)):
-            ...     stored = BlockStored(
-            ...         block_hashes=[1, 2, last], token_ids=[1, 2, last], block_size=1
-            ...     )
-            ...     index.apply(Rank(worker), EventBatch(ts=0.0, events=[stored]))
+            >>> stored = BlockStored(block_hashes=[1, 2], token_ids=[1, 2], block_size=1)
+            >>> index.apply(Rank("a"), EventBatch(ts=0.0, events=[stored]))
             >>> prefixes = index.prefixes()
             >>> [(node.parent, node.depth, node.blocks, node.by_medium) for node in prefixes.nodes]
-            [(-1, 0, 2, {'GPU': 2}), (0, 2, 1, {'GPU': 1}), (0, 2, 1, {'GPU': 1})]
-            >>> prefixes.holders(prefixes.nodes[2])
-            (Rank(worker='b', dp_rank=0),)
+            [(-1, 0, 2, {'GPU': 1})]
         """
+        raise needs_native("prefixes")
 
     @abstractmethod
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain JSON-ready values.
 
-        `blocks`, `orphans`: held now, over all ranks. `runs`, `unique_blocks`: size of the shared
-        tree. `ranks`: for each `str(rank)` the blocks and orphans held now and its groups; `loras`,
-        its blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and "(other)");
-        `media`, its blocks by where they lie (a block on two media counts on both, and one of a
-        hybrid model's larger size as several of the smallest, in each group); `salted`, its blocks
-        of prompts that start under a salt or other extra keys. Since the rank became known, in
-        blocks: `stored`, `stored_text` (with text among the tokens), `duplicates` (further physical
-        copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`, `orphaned`,
-        `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by reason;
-        `skipped` events by tag; `cleared` events; `proofs` and `proofs_missed`, events of models
-        without full attention whose labels vLLM's hash chain has, or lacks. `advice` names
+        `blocks`, `orphans`: held now, over all ranks. `unique_blocks`: different ones of these and
+        of holes. `runs`: how many nodes the shared tree keeps them in; in the Python index, each is
+        its own. `ranks`: for each `str(rank)` the blocks and orphans held now and its groups;
+        `loras`, its blocks by LoRA ("" for none, "id 7" for a numeric id; the 64 with most, and
+        "(other)"); `media`, its blocks by where they lie (a block on two media counts on both, and
+        one of a hybrid model's larger size as several of the smallest, in each group); `salted`,
+        its blocks of prompts that start under a salt or other extra keys. Since the rank became
+        known, in blocks: `stored`, `stored_text` (with text among the tokens), `duplicates`
+        (further physical copies), `reannounced`, `removed`, `removed_unknown`, `removed_orphans`,
+        `orphaned`, `orphans_attached`, `orphans_dropped`, `unplaced`, `ambiguous`, …; `ignored` by
+        reason; `skipped` events by tag; `cleared` events; `proofs` and `proofs_missed`, events of
+        models without full attention whose labels vLLM's hash chain has, or lacks. `advice` names
         settings that seem to be missing or wrong, in sentences (`CacheSettings`).
         """
 
@@ -491,62 +420,6 @@ class BaseIndex(ABC):
         Raises:
             InvariantError: an invariant does not hold; that is a bug in kvindex.
         """
-
-    # For views; each raises UnknownRankError ------------------------------------------------------
-
-    @abstractmethod
-    def _view_size(self, rank: Rank) -> int: ...
-
-    @abstractmethod
-    def _view_clear(self, rank: Rank) -> None: ...
-
-    @abstractmethod
-    def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
-        """Return the LoRAs of resident blocks, and the last salted starts of prompts."""
-
-    @abstractmethod
-    def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]: ...
-
-
-class TreeView:
-    """A live view of what one rank holds.
-
-    Thread safety: as the index.
-
-    Raises:
-        UnknownRankError: by every method once the rank was removed from the index.
-    """
-
-    __slots__ = ("_index", "rank")
-
-    def __init__(self, index: BaseIndex, rank: Rank) -> None:
-        self._index = index
-        self.rank = rank
-
-    def __len__(self) -> int:
-        """Return the number of resident blocks of the rank, each counted once. O(1)."""
-        return self._index._view_size(self.rank)
-
-    def clear(self) -> None:
-        """Drop everything the rank holds and all that was learned from its events; it stays known.
-
-        Settings of `Index.configure` stay. Complexity: O(blocks of the rank).
-        """
-        self._index._view_clear(self.rank)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the rank's part of `Index.statistics()["ranks"]`."""
-        return self._index._view_statistics(self.rank)
-
-    def walk(self) -> Iterator[ResidentBlock]:
-        """Iterate over a snapshot of the resident blocks, once for each medium and group.
-
-        Complexity: O(blocks of the rank).
-        """
-        return self._index._view_walk(self.rank)
 
 
 def _check_limits(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvindex.index.explanation import (
     Ending,
@@ -15,13 +15,15 @@ from kvindex.index.explanation import (
     RankExplanation,
 )
 from kvindex.index.keys import Lora
-from kvindex.index.match import Match, RankMatch, Trusts
+from kvindex.index.match import RankMatch, Trusts
 from kvindex.index.questions import Question
 from kvindex.index.spans import Spans, main_group, union
-from kvindex.index.tokens import TokenIds
 from kvindex.wire import GroupSpec
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
+
+if TYPE_CHECKING:
+    from kvindex.index.api import BaseIndex
 
 __all__ = ["Holding", "explain"]
 
@@ -37,20 +39,8 @@ class Holding(NamedTuple):
     spans: Spans
 
 
-class Explained(Protocol):
-    """An index that also returns its holdings."""
-
-    def _look(
-        self, token_ids: TokenIds, question: Question, trust: Trusts | None
-    ) -> tuple[Match, list[Holding]]: ...
-
-    def _view_statistics(self, rank: Rank) -> dict[str, Any]: ...
-
-    def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]: ...
-
-
 def explain(
-    index: Explained,
+    index: BaseIndex,
     tokens: array[int],
     question: Question,
     trust: Trusts | None,
@@ -71,7 +61,7 @@ def explain(
 
 
 def _try_other_prompts(
-    index: Explained, tokens: array[int], question: Question, facts: Mapping[Rank, _Facts]
+    index: BaseIndex, tokens: array[int], question: Question, facts: Mapping[Rank, _Facts]
 ) -> None:
     """Repeat the question with each LoRA and salt that a rank is known to have."""
     own = question.extras[0] if question.extras else b""
@@ -103,7 +93,7 @@ class _Facts:
 
     def __init__(
         self,
-        index: Explained,
+        index: BaseIndex,
         match: RankMatch,
         question: Question,
         length: int,

@@ -16,7 +16,7 @@ class Hits(NamedTuple):
     """How many tokens of a prompt ranks hold: columns with one row for each rank.
 
     In each row `device` ≤ `host` ≤ `tokens`; they are 0 where the rank holds nothing, is not known
-    or was not asked for.
+    or is not in the question.
 
     Attributes:
         device: tokens that the engine's device holds by itself (`RankMatch.device_tokens`).
@@ -60,7 +60,7 @@ class RankRows(Sequence[Rank]):
             twice = next(rank for rank in self._ranks if self._ranks.count(rank) > 1)
             raise ConfigurationError(f"{twice} has two rows: name each rank once")
         self._zeros = array("q", bytes(8 * len(self._ranks)))
-        # Of the native index: the directory of ranks it used, and the rows found there.
+        # Of the native index: the directory of ranks it used, and the rows there.
         self._numbered: tuple[object, Any] | None = None
 
     def _columns(self) -> Hits:

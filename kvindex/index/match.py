@@ -78,7 +78,7 @@ class Contents(Protocol):
 
 
 class PlainContents:
-    """The matches that the Python index found.
+    """The matches of the Python index; see `Contents`.
 
     Args:
         matches: of the ranks that hold anything.
@@ -93,23 +93,18 @@ class PlainContents:
         self._nothing = nothing
 
     def get(self, rank: Rank) -> RankMatch | None:
-        """Return a rank's match; see `Contents`."""
         return self._matches.get(rank)
 
     def nothing(self, rank: Rank) -> RankMatch:
-        """Return the match of a rank that holds nothing; see `Contents`."""
         return self._nothing[rank]
 
     def first(self) -> RankMatch | None:
-        """Return the longest match; see `Contents`."""
         return next(iter(self._matches.values()), None)
 
     def longest(self) -> Iterable[Rank]:
-        """Return the ranks in order; see `Contents`."""
         return self._matches
 
     def hits(self, rows: RankRows, live: bytes | bytearray | None) -> Hits:
-        """Return the answer as columns; see `Match.hits`."""
         if live is not None and len(live) != len(rows):
             raise ValueError(f"live must have a byte for each of {len(rows)} rows")
         columns = rows._columns()
@@ -132,16 +127,8 @@ class Match:
     of the answer is live, every rank that holds part of it is a candidate; its `state` shows that.
     Without a client the ranks' streams are unknown, and all ranks count as live.
 
-    - `match.best`: the first candidate, or None.
-    - `match.top(n)`: the first n candidates.
-    - `for rank_match in match`: all ranks, live or not, those that hold nothing at the end.
-    - `match[rank]`: what one rank holds. A rank may be given as text: "a/0", or "a" if worker a has
-      one rank only. A known rank that holds nothing has 0 blocks.
-    - `rank in match`: whether `match[rank]` works. A `RankMatch` that iteration yields is in the
-      match, too.
-    - `len(match)`: the number of ranks.
-    - `bool(match)`: whether any rank, live or not, holds part of the prompt.
-    - `match.hits(rows)`: the ranks' tokens as columns of numbers, for calculations.
+    Iteration yields all ranks, live or not, those that hold nothing at the end. A rank may be given
+    as text: "a/0", or "a" if worker a has one rank only.
 
     `RankMatch` objects are made when they are read.
 

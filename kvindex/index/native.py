@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvindex.index.api import BaseIndex, ResidentBlock
+from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
 from kvindex.index.guard import Guard
 from kvindex.index.keys import Lora, Namespace, lora_tag, tagged_lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.native_answer import Directory, NativeContents
 from kvindex.index.packing import group_number, pack_batch, pack_text
-from kvindex.index.prefixes import Holders, Prefixes, made_node, walk_limits
+from kvindex.index.prefixes import Prefixes, prefix_node, walk_limit
 from kvindex.index.questions import (
     MatchOptions,
     Question,
@@ -30,11 +29,13 @@ from kvindex.index.questions import (
 from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
 from kvindex.index.snapshot_section import Identity, no_room, open_section, seal_section
 from kvindex.index.tokens import Prompt, TokenIds
+from kvindex.index.views import ResidentBlock
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire._native import SECRET_BYTES, PackedBatch, decode
 from kvindex.wire._native import Index as Core
 from kvindex.wire.decode import bounded, check_blocks, decode_uncommon
 from kvindex.wire.errors import InvariantError, SnapshotError, UnknownRankError
+from kvindex.wire.fingerprints import secret_words
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
@@ -80,7 +81,8 @@ class Index(BaseIndex):
             None if limit is None else min(limit, 2**64 - 1)
             for limit in (max_blocks, self._max_blocks_per_rank)
         )
-        self._core = Core(_secrets(self._seed), total, of_rank, min(max_orphans, 2**63 - 1))
+        words = secret_words(self._seed, SECRET_BYTES, b"kvindex keys")
+        self._core = Core(words, total, of_rank, min(max_orphans, 2**63 - 1))
         self._core_apply = self._core.apply
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
         self._directory = Directory(self._ids, {}, ())
@@ -242,22 +244,18 @@ class Index(BaseIndex):
         min_blocks: int = 1,
         ranks: Iterable[RankName] | str | None = None,
     ) -> Prefixes:
-        max_nodes, min_blocks = walk_limits(max_nodes, min_blocks)
+        limits = walk_limit("max_nodes", max_nodes), walk_limit("min_blocks", min_blocks)
         directory = self._directory
         wanted: Iterable[Rank] = directory.order
         if ranks is not None:
             wanted = dict.fromkeys(wanted_ranks(ranks, directory.ids.keys()))
         rows = {rank: self._known(rank, directory) for rank in wanted}
         nodes, spaces, holders, root, looked_at, unique_blocks = self._core.prefixes(
-            max_nodes, min_blocks, list(rows.values()), ranks is not None
+            *limits, list(rows.values()), ranks is not None
         )
         namespaces = [Namespace(size, tagged_lora(tag), ahead) for size, ahead, tag in spaces]
-        held = {number: Holders(*of_rows) for number, of_rows in holders.items()}
         return Prefixes(
-            nodes=tuple(
-                made_node((*node[:3], *node[5:]), namespaces[node[3]], held[node[4]])
-                for node in nodes
-            ),
+            nodes=tuple(prefix_node(node, namespaces[node[3]], holders[node[4]]) for node in nodes),
             ranks=tuple(rows),
             children=root[6],
             left_out=root[7],
@@ -310,10 +308,7 @@ class Index(BaseIndex):
             ConfigurationError: `recomputed` is no number of tokens.
         """
         check_recomputed(recomputed)
-        prompt = Prompt(token_ids, recomputed, text=self._stored_text)
-        tokens = array("q")
-        tokens.frombytes(prompt.packed(0, prompt.length))
-        return tokens
+        return Prompt(token_ids, recomputed, text=self._stored_text).whole()
 
     def _narrowed(
         self, directory: Directory, wanted: Iterable[Rank] | None
@@ -390,13 +385,3 @@ def _resident_block(values: tuple[Any, int, str, int, int, int, bytes]) -> Resid
         block_size=block_size,
         lora=tagged_lora(tag),
     )
-
-
-def _secrets(seed: int) -> bytes:
-    """Return the core's secret words that a seed stands for."""
-    key = seed.to_bytes(16, "little")
-    parts = -(-SECRET_BYTES // 64)
-    stream = (
-        blake2b(bytes([part]), key=key, person=b"kvindex keys").digest() for part in range(parts)
-    )
-    return b"".join(stream)[:SECRET_BYTES]

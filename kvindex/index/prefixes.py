@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,9 +11,7 @@ from kvindex.index.keys import Namespace
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Holders", "PrefixNode", "Prefixes", "made_node", "walk_limits"]
-
-_MOST: Final = 2**32 - 1  # nodes, or blocks: more than any index has
+__all__ = ["PrefixNode", "Prefixes", "prefix_node", "walk_limit"]
 
 
 class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +56,7 @@ class Prefixes(msgspec.Struct, frozen=True, kw_only=True):
     """Which ranks hold which prefixes, the most widely held first; `Index.prefixes` makes it.
 
     Attributes:
-        nodes: in the order in which they were found, each after its parent.
+        nodes: in the order of the walk, each after its parent.
         ranks: the ranks that the nodes' `rows` stand for.
         children: nodes that begin prompts, in all namespaces that were looked at.
         left_out: how many of these are not in `nodes`.
@@ -86,16 +84,12 @@ class Prefixes(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(rank for row, rank in enumerate(self.ranks) if held >> row & 1)
 
 
-class Holders(NamedTuple):
-    """How many ranks hold something, and which, by medium."""
-
-    ranks: int
-    rows: Mapping[str, bytes]
-
-
-def made_node(numbers: tuple[Any, ...], namespace: Namespace, holders: Holders) -> PrefixNode:
-    """Return a node of (parent, depth, blocks, salted, children, left out, blocks left out)."""
-    parent, depth, blocks, salted, children, left_out, left_out_blocks = numbers
+def prefix_node(
+    numbers: Sequence[Any], namespace: Namespace, holders: tuple[int, Mapping[str, bytes]]
+) -> PrefixNode:
+    """Return a node from the core's numbers, its namespace, and its ranks: how many, and which."""
+    parent, depth, blocks, _, _, salted, children, left_out, left_out_blocks = numbers
+    ranks, rows = holders
     return PrefixNode(
         parent=parent,
         depth=depth,
@@ -104,23 +98,17 @@ def made_node(numbers: tuple[Any, ...], namespace: Namespace, holders: Holders) 
         lora=namespace.lora,
         lookahead=namespace.lookahead,
         salted=salted,
-        ranks=holders.ranks,
-        by_medium={
-            medium: int.from_bytes(rows, "little").bit_count()
-            for medium, rows in holders.rows.items()
-        },
-        rows=holders.rows,
+        ranks=ranks,
+        by_medium={name: int.from_bytes(bits, "little").bit_count() for name, bits in rows.items()},
+        rows=rows,
         children=children,
         left_out=left_out,
         left_out_blocks=left_out_blocks,
     )
 
 
-def walk_limits(max_nodes: object, min_blocks: object) -> tuple[int, int]:
-    """Return the limits of a walk, capped; reject limits that could show nothing."""
-    limits = []
-    for name, value in (("max_nodes", max_nodes), ("min_blocks", min_blocks)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} must be an int from 1 on, not {value!r}")
-        limits.append(min(value, _MOST))
-    return limits[0], limits[1]
+def walk_limit(name: str, value: object) -> int:
+    """Return a limit of a walk, capped; reject one that could show nothing."""
+    if not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name} must be an int from 1 on, not {value!r}")
+    return min(value, 2**32 - 1)  # more than any index has

@@ -22,7 +22,6 @@ __all__ = [
     "wanted_ranks",
 ]
 
-
 _FEW_NAMES: Final = 4  # to find more, a table of all names is quicker
 
 
@@ -55,25 +54,15 @@ class MatchOptions(TypedDict, total=False):
 
 
 class Question(NamedTuple):
-    """Checked options in canonical form.
+    """Checked `MatchOptions` in canonical form."""
 
-    Attributes:
-        lora: None for none, however that was spelled.
-        extras: the canonical extra keys by block, salt included, as far as any block has some.
-        media: folded names; None for all.
-        ranks: None for all.
-        block_size: None for any.
-        recomputed: tokens at the end that do not take part.
-        sizes_matter: whether extra keys were given for blocks of a size that was not.
-    """
-
-    lora: Lora
-    extras: list[bytes]
-    media: frozenset[str] | None
+    lora: Lora  # None for none, however that was spelled
+    extras: list[bytes]  # canonical, by block, salt included, as far as any block has some
+    media: frozenset[str] | None  # folded names
     ranks: list[Rank] | None
     block_size: int | None
     recomputed: int
-    sizes_matter: bool
+    sizes_matter: bool  # whether extra keys were given for blocks of a size that was not
 
 
 def read_question(

@@ -38,7 +38,7 @@ from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeAlias
 
 try:
     import fcntl
@@ -81,7 +81,6 @@ _RANK = struct.Struct("<IqIQ")
 _COUNT = struct.Struct("<Q")
 _RANK_FOLLOWS, _END_FOLLOWS = b"\x01", b"\x00"
 _NO_CURSOR = 2**32 - 1
-_MAX_NAME_BYTES = 65_536
 _CHECKSUM_BYTES = 32
 _STEP = 2**20  # bytes read at once, whatever length is written
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
@@ -94,26 +93,21 @@ def require_native(backend: Backend = BACKEND) -> None:
         ConfigurationError: it is the Python index.
     """
     if backend != "native":
-        raise needs_native()
+        raise needs_native("snapshots")
 
 
-def needs_native() -> ConfigurationError:
-    """Return the error which says that the Python index has no snapshots."""
+def needs_native(what: Literal["snapshots", "prefixes"]) -> ConfigurationError:
+    """Return the error for a feature that the Python index does not have."""
+    uses = {"snapshots": "saving, loading, warm restarts and replicas", "prefixes": "they"}[what]
     return ConfigurationError(
-        "the Python index has no snapshots: saving, loading, warm restarts and replicas need the"
-        " native module. Unset KVINDEX_BACKEND if it is python; else install a C++20 compiler, then"
-        " kvindex again with `pip install --no-cache-dir --force-reinstall`"
+        f"the Python index has no {what}: {uses} need the native module. Unset KVINDEX_BACKEND if"
+        " it is python; else install a C++20 compiler, then kvindex again with"
+        " `pip install --no-cache-dir --force-reinstall`"
     )
 
 
 class SnapshotRecord(NamedTuple):
-    """One rank of a snapshot.
-
-    Attributes:
-        rank: whose it is.
-        section: the result of `Index.dump`.
-        cursor: bytes that the snapshot's writer added.
-    """
+    """One rank of a snapshot: the result of `Index.dump`, and the cursor that the writer added."""
 
     rank: Rank
     section: bytes
@@ -121,25 +115,16 @@ class SnapshotRecord(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A whole snapshot in memory.
-
-    Attributes:
-        seed: of the index; sections restore into `Index(seed=seed)`.
-        ranks: a record for each rank, in the order of the file.
-    """
+    """A whole snapshot in memory; its sections restore into `Index(seed=seed)`."""
 
     seed: int
     ranks: tuple[SnapshotRecord, ...]
 
 
 class SnapshotWriter:
-    """Writes a snapshot to a binary file as its records are made.
+    """Writes a snapshot of an index of this seed to a binary file, which it does not close.
 
     The file is a snapshot once `finish` has returned. Thread safety: none.
-
-    Args:
-        file: open for writing; it is not closed.
-        seed: `Index.seed` of the index whose sections follow.
     """
 
     def __init__(self, file: BinaryIO, *, seed: int) -> None:
@@ -266,7 +251,7 @@ class SnapshotReader:
     def _read_record(self) -> SnapshotRecord:
         name_bytes, dp_rank, cursor_bytes, section_bytes = _RANK.unpack(self._read(_RANK.size))
         has_cursor = cursor_bytes != _NO_CURSOR
-        if name_bytes > _MAX_NAME_BYTES or (has_cursor and cursor_bytes > MAX_CURSOR_BYTES):
+        if name_bytes > MAX_CURSOR_BYTES or (has_cursor and cursor_bytes > MAX_CURSOR_BYTES):
             raise SnapshotError(
                 f"a rank's name of {name_bytes} bytes, its cursor of {cursor_bytes}: at most 65536"
                 " can be; the snapshot is damaged",
@@ -347,7 +332,7 @@ def read_snapshot(source: SnapshotSource) -> Snapshot:
     """Return a whole snapshot; for a large one iterate over a `SnapshotReader` instead.
 
     Raises:
-        SnapshotError: it is no whole snapshot; `reason` says why.
+        SnapshotError: it is no whole snapshot, by `reason`.
         OSError: the file cannot be read.
     """
     with SnapshotReader(source) as reader:

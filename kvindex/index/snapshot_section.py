@@ -51,10 +51,8 @@ _TRAILER_BYTES = _CHECKSUM_BYTES + _SEAL_BYTES
 class Identity(NamedTuple):
     """The properties that two indexes must share to restore each other's sections.
 
-    Attributes:
-        seed: of the prefix keys.
-        key_check: prefix keys of contents that never change, so that a release which computes
-            keys in another way rejects the sections of this one.
+    `key_check` are prefix keys of contents that never change, so that a release which computes keys
+    in another way rejects the sections of this one.
     """
 
     seed: int
@@ -85,12 +83,11 @@ def open_section(section: bytes | bytearray | memoryview, identity: Identity) ->
         ConfigurationError: it is no bytes at all.
     """
     view = bytes_of(section, "a section")
+    if _MAGIC[: len(view)] != view[: len(_MAGIC)]:
+        raise SnapshotError(f"{len(view)} bytes are no section of a snapshot", reason="format")
     if len(view) < _HEAD.size:
-        whole = _MAGIC[: len(view)] != view[: len(_MAGIC)]
-        raise _format_error(len(view)) if whole else _truncated(len(view), _HEAD.size)
-    magic, version, backend, length = _HEAD.unpack_from(view)
-    if magic != _MAGIC:
-        raise _format_error(len(view))
+        raise _truncated(len(view), _HEAD.size)
+    _, version, backend, length = _HEAD.unpack_from(view)
     if version != SECTION_VERSION:
         raise SnapshotError(
             f"the section has format version {version}, this release reads {SECTION_VERSION}:"
@@ -98,8 +95,11 @@ def open_section(section: bytes | bytearray | memoryview, identity: Identity) ->
             reason="version",
         )
     size = _HEAD.size + length + _TRAILER_BYTES
-    if len(view) != size:
-        raise _truncated(len(view), size) if len(view) < size else _format_error(len(view), size)
+    if len(view) < size:
+        raise _truncated(len(view), size)
+    if len(view) > size:
+        extra = f"{len(view) - size} bytes follow the end of a section of {size}"
+        raise SnapshotError(extra, reason="format")
     body = view[_HEAD.size : _HEAD.size + length]
     trailer = bytes(view[size - _TRAILER_BYTES :])
     checksum, seal = trailer[:_CHECKSUM_BYTES], trailer[_CHECKSUM_BYTES:]
@@ -161,14 +161,6 @@ def _checksum(*parts: bytes | memoryview) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def _format_error(size: int, expected: int | None = None) -> SnapshotError:
-    if expected is None:
-        return SnapshotError(f"{size} bytes are no section of a snapshot", reason="format")
-    return SnapshotError(
-        f"{size - expected} bytes follow the end of a section of {expected}", reason="format"
-    )
 
 
 def _truncated(size: int, expected: int) -> SnapshotError:

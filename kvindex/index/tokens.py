@@ -48,16 +48,10 @@ _Code: TypeAlias = Literal["i", "I", "q", "Q"]
 _CODES: dict[int, tuple[_Code, _Code]] = {4: ("i", "I"), 8: ("q", "Q")}
 
 
-def _yes() -> bool:
-    return True
-
-
-def pack_tokens(token_ids: Iterable[Any], *, text: Callable[[], bool] = _yes) -> bytes:
+def pack_tokens(token_ids: Iterable[Any], *, text: Callable[[], bool] = lambda: True) -> bytes:
     """Return the tokens as packed 8-byte integers.
 
-    Args:
-        token_ids: the tokens.
-        text: called if there is a string: whether a string can be a token.
+    `text` is called if there is a string: whether a string can be a token.
 
     Raises:
         TokenError: a token is no int that fits 64 bits, nor a string where one can be a token.
@@ -108,7 +102,7 @@ class Prompt:
         token_ids: list, tuple, `array`, or any contiguous one-dimensional buffer of 4- or 8-byte
             integers (numpy arrays without a copy).
         recomputed: so many tokens at its end do not take part; they are not looked at.
-        text: asked whether a string can be a token, when there is one.
+        text: called if there is a string: whether a string can be a token.
 
     Raises:
         TokenError: the type, the item size or the layout cannot be read as token ids. Plain
@@ -118,7 +112,7 @@ class Prompt:
     __slots__ = ("_packed", "_source", "_text", "length")
 
     def __init__(
-        self, token_ids: TokenIds, recomputed: int = 0, *, text: Callable[[], bool] = _yes
+        self, token_ids: TokenIds, recomputed: int = 0, *, text: Callable[[], bool] = lambda: True
     ) -> None:
         self._source = source = _readable(token_ids)
         self._text = text
@@ -130,6 +124,12 @@ class Prompt:
         else:
             # So that a prompt of floats or words is refused, however little of it is read.
             self._packed = bytearray(pack_tokens(source[: min(_CHUNK, self.length)], text=text))
+
+    def whole(self) -> array[int]:
+        """Return all tokens that take part, as signed ints of 64 bits."""
+        tokens = array("q")
+        tokens.frombytes(self.packed(0, self.length))
+        return tokens
 
     def packed(self, start: int, stop: int) -> bytes:
         """Return tokens `start` … `stop - 1` packed; both must lie within the prompt."""

@@ -43,10 +43,9 @@ _MODULE = "kvindex.wire._native"
 
 
 def choose_backend(wanted: str | None) -> Backend:
-    """Return the backend to run, given what `KVINDEX_BACKEND` asks for (None or "": nothing).
+    """Return the backend to run, given the value of `KVINDEX_BACKEND` (None or "": unset).
 
-    A native module that is there but cannot be loaded is never passed over silently: the Python
-    index then runs with a `RuntimeWarning` that says why.
+    If the native module is there but cannot be loaded, a `RuntimeWarning` has the reason.
 
     Raises:
         ConfigurationError: `wanted` is neither "native" nor "python".
@@ -80,10 +79,9 @@ def choose_backend(wanted: str | None) -> Backend:
 
 
 def explain_fallback(wanted: str | None) -> str:
-    """Return why the Python index runs though nobody asked for it, and what to do; "" if neither.
+    """Return why the Python index runs uninvited, and what to do; "" if it does not.
 
-    Args:
-        wanted: what `KVINDEX_BACKEND` asks for.
+    `wanted` is the value of `KVINDEX_BACKEND`.
     """
     if wanted == "python":
         return ""
@@ -127,7 +125,7 @@ def hidden_native_build() -> Path | None:
 
 @cache
 def warn_of_fallback() -> None:
-    """Log, once in a process, why the Python index runs if nobody asked for it."""
+    """Log, once in a process, why the Python index runs uninvited."""
     cause = explain_fallback(os.environ.get(_VARIABLE))
     if cause:
         logger.warning("the Python index runs, %s: %s", SLOWER, cause)
@@ -140,6 +138,6 @@ def _is_absent(error: ImportError) -> bool:
 BACKEND: Final[Backend] = choose_backend(os.environ.get(_VARIABLE))
 """Which implementation of the index runs in this process: "native" (C++) or "python".
 
-Both give the same answers; the Python one is more than 100 times slower. The environment variable
-`KVINDEX_BACKEND` chooses; without it the native one runs where its module was built.
+Both give the same answers; the Python one is more than 100 times slower, and has no snapshots and
+no prefixes. The environment variable `KVINDEX_BACKEND` chooses.
 """

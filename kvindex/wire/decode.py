@@ -5,13 +5,13 @@ is an array with its tag first (vLLM 0.9-0.23, SGLang 0.4.6-0.5.19) or a map wit
 "type" (later ones, TensorRT-LLM). Where versions disagree about a position, the value's type
 decides. The rules for what is odd:
 
-- What is new is ignored: unknown fields, further elements, unknown tags (`EventBatch.skipped`).
-- What is missing at the end has its default.
-- What is too much (`kvindex.wire.extra_keys.MAX_VALUES`) refuses the whole batch.
-- What is wrong in an event that we know refuses the whole batch: half a batch could leave blocks
+- New things are ignored: unknown fields, further elements, unknown tags (`EventBatch.skipped`).
+- A missing end has its defaults.
+- Too many values (`kvindex.wire.extra_keys.MAX_VALUES`) refuses the whole batch.
+- A fault in a known event refuses the whole batch: half a batch could leave blocks
   in the index that the engine has removed.
 
-What is malformed, or rare, costs more to read than to send: it is read only in a payload of up to
+A malformed or rare form costs more to read than to send: it is read only in a payload of up to
 `MAX_RARE_BYTES`. Rare are text among the tokens, images, media that are not ASCII, windows beyond
 64 bits and extension types. The native reader adds what no engine writes: names that stand twice in
 one map, map keys that are no text, and nesting of more than 32 arrays.
@@ -233,7 +233,7 @@ def _timestamp(ts: Any) -> float:
 
 
 def _event(raw: Any, rare: _Rare) -> Event | str:
-    """One event, or its tag if nobody knows it."""
+    """One event, or its tag if that is unknown."""
     if type(raw) is list:
         tag = raw[0] if raw else None
     elif type(raw) is dict:

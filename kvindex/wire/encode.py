@@ -31,7 +31,7 @@ def encode_batch(batch: EventBatch, dialect: Dialect = LATEST) -> bytes:
     """Return the payload that an engine of this dialect would send for the batch.
 
     A field that the version does not have is left out, as that version would leave it out, even
-    where it tells blocks apart: before vLLM 0.14 no LoRA name, before 0.17 no extra_keys, and in
+    where blocks differ by it: before vLLM 0.14 no LoRA name, before 0.17 no extra_keys, and in
     every vLLM no `cache_salt` (vLLM has the salt in the first block's extra_keys). Likewise
     `batch.skipped` is not written.
 
@@ -140,29 +140,22 @@ def _stored(event: BlockStored, dialect: Dialect, shapes: _Shapes) -> Any:
 
 def _check_stored(event: BlockStored, dialect: Dialect) -> None:
     _check_hashes(fields.block_hashes(event.block_hashes), dialect)
-    if event.parent_block_hash is not None:
-        _check_hashes([fields.block_hash(event.parent_block_hash, "parent_block_hash")], dialect)
+    parent = fields.optional_hash(event.parent_block_hash, "parent_block_hash")
+    _check_hashes([] if parent is None else [parent], dialect)
     if type(event.token_ids) is not list or not _ONLY_INT.issuperset(map(type, event.token_ids)):
         raise EncodeError("token_ids is no list of ints")
     _check_place(event)
     fields.small_int(event.block_size, "block_size")
-    if event.lora_id is not None:
-        fields.optional_int(event.lora_id, "lora_id")
-    if event.lora_name is not None:
-        fields.optional_text(event.lora_name, "lora_name")
-    if event.cache_salt is not None:
-        fields.optional_text(event.cache_salt, "cache_salt")
-    if event.lookahead_token_ids is not None:
-        fields.tokens_per_block(event.lookahead_token_ids)
-    if event.extra_keys is not None:
-        extra_keys.extra_keys(event.extra_keys)
+    fields.optional_int(event.lora_id, "lora_id")
+    fields.optional_text(event.lora_name, "lora_name")
+    fields.optional_text(event.cache_salt, "cache_salt")
+    fields.tokens_per_block(event.lookahead_token_ids)
+    extra_keys.extra_keys(event.extra_keys)
 
 
 def _check_place(event: BlockStored | BlockRemoved) -> None:
-    if event.medium is not None:
-        fields.optional_text(event.medium, "medium")
-    if event.group_idx is not None:
-        fields.optional_small_int(event.group_idx, "group_idx")
+    fields.optional_text(event.medium, "medium")
+    fields.optional_small_int(event.group_idx, "group_idx")
 
 
 def _check_hashes(block_hashes: list[BlockHash], dialect: Dialect) -> None:

@@ -1,46 +1,20 @@
-"""Every error that kvindex raises, as one tree.
+"""Every error that kvindex raises; all are below `KVIndexError`.
+
+Each also inherits the builtin that a stranger would catch. Three have branches of their own:
 
 ```
-KVIndexError
-├── ConfigurationError   (also ValueError)    a value given by the caller cannot work
-│   └── DuplicatePublisherError (also KeyError)  a publisher of that name is registered already
-├── EndpointRefusedError (also PermissionError) an address that a registration may not have dialled
-├── RegistrationError    (also ValueError)    a worker that a server does not take, or does not have
-├── UnknownRankError     (also KeyError)      a rank or worker that nobody added
-├── TokenError           (also ValueError)    tokens whose type, shape or range cannot be read
-├── DecodeError          (also ValueError)    bytes that are not an event batch
-├── QueryError           (also ValueError)    a query's body that cannot be read
-├── EncodeError          (also ValueError)    an event batch that the chosen dialect cannot carry
-├── BusyError            (also TimeoutError)  a thread was too busy to carry out a call in time
-├── InUseError           (also RuntimeError)  a second call where one at a time is allowed
-├── ClosedError          (also RuntimeError)  the object was closed
-│   └── QueueClosedError                      the writer closed the queue, and all of it was read
-├── SnapshotError        (also ValueError)    bytes that cannot be restored as an index
-├── SegmentError         (also OSError)       shared memory that cannot be created or attached
-├── QueueTimeoutError    (also TimeoutError)  no room for a message, or no message, in time
-├── WaitCancelledError   (also RuntimeError)  `cancel` or `close` ended a wait
-├── PeerDiedError        (also ConnectionError) a party of a queue died without closing
-│   ├── WriterDiedError                       the writer: nothing more will come
-│   ├── ReaderDiedError                       readers: what they had not read is lost to them
-│   └── ReaderEvictedError                    the writer removed this reader from the queue
-├── DiscoveryError       (also ConnectionError) what tells where engines are did not, and why
-├── NotLiveError         (also TimeoutError)  ranks that did not become live in time, and why
-├── NoCandidateError     (also LookupError)   no rank may be chosen for a request
-├── DuplicateBookingError (also ValueError)   a request that has an open booking already
-├── UnknownBookingError  (also KeyError)      a request that has no open booking
-└── InvariantError       (also AssertionError)  a structure is not whole: our bug, or half changed
+ConfigurationError ── DuplicatePublisherError
+ClosedError ── QueueClosedError
+PeerDiedError ── WriterDiedError, ReaderDiedError, ReaderEvictedError
 ```
 
-Each also inherits the builtin that a stranger would catch. `kvindex` has those that its own names
-raise; `kvindex.shm` and `kvindex.index.replicas` have those of queues and shared memory,
-`kvindex.routing` those of routing, `kvindex.service.queries` that of queries; `kvindex.service`
-raises EndpointRefusedError and RegistrationError.
+`kvindex` exports those that its own names raise, and each other room likewise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kvindex.wire.rank import Rank
 
@@ -93,8 +67,35 @@ def _unpickled(
     return error
 
 
+class _ReasonedError(KVIndexError):
+    """An error of one of several kinds.
+
+    Attributes:
+        reason: which.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class _RequestError(KVIndexError):
+    """An error about one request.
+
+    Attributes:
+        request_id: the id.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        super().__init__(self._text.format(request_id))
+
+    _text: ClassVar[str]
+    __str__ = Exception.__str__  # KeyError would show the message quoted
+
+
 class ConfigurationError(KVIndexError, ValueError):
-    """A value given by the caller cannot work; the message says which and what would."""
+    """A value given by the caller cannot work; the message names it, and what would work."""
 
 
 class DuplicatePublisherError(ConfigurationError, KeyError):
@@ -103,7 +104,7 @@ class DuplicatePublisherError(ConfigurationError, KeyError):
     __str__ = Exception.__str__  # KeyError would show the message quoted
 
 
-class EndpointRefusedError(KVIndexError, PermissionError):
+class EndpointRefusedError(_ReasonedError, PermissionError):
     """An endpoint that came in a registration over HTTP, and that this server does not dial.
 
     Attributes:
@@ -111,29 +112,21 @@ class EndpointRefusedError(KVIndexError, PermissionError):
             is in none of the allowed networks).
     """
 
-    def __init__(self, message: str, *, reason: str) -> None:
-        self.reason = reason
-        super().__init__(message)
 
-
-class RegistrationError(KVIndexError, ValueError):
-    """A worker that a server does not take, or does not have; the message is the whole answer.
+class RegistrationError(_ReasonedError, ValueError):
+    """A worker that a server does not accept, or does not know; the message is the whole answer.
 
     Attributes:
         reason: "conflict" (with another registration), "unknown" (there is none to remove),
             "invalid" (it cannot work) or "room" (there are too many).
     """
 
-    def __init__(self, message: str, *, reason: str) -> None:
-        self.reason = reason
-        super().__init__(message)
-
 
 class UnknownRankError(KVIndexError, KeyError):
     """A rank (or worker) that is not known here, or a name that several ranks have.
 
     Attributes:
-        name: what was asked for.
+        name: the name that was given.
         known: what is known, or has that name, sorted.
         ambiguous: whether several have it.
     """
@@ -173,7 +166,7 @@ class DecodeError(KVIndexError, ValueError):
         super().__init__(message)
 
 
-class QueryError(KVIndexError, ValueError):
+class QueryError(_ReasonedError, ValueError):
     """A query's body that is no JSON, or not the JSON that a query is.
 
     Attributes:
@@ -187,10 +180,9 @@ class QueryError(KVIndexError, ValueError):
     def __init__(
         self, message: str, *, reason: str, field: str = "", position: int | None = None
     ) -> None:
-        self.reason = reason
         self.field = field
         self.position = position
-        super().__init__(message)
+        super().__init__(message, reason=reason)
 
     @property
     def malformed(self) -> bool:
@@ -226,14 +218,14 @@ class InUseError(KVIndexError, RuntimeError):
 
 
 class ClosedError(KVIndexError, RuntimeError):
-    """The object was closed and takes no more calls."""
+    """The object was closed and accepts no more calls."""
 
 
 class QueueClosedError(ClosedError):
     """The writer closed the queue, and this reader has read everything that was in it."""
 
 
-class SnapshotError(KVIndexError, ValueError):
+class SnapshotError(_ReasonedError, ValueError):
     """Bytes that cannot be restored as an index.
 
     Attributes:
@@ -242,13 +234,9 @@ class SnapshotError(KVIndexError, ValueError):
             bytes with contradictory content) or "room" (it exceeds the limits of the index).
     """
 
-    def __init__(self, message: str, *, reason: str) -> None:
-        self.reason = reason
-        super().__init__(message)
-
 
 class SegmentError(KVIndexError, OSError):
-    """Shared memory that cannot be created or attached; the message says why and what to do."""
+    """Shared memory that cannot be created or attached; the message has the cause and a remedy."""
 
 
 class QueueTimeoutError(KVIndexError, TimeoutError):
@@ -264,7 +252,7 @@ class QueueTimeoutError(KVIndexError, TimeoutError):
 
 
 class WaitCancelledError(KVIndexError, RuntimeError):
-    """`cancel`, or `close` in another thread, ended a wait; no message was taken."""
+    """`cancel`, or `close` in another thread, ended a wait; no message was received."""
 
 
 class PeerDiedError(KVIndexError, ConnectionError):
@@ -291,20 +279,19 @@ class ReaderEvictedError(PeerDiedError):
     """The writer removed this reader: it was too slow, or seemed dead; attach again."""
 
 
-class DiscoveryError(KVIndexError, ConnectionError):
+class DiscoveryError(_ReasonedError, ConnectionError):
     """A source of engines (an engine, a file, a name, an API server) gave no list of them.
 
     Attributes:
         reason: "name" (no such host), "refused" (nothing listens), "unreachable", "timeout", "tls",
             "denied" (it wants another token), "status" (it answers an error), "content" (what it
-            answers cannot be used), "off" (the engine says that it publishes no events), "unsaid"
-            (it does not say where it publishes) or "expired" (its list is out of date).
+            answers cannot be used), "off" (the engine publishes no events), "unsaid"
+            (the engine does not report where it publishes) or "expired" (its list is out of date).
         url: the source.
     """
 
     def __init__(self, message: str, *, url: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+        super().__init__(message, reason=reason)
         self.url = url
 
 
@@ -314,8 +301,8 @@ class NotLiveError(KVIndexError, TimeoutError):
     Attributes:
         timeout: how long the call waited, in seconds.
         reasons: for each rank that is not live, what is wrong and what to try.
-        engines: for each engine (by its URL) or source of engines that has not told where to
-            subscribe, why: its ranks are not known.
+        engines: for each engine (by its URL) or source of engines that has not reported where
+            to subscribe, why: its ranks are not known.
     """
 
     def __init__(
@@ -353,38 +340,21 @@ class NoCandidateError(KVIndexError, LookupError):
         self.refused = dict(refused)
 
 
-class DuplicateBookingError(KVIndexError, ValueError):
-    """A request id that an open booking has already.
+class DuplicateBookingError(_RequestError, ValueError):
+    """A request id that an open booking has already: `request_id`."""
 
-    Attributes:
-        request_id: the id.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(
-            f"request {request_id!r} has an open booking: finish or cancel it, or give another id"
-        )
-        self.request_id = request_id
+    _text = "request {!r} has an open booking: finish or cancel it, or give another id"
 
 
-class UnknownBookingError(KVIndexError, KeyError):
-    """A request id that no open booking has: never booked, ended, or expired.
+class UnknownBookingError(_RequestError, KeyError):
+    """A request id that no open booking has (never booked, ended, or expired): `request_id`."""
 
-    Attributes:
-        request_id: the id.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(f"no open booking of request {request_id!r}: it ended, or has expired")
-        self.request_id = request_id
-
-    def __str__(self) -> str:
-        return str(self.args[0])  # KeyError would show it quoted
+    _text = "no open booking of request {!r}: it ended, or has expired"
 
 
 class InvariantError(KVIndexError, AssertionError):
     """A structure is not whole.
 
     It failed its own `check()`: please report it, it is a bug in kvindex. Or a change of it was cut
-    short, as the message says: by what a signal's handler raised, for instance.
+    short, as the message shows: by an exception of a signal's handler, for instance.
     """

@@ -23,7 +23,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         block_hashes: the engine's label of each block, in prompt order.
         parent_block_hash: label of the block before the first one; None at the start of a prompt.
         token_ids: the tokens of all the blocks, `len(block_hashes) * block_size` of them;
-            empty when the event only tells a new place of known blocks.
+            empty when the event only reports a new place of known blocks.
         block_size: tokens per block.
         lora_id: numeric LoRA id (engines before lora_name).
         medium: where the blocks live: "GPU", "CPU", "DISK", …; None means the engine's GPU.
@@ -91,7 +91,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         ts: the engine's wall clock when the batch was made, in seconds since 1970.
         events: the events, in causal order.
-        data_parallel_rank: the publisher's DP rank, if it says so (SGLang: `attn_dp_rank`).
+        data_parallel_rank: the publisher's DP rank, if it is sent (SGLang: `attn_dp_rank`).
         skipped: tags of events that decoding left out because they are unknown.
     """
 
@@ -102,7 +102,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def dp_rank(self) -> int | None:
-        """The publisher's DP rank, if it says so."""
+        """The publisher's DP rank, if it is sent."""
         return self.data_parallel_rank
 
     @property

@@ -136,7 +136,7 @@ def split_bigrams(
 ) -> tuple[list[int], Lookahead | None]:
     """Return the first token of each bigram, and the token after each block.
 
-    The second value is None when the pairs are not whole blocks: then nothing says which pair
+    The second value is None when the pairs are not whole blocks: then it is unknown which pair
     ends a block.
     """
     if set(map(len, pairs)) != {2}:

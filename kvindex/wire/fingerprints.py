@@ -1,24 +1,33 @@
-"""Hashes of payloads, by which a payload that comes again is known, in another process too."""
+"""Hashes of payloads, by which a repeated payload is recognised, in another process too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
-__all__ = ["KNOWN_PAYLOAD", "Fingerprints"]
+from kvindex.wire.backend import BACKEND
 
-KNOWN_PAYLOAD = b"kvindex: two functions that differ give this different fingerprints"
+if BACKEND == "native":
+    from kvindex.wire._native import FINGERPRINT_SECRET_BYTES
+    from kvindex.wire._native import Fingerprints as Core
+
+__all__ = ["Fingerprints", "secret_words"]
+
+_PURPOSE = b"kvindex payload"
+_KNOWN_PAYLOAD = b"kvindex: two functions that differ give this different fingerprints"
 
 
 class Fingerprints:
-    """Fingerprints of 64 bits: BLAKE2b under a key.
+    """Fingerprints of 64 bits: NH under secret words (native), or keyed BLAKE2b.
 
     Args:
-        seed: makes the key, 0 … 2**128 - 1. Where nobody knows it, nobody can aim at a collision;
-            without it, finding one takes 2**32 tries of somebody who chooses both payloads.
+        seed: makes the words or the key, 0 … 2**128 - 1. If the seed is secret, two payloads have
+            the same fingerprint with a probability of 2**-64, even if chosen by an attacker.
 
     Attributes:
-        identity: names the function and its key; fingerprints made under different identities
+        identity: names the function and its secret; fingerprints made under different identities
             cannot be compared.
+        of: returns the fingerprint of a payload, -2**63 … 2**63 - 1.
 
     Thread safety: immutable.
 
@@ -29,15 +38,31 @@ class Fingerprints:
         False
     """
 
-    __slots__ = ("_empty", "identity")
+    __slots__ = ("identity", "of")
 
     def __init__(self, seed: int = 0) -> None:
-        key = seed.to_bytes(16, "little")
-        self._empty = blake2b(digest_size=8, key=key, person=b"kvindex payload")
-        self.identity = f"blake2b:{self.of(KNOWN_PAYLOAD) % 2**64:016x}"
+        self.of: Callable[[bytes], int]  # bound here: called for every message
+        if BACKEND == "native":
+            words = secret_words(seed, FINGERPRINT_SECRET_BYTES, _PURPOSE)
+            name, self.of = "nh64", Core(words).of
+        else:
+            name, self.of = "blake2b", _blake2b(seed)
+        self.identity = f"{name}:{self.of(_KNOWN_PAYLOAD) % 2**64:016x}"
 
-    def of(self, payload: bytes) -> int:
-        """Return the fingerprint of a payload, -2**63 … 2**63 - 1."""
-        digest = self._empty.copy()
+
+def secret_words(seed: int, size: int, purpose: bytes) -> bytes:
+    """Return the native core's secret words that a seed stands for: `size` bytes for a purpose."""
+    key = seed.to_bytes(16, "little")
+    parts = (blake2b(bytes([i]), key=key, person=purpose).digest() for i in range(-(-size // 64)))
+    return b"".join(parts)[:size]
+
+
+def _blake2b(seed: int) -> Callable[[bytes], int]:
+    empty = blake2b(digest_size=8, key=seed.to_bytes(16, "little"), person=_PURPOSE)
+
+    def of(payload: bytes) -> int:
+        digest = empty.copy()
         digest.update(payload)
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+    return of

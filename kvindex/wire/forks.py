@@ -4,8 +4,7 @@ A child closes its copies of the sockets, or the peers would not notice that the
 Its objects are notified that they no longer follow a stream.
 
 Before a fork, clients and replicas (`prepare_forks`) get ready first, then the indexes that they
-fill (`guard_forks`). After it the order is the reverse: first the indexes can be used again, then
-clients and replicas may use them.
+fill (`guard_forks`). After the fork the order is the reverse.
 """
 
 from __future__ import annotations
@@ -28,20 +27,12 @@ _Owner = TypeVar("_Owner")
 _Prepare: TypeAlias = "Callable[[_Owner, Fork], None]"
 
 
-class Lock(Protocol):
-    """A lock of `threading`, reentrant or not."""
-
-    def acquire(self, blocking: bool, timeout: float, /) -> bool: ...
-
-    def release(self) -> None: ...
-
-
 class Fork:
-    """A fork that a thread is at: what it holds until then, and what is to be done after it.
+    """A fork of one thread: the locks that it holds until then, and the calls that follow it.
 
     Attributes:
-        guarded: what `guard_forks` was given until then.
-        prepared_at: when the others had got ready, in monotonic seconds.
+        guarded: the objects of `guard_forks` at that time.
+        prepared_at: when the others were ready, in monotonic seconds.
 
     Thread safety: that thread only.
     """
@@ -52,31 +43,31 @@ class Fork:
         self._after: list[Callable[[bool], None]] = []
 
     def then(self, call: Callable[[bool], None]) -> None:
-        """Call something after the fork, the last first, with whether this is the child."""
+        """Call this after the fork, the last first, with whether this process is the child."""
         self._after.append(call)
 
     def do_in_child(self, call: Callable[[], None]) -> None:
-        """Call something in the child only."""
+        """Call this in the child only."""
         self.then(lambda in_child: call() if in_child else None)
 
-    def hold(self, lock: Lock, timeout: float) -> None:
-        """Take a lock if it can be had in time; both processes give it back after the fork."""
-        taken: list[bool] = []
-        self.then(lambda _: lock.release() if any(taken) else None)
-        # In one C call: what a signal's handler raises leaves it not taken, or noted.
-        taken.extend(map(lock.acquire, (True,), (timeout,)))
+    def hold(self, lock: Any, timeout: float) -> None:
+        """Acquire a lock of `threading` if possible in time; both processes release it later."""
+        held: list[bool] = []
+        self.then(lambda _: lock.release() if any(held) else None)
+        # In one C call: if a signal handler raises, the lock is not held, or noted.
+        held.extend(map(lock.acquire, (True,), (timeout,)))
 
     def end(self, in_child: bool) -> None:
-        """Do what was asked for."""
+        """Make the calls that follow the fork."""
         for call in reversed(self._after):
             try:
                 call(in_child)
             except Exception:
-                logger.exception("after a fork, something was not told of it")
+                logger.exception("a call after a fork failed")
 
 
 class _Forking(threading.local):
-    """The fork that a thread is at, if it is."""
+    """The fork that a thread has begun, if any."""
 
     def __init__(self) -> None:
         self.fork: Fork | None = None
@@ -86,10 +77,10 @@ class Guarded(Protocol):
     """An object that is whole at every fork, and goes on in the child: an index."""
 
     def prepare_fork(self, fork: Fork) -> None:
-        """Keep everything whole until the fork, and ask for what is to be done after it."""
+        """Keep everything whole until the fork, and register the calls that follow it."""
 
     def miss_fork(self) -> None:
-        """In a child: another thread made this when the others had got ready."""
+        """In a child: another thread made this object when the others were ready."""
 
 
 # The state of the process that this package keeps.
@@ -146,7 +137,7 @@ def _before() -> None:
     fork.guarded = _living(_guarded)
     interruptions += [_try(guarded.prepare_fork, fork) for guarded in fork.guarded]
     for error in filter(None, interruptions):
-        raise error  # Python says so, and goes on
+        raise error  # Python reports it, and goes on
 
 
 def _try(call: Callable[..., None], *arguments: object) -> BaseException | None:

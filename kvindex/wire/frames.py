@@ -50,7 +50,7 @@ class ReplayReply(msgspec.Struct, frozen=True):
         topic: the topic frame, or None from engines that send none.
         seq: the batch's number; END_SEQ at the end.
         payload: the event batch as bytes; empty at the end.
-        end: True if the publisher says that there is no more. It does not say that nothing was
+        end: True if the publisher has no more to send. That is no proof that nothing was
             lost on the way: check that the numbers have no hole.
     """
 
@@ -91,8 +91,6 @@ def parse_replay(frames: Sequence[bytes]) -> ReplayReply:
         DecodeError: not 3 or 4 frames, the first not empty, or a seq that is not 8 bytes.
 
     Examples:
-        >>> parse_replay([b"", b"\xff" * 8, b""]).end
-        True
         >>> parse_replay([b"", b"kv", b"\x00" * 8, b"..."]).topic
         b'kv'
     """

@@ -24,8 +24,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
         kind: vLLM's `kv_cache_spec_kind`; unknown kinds are treated like
             "full_attention", which never overestimates.
         sliding_window: the window in tokens, for the sliding-window kinds.
-        attention_chunk_size: tokens in a chunk, for "chunked_local_attention". No engine tells it;
-            without it the group counts as full attention, which never overestimates.
+        attention_chunk_size: tokens in a chunk, for "chunked_local_attention". No engine reports
+            it; without it the group counts as full attention, which never overestimates.
 
     Raises:
         ConfigurationError: a sliding-window kind without a positive window, or a chunk size below
@@ -96,14 +96,14 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             0.22 on, except for chunk sizes.
         report_mode: vLLM's `kv_cache_report_mode`. "full" means that requests announce blocks
             again that they found cached; such announcements are then not counted as further
-            copies. Some cannot be told from copies, so that answers are upper bounds. Under
+            copies. Some look like copies, so that answers are upper bounds. Under
             "incremental", the engine's own default, every store is a copy.
         eagle: whether vLLM speculates with EAGLE or MTP, and so drops the last block of each hit;
             or the group_idx of the groups that drop, where it is not all of them (the draft
             model's). Lookahead hashing (vLLM 0.33) and SGLang drop none.
         hash_block_size: tokens per hash where that is less than every group's block size (vLLM's
             `prefix_match_unit`); otherwise it is learned.
-        upper_bound: whether the engine's events tell only part of what limits a hit, so that
+        upper_bound: whether the engine's events report only part of what limits a hit, so that
             answers are upper bounds: SGLang's hybrid caches (sliding window, Mamba), and SGLang
             when requests carry an `extra_key`.
         resets_connector: whether vLLM's prefix cache is reset together with its connector: with

@@ -22,7 +22,7 @@ class LogRate:
         self._logged_at: dict[str, float] = {}
 
     def allows(self, kind: str = "") -> bool:
-        """Return whether a line of this kind may be logged now; then it is taken as logged."""
+        """Return whether a line of this kind may be logged now; if so, it counts as logged."""
         now = self._clock()
         if now - self._logged_at.get(kind, -_INTERVAL) < _INTERVAL:
             return False

@@ -13,7 +13,6 @@ from kvindex.wire.events import BlockHash
 
 __all__ = [
     "EMPTY_TUPLE_HASH",
-    "ROOT_PARENTS",
     "content_hash",
     "fold_hash",
     "fold_medium",
@@ -29,14 +28,9 @@ _MASK_64: Final = 2**64 - 1
 EMPTY_TUPLE_HASH: Final = 5740354900026072187
 """CPython's `hash(())` on 64-bit machines: SGLang 0.4.8-0.5.0 names the root so."""
 
-ROOT_PARENTS: Final[frozenset[int | None]] = frozenset({None, 0, EMPTY_TUPLE_HASH})
-"""Every way in which a publisher says "the block before is the start of the prompt"."""
-
 _KNOWN_MEDIA: Final = frozenset(
     {"GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL", "STORAGE", "FS", "OBJ"}
 )
-
-
 _HOST_MEDIA: Final = frozenset({"CPU", "CPU_PINNED"})
 _SGLANG_MEDIA: Final = frozenset({"CPU_PINNED", "DISK", "EXTERNAL"})
 _DEVICES: Final = ("GPU", "CUDA", "ROCM", "HIP", "XPU", "NPU", "TPU", "HPU")
@@ -51,23 +45,19 @@ def is_root_parent(parent_block_hash: BlockHash | None) -> bool:
         >>> [is_root_parent(parent) for parent in (None, 0, 5740354900026072187, 7, b"")]
         [True, True, True, False, False]
     """
-    return parent_block_hash in ROOT_PARENTS
+    return parent_block_hash in (None, 0, EMPTY_TUPLE_HASH)
 
 
 def content_hash(token_ids: Iterable[int]) -> int:
     """Return the label that SGLang 0.4.6-0.5.5 gives a page, as an unsigned 64-bit int.
 
-    It is CPython's `hash(tuple(token_ids))` of a 64-bit build since 3.8, so it covers the page's
+    That is CPython's `hash(tuple(token_ids))` of a 64-bit build since 3.8, so it covers the page's
     own tokens only and not the prefix: equal pages at two places share one label.
 
     Raises:
         TypeError: an item that is not hashable.
 
     Complexity: O(tokens).
-
-    Examples:
-        >>> content_hash([]) == EMPTY_TUPLE_HASH
-        True
     """
     return hash(tuple(token_ids)) & _MASK_64
 
@@ -81,14 +71,10 @@ def is_content_hash(block_hash: BlockHash, token_ids: Sequence[int]) -> bool:
 
 
 def fold_hash(block_hash: BlockHash) -> BlockHash:
-    """Return the label with its sign taken away: ints modulo 2**64, bytes as they are.
+    """Return the label without its sign: ints modulo 2**64, bytes as they are.
 
     Engines differ in sign (vLLM unsigned; SGLang and vLLM up to 0.10.1 signed), and a wrapper may
     change it on the way between a store and its removal.
-
-    Examples:
-        >>> fold_hash(-1) == fold_hash(2**64 - 1)
-        True
     """
     return block_hash & _MASK_64 if isinstance(block_hash, int) else block_hash
 
@@ -112,7 +98,7 @@ def fold_medium(medium: str | None) -> str:
 def medium_tier(folded_medium: str) -> int:
     """Return how far a medium is from the device: engines load a prefix tier by tier.
 
-    0 is the device itself, 1 the host's memory, 2 disks and other storage, 3 what nobody knows.
+    0 is the device itself, 1 the host's memory, 2 disks and other storage, 3 unknown ones.
 
     Examples:
         >>> [medium_tier(medium) for medium in ("GPU", "cuda:0", "CPU_PINNED", "DISK", "tape")]
@@ -129,18 +115,12 @@ def outlives_clear(folded_medium: str, *, resets_connector: bool = False) -> boo
     """Return True if an engine keeps the blocks of a medium when it announces that all are cleared.
 
     SGLang flushes all its tiers together. vLLM clears the device only, and asks its connector to
-    clear the host's memory where the reset says so; further tiers stay in any case. The event is
-    the same, but each engine has its own names for the media besides the device.
-
-    Args:
-        folded_medium: its name.
-        resets_connector: `CacheSettings.resets_connector`.
+    clear the host's memory where the reset includes that; further tiers stay in any case. The event
+    is the same, but each engine has its own names for the media besides the device.
 
     Examples:
         >>> [outlives_clear(medium) for medium in ("GPU", "CPU_PINNED", "CPU", "STORAGE")]
         [False, False, True, True]
-        >>> outlives_clear("CPU", resets_connector=True)
-        False
     """
     tier = 0 if folded_medium in _SGLANG_MEDIA else medium_tier(folded_medium)
     return tier > (1 if resets_connector else 0)
@@ -154,10 +134,6 @@ def text_token(text: str) -> int:
     [2**62, 2**63), where no vocabulary reaches, and is the same in every process.
 
     Complexity: O(length of text).
-
-    Examples:
-        >>> 2**62 <= text_token("sha256:ab") < 2**63
-        True
     """
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 2**62 + 2**62

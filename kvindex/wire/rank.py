@@ -34,7 +34,7 @@ class State(str, enum.Enum):
         CONNECTING: no connection to the publisher.
         SYNCING: connected; a replay catches up, or proves that this is still the same publisher.
         LIVE: everything that is known to exist has been applied.
-        REPAIRING: batches are missing; they are awaited or asked for.
+        REPAIRING: batches are missing; they are awaited or requested.
         STALE: as LIVE, but there was no sign of life (a batch, a reply to a replay request, a new
             connection) for too long.
         CLOSED: closed by its owner, for good.

@@ -40,10 +40,6 @@ def find_rank(name: object, known: Collection[Rank]) -> Rank:
 
     Raises:
         UnknownRankError: there is none, or there are several.
-
-    Examples:
-        >>> find_rank("a/1", [Rank("a", 0), Rank("a", 1)])
-        Rank(worker='a', dp_rank=1)
     """
     ranks = find_ranks(name, known)
     if len(ranks) > 1:
@@ -54,17 +50,7 @@ def find_rank(name: object, known: Collection[Rank]) -> Rank:
 class RankNames:
     """The ranks that every name stands for: `find_ranks` for many names, each in O(1).
 
-    Args:
-        known: the ranks.
-
-    Complexity: O(ranks × log ranks) to make.
-
-    Thread safety: immutable.
-
-    Examples:
-        >>> names = RankNames([Rank("a", 0), Rank("a", 1)])
-        >>> names.find("a/1"), names.find("a")
-        ([Rank(worker='a', dp_rank=1)], [Rank(worker='a', dp_rank=0), Rank(worker='a', dp_rank=1)])
+    Complexity: O(ranks × log ranks) to make. Thread safety: immutable.
     """
 
     def __init__(self, known: Collection[Rank]) -> None:
@@ -76,13 +62,9 @@ class RankNames:
             self._ranks[rank] = [rank]
             text = str(rank)
             if self._ranks.setdefault(text, [rank]) != [rank]:
-                del self._ranks[text]  # a worker is called so too: `find_ranks` says so
+                del self._ranks[text]  # a worker has that name too: `find_ranks` reports it
 
     def find(self, name: RankName) -> list[Rank]:
-        """Return the ranks that a name stands for, at least one, sorted.
-
-        Raises:
-            UnknownRankError: there is none, or the name is both a rank's text and a worker's name.
-        """
+        """Return the ranks that a name stands for, and raise, as `find_ranks` does."""
         ranks = self._ranks.get(name) if isinstance(name, (str, tuple)) else None
         return ranks or find_ranks(name, self._known)

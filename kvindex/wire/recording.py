@@ -43,7 +43,7 @@ def read_recording(source: str | os.PathLike[str] | BinaryIO) -> Iterator[Record
         source: a path, or a file opened for reading bytes (left open, at its end).
 
     Raises:
-        DecodeError: the file is cut off inside a record, or is no recording; says at which byte.
+        DecodeError: the file is cut off inside a record, or no recording; the message has the byte.
         OSError: the path cannot be read.
 
     Complexity: O(one message) of memory.
@@ -56,7 +56,7 @@ def read_recording(source: str | os.PathLike[str] | BinaryIO) -> Iterator[Record
 
 
 class _Reader:
-    """Reads records off a file and knows how far it is."""
+    """Reads records from a file and counts its bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -17,10 +17,6 @@ def field_against_cache(body: Mapping[str, Any]) -> str:
     Examples:
         >>> field_against_cache({"prompt": "Once upon a time", "prompt_logprobs": 0})
         'prompt_logprobs'
-        >>> field_against_cache({"prompt": "Once upon a time", "echo": True, "logprobs": 1})
-        'echo with logprobs'
-        >>> field_against_cache({"messages": [], "echo": True})
-        'echo'
     """
     if body.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
@@ -36,13 +32,10 @@ def field_against_cache(body: Mapping[str, Any]) -> str:
 def reads_cache(body: Mapping[str, Any]) -> bool:
     """Return whether the engine reads its cache for an OpenAI request, by the request's body.
 
-    vLLM does not where it must return the log probabilities of the prompt's own tokens: with
-    `prompt_logprobs`, with `echo` and `logprobs` in a completion, with `echo` in a chat (unless its
-    `top_logprobs` is null). Nor does SGLang, with `echo` and `logprobs`.
+    vLLM does not with `prompt_logprobs`, with `echo` and `logprobs` in a completion, with `echo` in
+    a chat (unless its `top_logprobs` is null); SGLang not with `echo` and `logprobs`.
 
     Examples:
-        >>> reads_cache({"prompt": "Once upon a time", "logprobs": 1})
-        True
         >>> reads_cache({"prompt": "Once upon a time", "prompt_logprobs": 0})
         False
     """

@@ -7,7 +7,7 @@
 // no longer tell whose copies it shows: those of its first label (`crowds_`) and of each further one
 // (`counted_`) are written down, until the rank holds it no more.
 //
-// The Python twin is kvindex/index/reference/labels.py. Owned by the index, under its lock.
+// The Python twin is kvindex/index/reference/blocks.py. Owned by the index, under its lock.
 #pragma once
 
 #include <cstdint>

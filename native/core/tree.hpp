@@ -1,6 +1,6 @@
 // The radix tree over prefix keys, shared by all ranks.
 //
-// The Python twin, kvindex/index/reference/tree.py, is its readable specification: the same blocks are kept,
+// The Python twin, kvindex/index/reference/blocks.py, is its readable specification: the same blocks are kept,
 // for the same owners, at every moment. A block stays while someone holds it or a block after it.
 // `check()` asserts what the comments here and in strand.hpp promise.
 //

@@ -452,11 +452,10 @@ def test_a_payload_that_cannot_be_read_changes_nothing() -> None:
 def test_statistics_count_by_reason() -> None:
     index = index_of(stored(0, 1), stored(1), removed(1), removed(9), stored(5), located(8))
     statistics = json.loads(json.dumps(index.statistics()))
-    assert {name: statistics[name] for name in ("blocks", "orphans", "unique_blocks", "runs")} == {
+    assert {name: statistics[name] for name in ("blocks", "orphans", "unique_blocks")} == {
         "blocks": 2,
         "orphans": 2,
         "unique_blocks": 2,
-        "runs": 1,
     }
     counted = ("stored", "duplicates", "removed", "removed_unknown", "orphaned", "unplaced")
     assert [statistics["ranks"]["a/0"][name] for name in counted] == [3, 1, 1, 1, 1, 1]

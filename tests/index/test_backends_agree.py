@@ -72,17 +72,6 @@ def held(index: BaseIndex) -> dict[Rank, tuple[int, Counter[Any]]]:
     return {rank: (len(tree), Counter(tree.walk())) for rank, tree in trees.items()}
 
 
-def shown(index: BaseIndex) -> Any:
-    """Who holds which prefixes: all, a part, those of some ranks."""
-    some = list(index.ranks)[1:]
-    return (
-        index.prefixes(),
-        index.prefixes(3),
-        index.prefixes(5, min_blocks=2),
-        index.prefixes(ranks=some),
-    )
-
-
 def cut_off(query: Query) -> tuple[Any, dict[str, Any]]:
     """The prompt without the tokens that are recomputed, and the other options."""
     tokens, options = query.tokens(), dict(query.options)
@@ -158,7 +147,6 @@ class Twins:
                 if one["ranks"][r][k] != two["ranks"][r][k]
             ]
             assert held(twin) == held(self.reference)
-            assert shown(twin) == shown(self.reference)
 
     def ask(self, query: Query) -> None:
         expected = outcome(partial(answer, self.reference, query))

@@ -78,12 +78,13 @@ def test_a_change_that_a_ctrl_c_cuts_short_is_never_answered_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     index = python_index()
+    index.add(B)
 
     def stop() -> None:
         raise KeyboardInterrupt
 
     with (
-        interrupted(monkeypatch, index._tree, "extend", stop),
+        interrupted(monkeypatch, index._ranks[B].blocks, "extend", stop),
         pytest.raises(KeyboardInterrupt),
     ):
         index.apply(B, batch(0, 1, 2))
@@ -195,15 +196,17 @@ def test_a_fork_during_a_change_that_does_not_end_leaves_the_child_an_index_that
 ) -> None:
     monkeypatch.setattr(guard_module, "_PATIENCE", 0.0)
     index = python_index()
+    index.add(B)
     within, end = threading.Event(), threading.Event()
-    extend = index._tree.extend
+    blocks = index._ranks[B].blocks
+    extend = blocks.extend
 
     def stay(*args: Any, **options: Any) -> Any:
         within.set()
         end.wait(PATIENCE)
         return extend(*args, **options)
 
-    monkeypatch.setattr(index._tree, "extend", stay)
+    monkeypatch.setattr(blocks, "extend", stay)
 
     def child() -> None:
         with pytest.raises(InvariantError, match="when this process was forked; make a new one"):

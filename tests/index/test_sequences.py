@@ -158,7 +158,7 @@ def test_forty_ranks_hold_the_system_prompt() -> None:
         apply(index, rank, stored(0, 1, 2, base=100 * rank.dp_rank + 1))
     match = index.match(prompt(3))
     assert sum(found.blocks == 3 for found in match) == 40
-    assert index.statistics()["runs"] == 1
+    assert index.statistics()["unique_blocks"] == 3
 
 
 def test_two_ranks_use_one_hash_for_different_blocks() -> None:

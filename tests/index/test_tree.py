@@ -1,4 +1,4 @@
-"""The tree's shape follows from what is resident, and nothing leaks."""
+"""What is kept follows from what is resident, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from kvindex import AllBlocksCleared, Index, Rank
+from kvindex import BACKEND, AllBlocksCleared, ConfigurationError, Index, Rank
 from kvindex.index import reference
 from kvindex.index.keys import Namespace
+from kvindex.index.reference.blocks import Block, Blocks, Budget, Place
 from kvindex.index.reference.keys import KeyMaker
-from kvindex.index.reference.tree import Block, Owner, RadixTree
 from kvindex.wire import Event
 from kvindex.wire.errors import InvariantError
 from tests.index.index_events import A, B, apply, index_of, prompt, removed, stored
@@ -19,112 +19,68 @@ from tests.index.index_events import A, B, apply, index_of, prompt, removed, sto
 pytestmark = pytest.mark.unit
 
 SPACE = Namespace(block_size=1, lora=None, lookahead=0)
+GPU, CPU = Place("GPU", 0), Place("CPU", 0)
 
 
 class Harness:
-    """A tree with three owners; contents are single letters."""
+    """The blocks of one rank; contents are single letters, and labels are the prefixes."""
 
     def __init__(self) -> None:
-        self.tree = RadixTree(KeyMaker(seed=1))
-        self.a, self.b, self.c = (Owner(Rank(name), "GPU", 0) for name in "abc")
+        self.blocks = Blocks(KeyMaker(seed=1), Budget(None, None))
 
-    def own(self, text: str, owner: Owner) -> list[Block]:
-        """Own all the blocks of a prompt."""
-        blocks = self.tree.extend(None, SPACE, [letter.encode() for letter in text])
-        self.tree.own(blocks, owner)
-        self.tree.check()
-        return blocks
+    def extend(self, text: str) -> list[Block]:
+        return self.blocks.extend(None, SPACE, [letter.encode() for letter in text])
 
-    def disown(self, blocks: list[Block], owner: Owner) -> None:
-        self.tree.disown(blocks, owner)
-        self.tree.check()
+    def store(self, text: str, place: Place = GPU) -> None:
+        for stop, block in enumerate(self.extend(text), 1):
+            self.blocks.add(text[:stop].encode(), block, place)
+        self.blocks.check()
+
+    def remove(self, text: str, place: Place = GPU) -> None:
+        (block,) = self.blocks.held_at(text.encode(), place)
+        self.blocks.drop(text.encode(), block, place)
+        self.blocks.check()
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.tree.run_count, self.tree.block_count
+    def kept(self) -> tuple[int, int]:
+        """How many blocks are kept, holes included, and how many of them are resident."""
+        return len(self.blocks.block_keys()), len(self.blocks)
 
 
-def test_one_prompt_is_one_run_however_long() -> None:
+def test_prompts_share_what_they_begin_with() -> None:
     world = Harness()
-    for stop in range(1, 9):
-        world.own("abcdefgh"[:stop], world.a)
-    assert world.shape == (1, 8)
+    world.store("abcdef")
+    world.store("abcxyz", CPU)
+    assert world.kept == (9, 9)
 
 
-def test_prompts_split_where_they_part_and_join_when_one_goes() -> None:
+def test_a_hole_keeps_its_position_only_while_something_is_behind_it() -> None:
     world = Harness()
-    world.own("abcdef", world.a)
-    branch = world.own("abcxyz", world.a)
-    assert world.shape == (3, 9)
-    world.disown(branch[3:], world.a)
-    assert world.shape == (1, 6)
-
-
-def test_owners_split_where_they_part_and_join_when_they_agree() -> None:
-    world = Harness()
-    world.own("abcdef", world.a)
-    few = world.own("abc", world.b)
-    assert world.shape == (2, 6)
-    many = world.own("abcdef", world.b)
-    assert world.shape == (1, 6)
-    world.disown(many, world.b)
-    assert world.shape == (1, 6)
-    assert few[0].run.owners == {world.a}
-
-
-def test_a_hole_splits_in_three_and_filling_it_joins_again() -> None:
-    world = Harness()
-    blocks = world.own("abcdef", world.a)
-    world.disown([blocks[2]], world.a)
-    assert world.shape == (3, 6)
-    world.tree.own([blocks[2]], world.a)
-    world.tree.check()
-    assert world.shape == (1, 6)
-
-
-def test_a_hole_keeps_its_place_only_while_something_is_behind_it() -> None:
-    world = Harness()
-    blocks = world.own("abcdef", world.a)
-    world.disown(blocks[:5], world.a)
-    assert world.shape == (2, 6), "one run of holes and the last block"
-    world.disown(blocks[5:], world.a)
-    assert world.shape == (0, 0)
-    assert world.tree.namespaces() == []
+    world.store("abcd")
+    for text in ("ab", "abc", "a"):
+        world.remove(text)
+    assert world.kept == (4, 1)
+    world.remove("abcd")
+    assert world.kept == (0, 0)
+    assert world.blocks.namespaces() == set()
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
-def test_disowning_in_any_order_leaves_nothing(order: tuple[int, ...]) -> None:
+def test_removing_in_any_order_leaves_nothing(order: tuple[int, ...]) -> None:
     world = Harness()
-    blocks = world.own("abcd", world.a)
-    world.own("abxy", world.b)
+    world.store("abcd")
+    world.store("abxy", CPU)
     for i in order:
-        world.disown([blocks[i]], world.a)
-    assert world.shape == (1, 4)
+        world.remove("abcd"[: i + 1])
+    assert world.kept == (4, 4)
 
 
-def test_pruning_takes_back_what_nobody_owns() -> None:
+def test_pruning_drops_what_nobody_holds() -> None:
     world = Harness()
-    world.own("abcdef", world.a)
-    world.tree.prune(world.tree.extend(None, SPACE, [b"a", b"b", b"x", b"y"])[-1])
-    world.tree.check()
-    assert world.shape == (1, 6)
-
-
-def test_the_same_residents_have_the_same_shape_in_whatever_order_they_came() -> None:
-    texts = ["abcdef", "abcxyz", "abc", "abq", "zz"]
-    shapes = set()
-    for seed in range(20):
-        world = Harness()
-        random = Random(seed)
-        stores = [(text, owner) for text in texts for owner in (world.a, world.b)]
-        stores.append(("abcdefgh", world.c))
-        random.shuffle(stores)
-        for text, owner in stores:
-            world.own(text, owner)
-        noise = world.own("abcdXY", world.c)
-        world.disown(noise[4:], world.c)
-        shapes.add(world.shape)
-    assert len(shapes) == 1
+    world.store("abcdef")
+    world.blocks.prune(world.extend("abxy")[-1])
+    world.blocks.check()
+    assert world.kept == (6, 6)
 
 
 def history(seed: int) -> list[tuple[Rank, Event]]:
@@ -139,16 +95,16 @@ def history(seed: int) -> list[tuple[Rank, Event]]:
     return [*events, (A, removed(6, 5) if seed % 2 else removed(5, 6))]
 
 
-def test_the_runs_of_an_index_do_not_tell_its_history() -> None:
+def test_the_runs_of_an_index_do_not_show_its_history() -> None:
     shapes = set()
     for seed in range(20):
         index = Index()
         for rank, event in history(seed):
             apply(index, rank, event)
-        assert [found.blocks for found in index.match(prompt(12))] == [12, 5]
+        assert [rank_match.blocks for rank_match in index.match(prompt(12))] == [12, 5]
         statistics = index.statistics()
         shapes.add((statistics["runs"], statistics["unique_blocks"]))
-    assert shapes == {(3, 12)}
+    assert shapes == {(3 if BACKEND == "native" else 12, 12)}
 
 
 @pytest.mark.parametrize("way", ["removals", "clear event", "clear tree", "remove rank"])
@@ -173,35 +129,37 @@ def test_nothing_is_left_once_everything_is_gone(way: str) -> None:
 def test_no_namespace_is_left_once_everything_is_gone() -> None:
     index = reference.Index()
     apply(index, A, stored(0, 1), stored(9, lora_name="l"), removed(1, 0, 9))
-    assert index._tree.namespaces() == []
+    assert index._ranks[A].blocks.namespaces() == set()
+
+
+def test_the_python_index_says_that_prefixes_need_the_native_module() -> None:
+    with pytest.raises(ConfigurationError, match="no prefixes: they need the native module"):
+        reference.Index().prefixes()
 
 
 def test_check_finds_each_broken_invariant() -> None:
-    def broken(text: str) -> tuple[Harness, list[Block]]:
-        world = Harness()
-        return world, world.own(text, world.a)
+    def fault() -> str:
+        with pytest.raises(InvariantError) as raised:
+            world.blocks.check()
+        return str(raised.value)
 
-    world, blocks = broken("abc")
-    blocks[1].depth = 7
-    with pytest.raises(InvariantError, match="stands at depth"):
-        world.tree.check()
-
-    world, blocks = broken("abc")
-    blocks[0].run.owners = frozenset()
-    with pytest.raises(InvariantError, match="a leaf without owners"):
-        world.tree.check()
-
-    world, blocks = broken("abc")
-    world.tree.block_count += 1
-    with pytest.raises(InvariantError, match="3 blocks, counted 4"):
-        world.tree.check()
-
-    world, blocks = broken("abc")
-    world.tree._split(blocks[0].run, 1)
-    with pytest.raises(InvariantError, match="two runs that could be one"):
-        world.tree.check()
-
-    world, blocks = broken("abc")
-    world.a.resident = 9
-    with pytest.raises(InvariantError, match="owns 3 blocks"):
-        world.tree.check()
+    world = Harness()
+    world.store("abc")
+    first, middle, last = world.extend("abc")
+    middle.depth = 7
+    assert "stands at depth" in fault()
+    middle.depth = 1
+    places, last.places = last.places, {}
+    assert "a hole that no block follows" in fault()
+    last.places = places
+    first.children = 2
+    assert "1 blocks follow" in fault()
+    first.children = 1
+    world.blocks.resident[GPU] = 9
+    assert "3 blocks at" in fault()
+    world.blocks.resident[GPU] = 3
+    middle.places[GPU] = 2
+    assert "by its labels" in fault()
+    middle.places[GPU] = 1
+    world.blocks._size = 4
+    assert "resident, counted" in fault()

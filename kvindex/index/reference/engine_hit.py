@@ -20,45 +20,27 @@ __all__ = ["Cache", "GroupCoverage", "TieredHit", "engine_hit", "tiered_hit"]
 
 
 class Cache(NamedTuple):
-    """What all groups of a rank have in common.
+    """What all groups of a rank have in common."""
 
-    Attributes:
-        unit: tokens per block of the tree.
-        alignment: tokens whose multiples the hits are.
-    """
-
-    unit: int
-    alignment: int
+    unit: int  # tokens per block of the index
+    alignment: int  # tokens whose multiples the hits are
 
 
 class GroupCoverage(NamedTuple):
-    """The part of a prompt that one rank holds in one group.
-
-    Attributes:
-        spec: the group's kind.
-        block_size: tokens per block.
-        spans: the stretches that it holds, in units.
-        eagle: whether the engine drops the last block that it matched there.
-    """
+    """The part of a prompt that one rank holds in one group."""
 
     spec: GroupSpec
-    block_size: int
-    spans: Spans
-    eagle: bool = False
+    block_size: int  # in tokens
+    spans: Spans  # in units
+    eagle: bool = False  # whether the engine drops the last block that it matched there
 
 
 class TieredHit(NamedTuple):
-    """How many leading tokens of a prompt the engine holds.
+    """How many leading tokens of a prompt the engine holds."""
 
-    Attributes:
-        tokens: on all tiers.
-        device_tokens: on its device by itself.
-        host_tokens: on its device and its host together.
-    """
-
-    tokens: int = 0
-    device_tokens: int = 0
-    host_tokens: int = 0
+    tokens: int  # on all tiers
+    device_tokens: int  # on its device by itself
+    host_tokens: int  # on its device and its host together
 
 
 def tiered_hit(
@@ -72,7 +54,7 @@ def tiered_hit(
     Args:
         cache: what the groups have in common.
         length: tokens of the prompt.
-        tiers: the coverage of each tier; 0 is the device, 1 the host. The same groups in each.
+        tiers: the coverage by tier (0 is the device, 1 the host), of the same groups in each.
     """
     hit = on_device = on_host = 0
     path: Sequence[GroupCoverage] = ()

@@ -1,14 +1,13 @@
-"""The facts about a rank's KV cache groups: their kinds, their block sizes, the tree's unit.
+"""The facts about a rank's KV cache groups: their kinds, their block sizes, the unit of blocks.
 
 A group's blocks may be larger than another's; an engine hashes prompts in steps that divide all
-of them, and a hash names the whole prefix up to its end. So the tree keeps a rank's prompts in
+of them, and a hash names the whole prefix up to its end. So the index keeps a rank's prompts in
 *units* of the greatest size that divides every group's blocks, and a group's block is the unit
 that it ends with. A rank with one group has its block size as the unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import gcd, lcm
 
 from kvindex.index.reference.keys import stored_namespace
@@ -44,27 +43,24 @@ class RankGroups:
     """The groups of one rank, learned from its stores or set by the user.
 
     Attributes:
+        known: the groups by their index.
         settings: the user's settings of the rank's cache.
-        unit: tokens per block of the tree, 0 until a block is stored.
+        unit: tokens per block of the index, 0 until a block is stored.
         windows_only: whether no group of a known kind needs all blocks: then no event may name
             all of them.
     """
 
     def __init__(self) -> None:
-        self._groups: dict[int, Group] = {}
+        self.known: dict[int, Group] = {}
         self._shapes: set[tuple[int, int]] = set()
         self._main: int | None = None
         self.settings = CacheSettings()
         self.unit = 0
         self.windows_only = False
 
-    def known(self) -> Mapping[int, Group]:
-        """Return the groups by their index."""
-        return self._groups
-
     def main_block_size(self) -> int:
         """Return the block size of the rank's `main_group`, 0 before any is known."""
-        return 0 if self._main is None else self._groups[self._main].block_size
+        return 0 if self._main is None else self.known[self._main].block_size
 
     def _choose_main(self) -> None:
         """Choose the main group anew: groups, their kinds or their sizes have changed."""
@@ -78,7 +74,7 @@ class RankGroups:
 
         Their order is that of the engine's look-ups.
         """
-        known = sorted(self._groups.items())
+        known = sorted(self.known.items())
         return {i: group for i, group in known if group.spec.takes_part and group.block_size}
 
     @property
@@ -102,11 +98,11 @@ class RankGroups:
         if isinstance(eagle, bool):
             return eagle
         kind = self._alike(group_idx)
-        return any(self._alike(other) == kind for other in eagle if other in self._groups)
+        return any(self._alike(other) == kind for other in eagle if other in self.known)
 
     def _alike(self, group_idx: int) -> tuple[GroupSpec, int]:
         """The common properties of groups that an engine looks up together."""
-        return self._groups[group_idx].spec, self._groups[group_idx].block_size
+        return self.known[group_idx].spec, self.known[group_idx].block_size
 
     @property
     def alignment(self) -> int:
@@ -121,36 +117,29 @@ class RankGroups:
         )
         return self.unit if fine else lcm(*(group.block_size for group in groups))
 
-    def may_skip_holes(self, unit: int) -> bool:
-        """Whether a match may go on after a unit that no group holds.
-
-        It may not where some group needs all blocks, each of one unit. But where kinds are unknown,
-        any group may turn out to be the one that counts; and the block that EAGLE drops reaches
-        further in groups of larger blocks.
-        """
-        if unit != self.unit:
-            return False
-        groups = self.hashed().values()
-        dense = any(group.spec.needs_all and group.block_size == unit for group in groups)
-        wider = any(group.block_size != unit for group in groups)
-        return not dense or (wider and (self.kinds_unknown or bool(self.settings.eagle)))
+    @property
+    def ends_at_holes(self) -> bool:
+        """Whether a match ends at the first missing block: one group, which needs all of them."""
+        groups = list(self.hashed().values())
+        whole = len(groups) == 1 and groups[0].spec.needs_all
+        return whole and groups[0].block_size == self.unit
 
     def configure(self, settings: CacheSettings) -> None:
         """Apply the user's settings for what the events do not state."""
         self.settings = settings
-        for group_idx, group in self._groups.items():
+        for group_idx, group in self.known.items():
             if group.configured and group_idx not in settings.groups:  # events may set it again
                 group.spec, group.configured, group.known = GroupSpec(), False, False
         for group_idx, spec in settings.groups.items():
             group = Group(spec)
-            before = self._groups.get(group_idx)
+            before = self.known.get(group_idx)
             group.block_size = before.block_size if before is not None else 0
-            self._groups[group_idx] = group
+            self.known[group_idx] = group
         self._choose_main()
 
     def forget(self) -> None:
         """Forget what was learned, since another engine may follow; keep the user's settings."""
-        self._groups.clear()
+        self.known.clear()
         self._shapes.clear()
         self.unit = 0
         self.configure(self.settings)
@@ -161,17 +150,17 @@ class RankGroups:
         A store of offloaded blocks, which may be larger, changes no known group.
         """
         size, group_idx = event.block_size, event.group_idx or 0
-        group = self._groups.get(group_idx)
+        group = self.known.get(group_idx)
         known = group.block_size if group is not None else 0
         if size <= 0 or not event.token_ids or known == size:
             return
         if known and medium_tier(fold_medium(event.medium)):
             return
         if group is None:
-            if len(self._groups) >= _MAX_GROUPS:
+            if len(self.known) >= _MAX_GROUPS:
                 return
-            group = self._groups[group_idx] = Group()
-        alone = all(other is group or not other.block_size for other in self._groups.values())
+            group = self.known[group_idx] = Group()
+        alone = all(other is group or not other.block_size for other in self.known.values())
         group.block_size = max(known, size)
         if alone:  # a smaller block is a partial one: it has no place of its own
             self.unit = gcd(group.block_size, self.settings.hash_block_size or 0)
@@ -181,7 +170,7 @@ class RankGroups:
 
     def learn(self, event: BlockStored, group_idx: int) -> str | None:
         """Learn the group's kind; return why the event's blocks cannot count."""
-        group = self._groups.get(group_idx)
+        group = self.known.get(group_idx)
         if group is None:
             return "too_many_groups"
         if event.kv_cache_spec_kind is not None and not group.configured:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
-from kvindex.index.api import BaseIndex, ResidentBlock
+from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
 from kvindex.index.guard import Guard
-from kvindex.index.keys import Lora
+from kvindex.index.keys import Lora, Namespace
 from kvindex.index.match import Match, PlainContents, Trusts
-from kvindex.index.prefixes import Prefixes, walk_limits
-from kvindex.index.questions import Question, check_block_size, wanted_ranks
+from kvindex.index.questions import Question, check_block_size
 from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
+from kvindex.index.reference.blocks import Budget
 from kvindex.index.reference.keys import KeyMaker, PromptKeys
-from kvindex.index.reference.labels import Budget
-from kvindex.index.reference.matching import Held, held_blocks, no_match, rank_matches
-from kvindex.index.reference.prefix_walk import PrefixWalk
+from kvindex.index.reference.matching import Held, held_blocks, no_match, rank_match
 from kvindex.index.reference.rank_blocks import RankBlocks
-from kvindex.index.reference.tree import RadixTree
-from kvindex.index.snapshot import needs_native
 from kvindex.index.tokens import Prompt, TokenIds
+from kvindex.index.views import ResidentBlock
 from kvindex.wire import CacheSettings, EventBatch, decode_batch
 from kvindex.wire.backend import warn_of_fallback
 from kvindex.wire.errors import InvariantError, UnknownRankError
 from kvindex.wire.rank import Rank
-from kvindex.wire.rank_lookup import RankName
 
 __all__ = ["Index"]
 
@@ -54,12 +49,7 @@ class _Changes:
     def __enter__(self) -> None:
         self.check()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, _OF_ARGUMENTS):
             self._cut_short = f"{kind.__name__} was raised in the middle of a change"
 
@@ -72,7 +62,6 @@ class Index(BaseIndex):
     def _start(self, max_blocks: int | None, max_orphans: int) -> None:
         warn_of_fallback()
         self._keys = KeyMaker(self._seed)
-        self._tree = RadixTree(self._keys)
         self._budget = Budget(max_blocks, self._max_blocks_per_rank)
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
@@ -99,11 +88,9 @@ class Index(BaseIndex):
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         with self._guard.lock, self._changes:
             moved = {new: self._ranks.pop(old) for old, new in names.items() if old in self._ranks}
-            for rank, blocks in moved.items():
-                if rank in self._ranks:
-                    self._ranks.pop(rank).clear()
-                blocks.rename(rank)
-                self._ranks[rank] = blocks
+            for rank in moved.keys() & self._ranks:
+                self._ranks.pop(rank).clear()
+            self._ranks.update(moved)
             self._order = tuple(sorted(self._ranks))
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
@@ -123,128 +110,75 @@ class Index(BaseIndex):
     # Queries ---------------------------------------------------------------------------------
 
     def _answer(self, token_ids: TokenIds, question: Question, trust: Trusts | None) -> Match:
-        prompt = Prompt(token_ids, question.recomputed, text=self._stored_text)
         with self._guard.lock:
-            self._changes.check()
-            wanted = self._wanted(question.ranks)
-            held = self._held(prompt, question, wanted)
-            match = self._match(held, wanted, prompt, trust)
+            match, _ = self._find(token_ids, question, trust)
             if not match:
-                sizes = [blocks.groups.unit for blocks in wanted.values()]
-                check_block_size(question.block_size, sizes)
+                units = [blocks.groups.unit for blocks in self._wanted(question.ranks).values()]
+                check_block_size(question.block_size, units)
             return match
 
     def _look(
         self, token_ids: TokenIds, question: Question, trust: Trusts | None
     ) -> tuple[Match, list[Holding]]:
-        prompt = Prompt(token_ids)
+        return self._find(token_ids, question, trust, whole=True)
+
+    def _find(
+        self, token_ids: TokenIds, question: Question, trust: Trusts | None, *, whole: bool = False
+    ) -> tuple[Match, list[Holding]]:
+        """Return an answer, and the blocks that it looked at: all of the prompt's if `whole`."""
+        prompt = Prompt(token_ids, question.recomputed, text=self._stored_text)
+        keys: dict[Namespace, PromptKeys] = {}
+        matches, holdings = [], []
         with self._guard.lock:
             self._changes.check()
             wanted = self._wanted(question.ranks)
-            held = self._held(prompt, question._replace(media=None), None)
-            holdings = [
-                Holding(owner.rank, owner.group_idx, owner.medium, size, lookahead, spans)
-                for (size, _, lookahead), spans_of in held.items()
-                for owner, spans in spans_of.items()
-                if owner.rank in wanted
-            ]
-            media = question.media
-            counted = {
-                namespace: {
-                    owner: spans
-                    for owner, spans in spans_of.items()
-                    if media is None or owner.medium in media
-                }
-                for namespace, spans_of in held.items()
-            }
-            return self._match(counted, wanted, prompt, trust), holdings
-
-    def _held(
-        self, prompt: Prompt, question: Question, wanted: Mapping[Rank, RankBlocks] | None
-    ) -> Held:
-        """Return what any rank holds of a prompt: as far as `wanted` can match, or all of it."""
-        held: Held = {}
-        for namespace in self._tree.namespaces():
-            if namespace.lora != question.lora:
-                continue
-            if question.block_size not in (None, namespace.block_size):
-                continue
-            keys = PromptKeys(self._keys, namespace, prompt, question.extras)
-            may_skip_holes = wanted is None or any(
-                blocks.groups.may_skip_holes(namespace.block_size) for blocks in wanted.values()
-            )
-            held[namespace] = held_blocks(
-                self._tree, namespace, keys, question.media, may_skip_holes
-            )
-        return held
-
-    def _match(
-        self,
-        held: Held,
-        wanted: Mapping[Rank, RankBlocks],
-        prompt: Prompt,
-        trust: Trusts | None,
-    ) -> Match:
-        matches = rank_matches(held, wanted, prompt.length)
-        nothing = {rank: no_match(rank, blocks) for rank, blocks in self._ranks.items()}
-        return Match(PlainContents(matches, nothing), wanted.keys(), trust)
+            for rank, blocks in wanted.items():
+                held: Held = {}
+                for space in blocks.blocks.namespaces():
+                    size, lora, lookahead = space
+                    if lora != question.lora or question.block_size not in (None, size):
+                        continue
+                    if space not in keys:
+                        keys[space] = PromptKeys(self._keys, space, prompt, question.extras)
+                    to_hole = not whole and blocks.groups.ends_at_holes
+                    held[space] = held_blocks(blocks.blocks, keys[space], to_hole=to_hole)
+                    holdings += [
+                        Holding(rank, place.group_idx, place.medium, size, lookahead, spans)
+                        for place, spans in held[space].items()
+                    ]
+                matches.append(rank_match(rank, blocks, held, question.media, prompt.length))
+            nothing = {rank: no_match(rank, blocks) for rank, blocks in self._ranks.items()}
+        return Match(PlainContents(matches, nothing), wanted.keys(), trust), holdings
 
     def _block_sizes(self, lora: Lora) -> Collection[int]:
         with self._guard.lock:
-            return {size for size, of_lora, _ in self._tree.namespaces() if of_lora == lora}
+            spaces = [s for blocks in self._ranks.values() for s in blocks.blocks.namespaces()]
+            return {space.block_size for space in spaces if space.lora == lora}
 
     def _stored_text(self) -> bool:
         with self._guard.lock:
             return any(blocks.counters["stored_text"] for blocks in self._ranks.values())
 
-    # Snapshots -------------------------------------------------------------------------------
-
-    def dump(self, rank: Rank) -> NoReturn:
-        raise needs_native()
-
-    def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> NoReturn:
-        raise needs_native()
-
     # Insight ---------------------------------------------------------------------------------
-
-    def prefixes(
-        self,
-        max_nodes: int = 1000,
-        *,
-        min_blocks: int = 1,
-        ranks: Iterable[RankName] | str | None = None,
-    ) -> Prefixes:
-        max_nodes, min_blocks = walk_limits(max_nodes, min_blocks)
-        with self._guard.lock:
-            self._changes.check()
-            wanted = self._order if ranks is None else wanted_ranks(ranks, self._order)
-            rows = {rank: row for row, rank in enumerate(self._wanted(wanted))}
-            return PrefixWalk(
-                self._tree,
-                rows,
-                only_rows=ranks is not None,
-                max_nodes=max_nodes,
-                min_blocks=min_blocks,
-            ).run()
 
     def statistics(self) -> dict[str, Any]:
         with self._guard.lock:
             self._changes.check()
             ranks = {str(rank): _rank_statistics(self._ranks[rank]) for rank in self._order}
+            unique = len({key for of in self._ranks.values() for key in of.blocks.block_keys()})
             return {
                 "blocks": self._budget.used,
                 "orphans": sum(rank["orphans"] for rank in ranks.values()),
-                "unique_blocks": self._tree.block_count,
-                "runs": self._tree.run_count,
+                "unique_blocks": unique,
+                "runs": unique,
                 "ranks": ranks,
             }
 
     def check(self) -> None:
         with self._guard.lock:
             self._changes.check()
-            self._tree.check()
             for blocks in self._ranks.values():
-                blocks.check()
+                blocks.blocks.check()
             size = sum(map(len, self._ranks.values()))
             if size != self._budget.used:
                 raise InvariantError(f"{size} blocks resident, counted {self._budget.used}")
@@ -256,7 +190,7 @@ class Index(BaseIndex):
         blocks = self._ranks.get(rank)
         if blocks is None:
             rank = Rank(*rank)
-            blocks = RankBlocks(rank, self._tree, self._budget, self._max_orphans)
+            blocks = RankBlocks(self._keys, self._budget, self._max_orphans)
             self._ranks[rank] = blocks
             self._order = tuple(sorted(self._ranks))
         return blocks
@@ -286,11 +220,11 @@ class Index(BaseIndex):
     def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
         with self._guard.lock:
             blocks = self._known(rank)
-            return largest_loras(blocks.labels.by_lora()), blocks.salts()
+            return largest_loras(blocks.blocks.by_lora()), list(blocks.salts)
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
         with self._guard.lock:
-            return iter(list(self._known(rank).labels.walk()))
+            return iter(list(self._known(rank).blocks.walk()))
 
 
 def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
@@ -298,10 +232,10 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
         "blocks": len(blocks),
         "orphans": len(blocks.orphans),
         "orphans_dropped": blocks.orphans.dropped,
-        "ambiguous": blocks.labels.ambiguous,
-        "duplicates": blocks.labels.duplicates,
-        "salted": blocks.labels.salted(),
-        "loras": shown_loras(blocks.labels.by_lora()),
+        "ambiguous": blocks.blocks.ambiguous,
+        "duplicates": blocks.blocks.duplicates,
+        "salted": blocks.blocks.salted(),
+        "loras": shown_loras(blocks.blocks.by_lora()),
         "media": blocks.by_medium(),
         **{name: blocks.counters[name] for name in sorted(blocks.counters)},
         "ignored": dict(blocks.ignored),
@@ -314,7 +248,7 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
                 "attention_chunk_size": group.spec.attention_chunk_size,
                 "block_size": group.block_size,
             }
-            for group_idx, group in sorted(blocks.groups.known().items())
+            for group_idx, group in sorted(blocks.groups.known.items())
         },
     }
     return with_advice(statistics)

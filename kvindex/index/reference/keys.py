@@ -31,7 +31,6 @@ __all__ = [
 
 Key: TypeAlias = bytes
 
-_KEY_BYTES = 16
 _MAX_SALTS = 64  # distinct first extra keys remembered
 _MAX_SALT_BYTES = 256  # longer ones are not remembered: a publisher chooses the length
 _encode = msgspec.msgpack.Encoder().encode
@@ -39,8 +38,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 class KeyMaker:
     """Makes prefix keys under a secret seed, so that no client can aim collisions at an index."""
-
-    __slots__ = ("_salt",)
 
     def __init__(self, seed: int) -> None:
         self._salt = seed.to_bytes(16, "little")
@@ -52,17 +49,15 @@ class KeyMaker:
     def child(self, parent: Key, content: bytes) -> Key:
         """Return the key of a block with this content after a parent."""
         # blake2b's salt is part of its parameter block: a keyed hash at no further cost.
-        return blake2b(parent + content, digest_size=_KEY_BYTES, salt=self._salt).digest()
+        return blake2b(parent + content, digest_size=16, salt=self._salt).digest()
 
 
 class PromptKeys:
     """The keys of a prompt's blocks in one namespace, made one after the other, on demand.
 
-    `keys[i]` is the key of block `i`, or None where the prompt has no whole block `i` (with its
-    lookahead tokens, if the namespace covers any).
+    `keys[i]` is the key of block `i`. The prompt has `length` whole blocks, each with its lookahead
+    tokens if the namespace covers any.
     """
-
-    __slots__ = ("_extras", "_keys", "_last", "_maker", "_namespace", "_prompt", "length")
 
     def __init__(
         self, maker: KeyMaker, namespace: Namespace, prompt: Prompt, extras: Sequence[bytes]
@@ -75,9 +70,7 @@ class PromptKeys:
         self._last = maker.root(namespace)
         self.length = max(0, prompt.length - namespace.lookahead) // namespace.block_size
 
-    def __getitem__(self, index: int) -> Key | None:
-        if index >= self.length:
-            return None
+    def __getitem__(self, index: int) -> Key:
         keys, size = self._keys, self._namespace.block_size
         while len(keys) <= index:
             start = len(keys) * size
@@ -109,8 +102,6 @@ def has_own_extras(event: BlockStored, block: int) -> bool:
 class Salts:
     """The last LoRAs and extra keys that a rank's prompts started under, for `explain` to try."""
 
-    __slots__ = ("_known",)
-
     def __init__(self) -> None:
         self._known: dict[tuple[Lora, bytes], None] = {}  # the newest last
 
@@ -136,11 +127,8 @@ class Salts:
 def block_contents(event: BlockStored, unit: int, *, at_root: bool) -> list[bytes]:
     """Return the contents of a stored event's blocks, unit by unit.
 
-    Args:
-        event: a store that names all its blocks, and extra keys only where `has_own_extras` says
-            no, or where blocks have one unit.
-        unit: tokens; divides the block size.
-        at_root: whether the first block starts its prompt.
+    The event names all its blocks; a block of several units has no extra keys of its own
+    (`has_own_extras`). `at_root`: the first block starts its prompt.
     """
     size = event.block_size
     packed = pack_tokens(event.token_ids)

@@ -1,67 +1,40 @@
-"""One walk for all ranks: from a prompt's keys to each rank's blocks of it."""
+"""From a prompt's keys to a rank's blocks of it, and to its match."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from kvindex.index.keys import Namespace
 from kvindex.index.match import RankMatch
+from kvindex.index.reference.blocks import Blocks, Place
 from kvindex.index.reference.engine_hit import Cache, GroupCoverage, tiered_hit
 from kvindex.index.reference.groups import Group, RankGroups
 from kvindex.index.reference.keys import PromptKeys
 from kvindex.index.reference.rank_blocks import RankBlocks
-from kvindex.index.reference.tree import Owner, RadixTree
 from kvindex.index.spans import Spans, extend_spans, main_group, union
 from kvindex.wire.quirks import medium_tier
 from kvindex.wire.rank import Rank
 
-__all__ = ["Held", "held_blocks", "no_match", "rank_matches"]
+__all__ = ["Held", "held_blocks", "no_match", "rank_match"]
 
-Held: TypeAlias = "dict[Namespace, dict[Owner, Spans]]"
-"""For each namespace, the stretches of the prompt that each owner holds."""
+Held: TypeAlias = "dict[Namespace, dict[Place, Spans]]"
+"""For each namespace, the stretches of the prompt that each place holds."""
 
 
-def held_blocks(
-    tree: RadixTree,
-    namespace: Namespace,
-    keys: PromptKeys,
-    media: frozenset[str] | None,
-    may_skip_holes: bool,
-) -> dict[Owner, Spans]:
-    """Return which of the prompt's blocks each owner holds, as far as any rank's match can go.
+def held_blocks(blocks: Blocks, keys: PromptKeys, *, to_hole: bool) -> dict[Place, Spans]:
+    """Return which of a prompt's blocks each place of a rank holds, or holds up to the first hole.
 
-    Args:
-        tree: the tree to walk.
-        namespace: where to walk.
-        keys: the prompt's keys there.
-        media: folded names of the media that count, or None for all.
-        may_skip_holes: whether some rank's match may go on after blocks that it does not hold.
+    Complexity: O(blocks × places), up to where the prompt leaves all of the rank's.
     """
-    held: dict[Owner, Spans] = {}
-    alive: set[Rank] | None = None
-    for segment in tree.walk(namespace, keys):
-        holders = set()
-        for owner in segment.owners:
-            if media is None or owner.medium in media:
-                holders.add(owner.rank)
-                extend_spans(held.setdefault(owner, []), segment.start, segment.stop)
-        alive = holders if alive is None else alive & holders
-        if not alive and not may_skip_holes:
+    held: dict[Place, Spans] = {}
+    for depth in range(keys.length):
+        block = blocks.find(keys[depth])
+        if block is None or (to_hole and not block.places):
             break
+        for place in block.places:
+            extend_spans(held.setdefault(place, []), depth, depth + 1)
     return held
-
-
-def rank_matches(held: Held, ranks: Mapping[Rank, RankBlocks], length: int) -> Iterator[RankMatch]:
-    """Yield the match of each of these ranks that holds part of a prompt of so many tokens."""
-    by_rank: dict[Rank, Held] = {}
-    for namespace, spans_of in held.items():
-        for owner, spans in spans_of.items():
-            by_rank.setdefault(owner.rank, {}).setdefault(namespace, {})[owner] = spans
-    for rank, rank_held in by_rank.items():
-        blocks = ranks.get(rank)
-        if blocks is not None:
-            yield _rank_match(rank, blocks, rank_held, length)
 
 
 def no_match(rank: Rank, blocks: RankBlocks) -> RankMatch:
@@ -70,26 +43,34 @@ def no_match(rank: Rank, blocks: RankBlocks) -> RankMatch:
     return RankMatch(rank=rank, block_size=size, lower_bound=blocks.places_missing)
 
 
-def _rank_match(rank: Rank, blocks: RankBlocks, held: Held, length: int) -> RankMatch:
-    """Return the best answer over the rank's ways of hashing (with and without lookahead)."""
-    ways = [
-        spans_of
-        for namespace, spans_of in sorted(held.items(), key=lambda entry: entry[0].lookahead)
-        if namespace.block_size == blocks.groups.unit
-    ]
-    answers = (_match_one_way(rank, blocks, spans_of, length) for spans_of in ways)
-    return max(answers, key=lambda answer: answer.tokens, default=no_match(rank, blocks))
+def rank_match(
+    rank: Rank, blocks: RankBlocks, held: Held, media: frozenset[str] | None, length: int
+) -> RankMatch:
+    """Return the best answer over the rank's ways of hashing (with and without lookahead).
+
+    `held` are the blocks of a prompt of `length` tokens; `media` are the folded names of those that
+    count, None for all.
+    """
+    answers = [no_match(rank, blocks)]
+    for _, spans_of in sorted(held.items(), key=lambda entry: entry[0].lookahead):
+        counted = {
+            place: spans
+            for place, spans in spans_of.items()
+            if media is None or place.medium in media
+        }
+        answers.append(_match_one_way(rank, blocks, counted, length))
+    return max(answers, key=lambda answer: answer.tokens)
 
 
 def _match_one_way(
-    rank: Rank, blocks: RankBlocks, spans_of: Mapping[Owner, Spans], length: int
+    rank: Rank, blocks: RankBlocks, spans_of: Mapping[Place, Spans], length: int
 ) -> RankMatch:
     groups = blocks.groups
     hashed = groups.hashed()
     if groups.kinds_unknown:
         hashed = _with_longest_unknown(groups, hashed, spans_of)
     cache = Cache(groups.unit, groups.alignment)
-    tiers = {medium_tier(owner.medium) for owner in spans_of}
+    tiers = {medium_tier(place.medium) for place in spans_of}
     coverage = {tier: _coverage(groups, hashed, spans_of, tier) for tier in tiers}
     tokens, device_tokens, host_tokens = tiered_hit(cache, length, coverage)
     if not tokens:
@@ -97,12 +78,12 @@ def _match_one_way(
     main = main_group(hashed)
     size = hashed[main].block_size
     by_medium = {}
-    for owner, spans in spans_of.items():
-        if owner.group_idx == main:
+    for place, spans in spans_of.items():
+        if place.group_idx == main:
             units, scale = tokens // groups.unit, size // groups.unit
             count = sum(_blocks(start, min(stop, units), scale) for start, stop in spans)
             if count:
-                by_medium[owner.medium] = count
+                by_medium[place.medium] = count
     return RankMatch(
         rank=rank,
         blocks=tokens // size,
@@ -117,7 +98,7 @@ def _match_one_way(
 
 
 def _with_longest_unknown(
-    groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans]
+    groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Place, Spans]
 ) -> dict[int, Group]:
     """Return the groups without those of an unknown kind, but for the one that reaches furthest.
 
@@ -126,7 +107,7 @@ def _with_longest_unknown(
 
     def reach(group_idx: int) -> int:
         spans = union(
-            span for owner, s in spans_of.items() if owner.group_idx == group_idx for span in s
+            span for place, s in spans_of.items() if place.group_idx == group_idx for span in s
         )
         return spans[0][1] if spans and spans[0][0] == 0 else 0
 
@@ -136,13 +117,13 @@ def _with_longest_unknown(
 
 
 def _coverage(
-    groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Owner, Spans], tier: int
+    groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Place, Spans], tier: int
 ) -> list[GroupCoverage]:
     """Return one tier's coverage in each group."""
     held: dict[int, Spans] = {group_idx: [] for group_idx in hashed}
-    for owner, spans in spans_of.items():
-        if owner.group_idx in held and medium_tier(owner.medium) == tier:
-            held[owner.group_idx] += spans
+    for place, spans in spans_of.items():
+        if place.group_idx in held and medium_tier(place.medium) == tier:
+            held[place.group_idx] += spans
     return [
         GroupCoverage(group.spec, group.block_size, union(held[i]), groups.drops_last(i))
         for i, group in hashed.items()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvindex.index.keys import Namespace
-from kvindex.index.reference.tree import Owner
+from kvindex.index.reference.blocks import Place
 from kvindex.wire import BlockHash
 
 __all__ = ["Orphan", "Orphans"]
@@ -21,7 +21,7 @@ _MAX_CONTENT_BYTES = 64 * 2**20  # a publisher chooses its block size: the count
 
 
 class Orphan:
-    """A held block: its copies by owner and, unless it is unplaced, its parent and content."""
+    """A held block: its copies by place and, unless it is unplaced, its parent and content."""
 
     __slots__ = ("content", "copies", "namespace", "parent_hash")
 
@@ -29,7 +29,7 @@ class Orphan:
         self.parent_hash: BlockHash | None = None
         self.namespace: Namespace | None = None
         self.content = b""
-        self.copies: dict[Owner, int] = {}
+        self.copies: dict[Place, int] = {}
 
 
 class Orphans:
@@ -52,9 +52,9 @@ class Orphans:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold_label(self, block_hash: BlockHash, owner: Owner) -> None:
+    def hold_label(self, block_hash: BlockHash, place: Place) -> None:
         """Hold one copy of a block whose label alone is known."""
-        self._add(block_hash, owner)
+        self._add(block_hash, place)
         self._make_room()
 
     def hold(
@@ -63,10 +63,10 @@ class Orphans:
         parent_hash: BlockHash,
         namespace: Namespace,
         content: bytes,
-        owner: Owner,
+        place: Place,
     ) -> None:
         """Hold one copy of a block that can be placed once its parent is."""
-        orphan = self._add(block_hash, owner)
+        orphan = self._add(block_hash, place)
         self._stop_waiting(block_hash, orphan)
         self._bytes += len(content) - len(orphan.content)
         orphan.parent_hash, orphan.namespace, orphan.content = parent_hash, namespace, content
@@ -86,22 +86,22 @@ class Orphans:
         hashes = list(self._waiting.get(parent_hash, ()))
         return [(h, orphan) for h in hashes if (orphan := self.pop(h)) is not None]
 
-    def drop_copy(self, block_hash: BlockHash, owner: Owner) -> bool:
-        """Drop one copy of a held block; False if the owner holds none."""
+    def drop_copy(self, block_hash: BlockHash, place: Place) -> bool:
+        """Drop one copy of a held block; False if the place has none."""
         orphan = self._held.get(block_hash)
-        if orphan is None or owner not in orphan.copies:
+        if orphan is None or place not in orphan.copies:
             return False
-        orphan.copies[owner] -= 1
-        if not orphan.copies[owner]:
-            del orphan.copies[owner]
+        orphan.copies[place] -= 1
+        if not orphan.copies[place]:
+            del orphan.copies[place]
         if not orphan.copies:
             self.pop(block_hash)
         return True
 
-    def drop_places(self, owners: Collection[Owner]) -> None:
-        """Drop all copies of these owners."""
+    def drop_places(self, places: Collection[Place]) -> None:
+        """Drop all copies at these places."""
         for block_hash, orphan in list(self._held.items()):
-            orphan.copies = {o: count for o, count in orphan.copies.items() if o not in owners}
+            orphan.copies = {p: count for p, count in orphan.copies.items() if p not in places}
             if not orphan.copies:
                 self.pop(block_hash)
 
@@ -112,9 +112,9 @@ class Orphans:
         self._bytes = 0
         self.forgot = False
 
-    def _add(self, block_hash: BlockHash, owner: Owner) -> Orphan:
+    def _add(self, block_hash: BlockHash, place: Place) -> Orphan:
         orphan = self._held.setdefault(block_hash, Orphan())
-        orphan.copies[owner] = orphan.copies.get(owner, 0) + 1
+        orphan.copies[place] = orphan.copies.get(place, 0) + 1
         return orphan
 
     def _make_room(self) -> None:

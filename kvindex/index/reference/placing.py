@@ -1,4 +1,4 @@
-"""Where one rank's blocks lie: in the tree by their labels, or held until their place is known."""
+"""Where one rank's blocks lie: in its prompts by their keys, or held until that is known."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvindex.index.keys import Namespace
-from kvindex.index.reference.labels import Budget, Labels
+from kvindex.index.reference.blocks import Block, Blocks, Place
 from kvindex.index.reference.orphans import Orphan, Orphans
-from kvindex.index.reference.tree import Block, Owner, RadixTree
 from kvindex.wire import BlockHash
 from kvindex.wire.quirks import fold_hash
 
@@ -24,13 +23,13 @@ _MAX_TORN: Final = 65_536  # labels remembered as torn; beyond it every parent c
 
 
 class Chain(NamedTuple):
-    """Consecutive blocks that an event stores at one place, each of `scale` units of the tree."""
+    """Consecutive blocks that an event stores at one place, each of `scale` units."""
 
     namespace: Namespace
     hashes: Sequence[BlockHash]
     contents: Sequence[bytes]  # of each unit
     scale: int
-    owner: Owner
+    place: Place
     salted: bool = False  # of a chain that starts its prompts
 
     def after(self, start: int) -> Chain:
@@ -40,53 +39,50 @@ class Chain(NamedTuple):
 
 
 class Placing:
-    """Puts one rank's blocks into the shared tree and removes them from it.
+    """Puts one rank's blocks into its prompts and removes them from there.
 
     Owned by the rank's `RankBlocks`.
 
     Attributes:
-        labels: the resident blocks by the engine's hashes.
         orphans: the held blocks, whose place is not known.
         counters: how many blocks were stored, removed, held, ….
         ignored: blocks left out, by reason.
     """
 
-    def __init__(self, tree: RadixTree, budget: Budget, max_orphans: int) -> None:
-        self.labels = Labels(budget)
+    def __init__(self, blocks: Blocks, max_orphans: int) -> None:
+        self.blocks = blocks
         self.orphans = Orphans(max_orphans)
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.ignored: Counter[str] = Counter()
         # Labels of several blocks of which one was removed: which one is unknown.
         self._torn: set[BlockHash] = set()
-        self._tree = tree
 
     def clear(self) -> None:
         """Hold nothing."""
-        self.labels.clear(self._tree)
+        self.blocks.clear()
         self.orphans.clear()
         self._torn.clear()
 
     def place(
         self, parent: Block | None, chain: Chain, unnamed: Sequence[bytes] = ()
     ) -> Block | None:
-        """Put a chain of blocks into the tree, then all held blocks that waited for it.
+        """Put a chain of blocks after a parent, then all held blocks that waited for it.
 
         Return its last block, or None if there was no room for all. `unnamed` units come before
         the chain.
         """
         contents = [*unnamed, *chain.contents]
-        units = self._tree.extend(parent, chain.namespace, contents, salted=chain.salted)
+        units = self.blocks.extend(parent, chain.namespace, contents, salted=chain.salted)
         blocks = units[len(unnamed) + chain.scale - 1 :: chain.scale]
         placed: list[tuple[BlockHash, Block]] = []
         for block_hash, block in zip(chain.hashes, blocks, strict=True):
-            if not self.labels.add(block_hash, block, chain.owner):
+            if not self.blocks.add(block_hash, block, chain.place):
                 break
             placed.append((block_hash, block))
-        self._tree.own(blocks[: len(placed)], chain.owner)
         self.counters["stored"] += len(placed)
         complete = len(placed) == len(blocks)
         if not complete:
-            self._tree.prune(blocks[-1])
+            self.blocks.prune(blocks[-1])
         if len(self.orphans):
             self.attach(placed)
         if not complete:
@@ -108,22 +104,21 @@ class Placing:
                     placed.append((child_hash, child))
 
     def _attach_child(self, block_hash: BlockHash, orphan: Orphan, parent: Block) -> Block | None:
-        if orphan.namespace != parent.run.namespace:
+        if orphan.namespace != parent.namespace:
             self.ignored["parent_namespace"] += 1
             return None
-        (block,) = self._tree.extend(parent, orphan.namespace, [orphan.content])
+        (block,) = self.blocks.extend(parent, orphan.namespace, [orphan.content])
         if not self.add_copies(block_hash, block, orphan.copies):
-            self._tree.prune(block)
+            self.blocks.prune(block)
             return None
         self.counters["orphans_attached"] += 1
         return block
 
-    def add_copies(self, block_hash: BlockHash, block: Block, copies: dict[Owner, int]) -> bool:
-        """Make a block resident in these owners as far as there is room; return if it is in any."""
+    def add_copies(self, block_hash: BlockHash, block: Block, copies: dict[Place, int]) -> bool:
+        """Make a block resident at these places as far as there is room; return if it is at any."""
         added = False
-        for owner, count in copies.items():
-            if self.labels.add(block_hash, block, owner, count):
-                self._tree.own([block], owner)
+        for place, count in copies.items():
+            if self.blocks.add(block_hash, block, place, count):
                 added = True
             else:
                 self.ignored[self.no_room()] += 1
@@ -131,37 +126,36 @@ class Placing:
 
     def no_room(self) -> str:
         """Return why there was no room for a block, by its counter's name."""
-        return "max_blocks_per_rank" if self.labels.full() else "max_blocks"
+        return "max_blocks_per_rank" if self.blocks.full() else "max_blocks"
 
-    def relocate(self, hashes: Sequence[BlockHash], owner: Owner) -> None:
+    def relocate(self, hashes: Sequence[BlockHash], place: Place) -> None:
         """Note a further place of blocks that the event names without their tokens."""
         for block_hash in hashes:
-            block = self.labels.get(block_hash)
+            block = self.blocks.get(block_hash)
             if block is None:
-                self.orphans.hold_label(block_hash, owner)
+                self.orphans.hold_label(block_hash, place)
                 self.counters["unplaced"] += 1
-            elif self.add_copies(block_hash, block, {owner: 1}):
+            elif self.add_copies(block_hash, block, {place: 1}):
                 self.counters["stored"] += 1
 
     def names_one(self, block_hash: BlockHash) -> bool:
         """Whether a label stands for exactly one block, which is there."""
         torn = block_hash in self._torn or len(self._torn) >= _MAX_TORN
-        return not torn and not self.labels.is_ambiguous(block_hash)
+        return not torn and not self.blocks.is_ambiguous(block_hash)
 
-    def remove(self, block_hashes: Sequence[BlockHash], owner: Owner) -> None:
-        """Drop one copy of each block from an owner."""
-        gone: list[Block] = []
+    def remove(self, block_hashes: Sequence[BlockHash], place: Place) -> None:
+        """Drop one copy of each block from a place."""
         for block_hash in map(fold_hash, block_hashes):
-            blocks = list(self.labels.held_in(block_hash, owner))
+            blocks = list(self.blocks.held_at(block_hash, place))
             if not blocks:
-                held = self.orphans.drop_copy(block_hash, owner)
+                held = self.orphans.drop_copy(block_hash, place)
                 self.counters["removed_orphans" if held else "removed_unknown"] += 1
                 continue
             self.counters["removed"] += 1
-            # The event does not say which of several blocks of one hash is gone: none may count.
+            # Which of several blocks of one hash is gone is unknown: none may count.
             if len(blocks) > 1:
                 self.counters["removed_ambiguous"] += len(blocks) - 1
                 if len(self._torn) < _MAX_TORN:
                     self._torn.add(block_hash)
-            gone += [block for block in blocks if self.labels.drop(block_hash, block, owner)]
-        self._tree.disown(gone, owner)
+            for block in blocks:
+                self.blocks.drop(block_hash, block, place)

@@ -41,19 +41,12 @@ _ROOT = _digest("vllm-none-hash")
 
 
 class Step(NamedTuple):
-    """One unit of a chain.
+    """One unit of a chain."""
 
-    Attributes:
-        digest: the engine's hash of it and all before it.
-        parent: the key of the step before it; None at a prompt's start.
-        content: of the unit in the tree.
-        salted: whether it starts a prompt under a salt.
-    """
-
-    digest: bytes
-    parent: int | None
-    content: bytes
-    salted: bool
+    digest: bytes  # the engine's hash of it and all before it
+    parent: int | None  # the key of the step before it; None at a prompt's start
+    content: bytes  # of the unit, as the index has it
+    salted: bool  # whether it starts a prompt under a salt
 
 
 class Proofs:

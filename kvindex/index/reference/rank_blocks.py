@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvindex.index.keys import Lora
+from kvindex.index.reference.blocks import Block, Blocks, Budget, Place
 from kvindex.index.reference.groups import RankGroups
 from kvindex.index.reference.keys import (
+    KeyMaker,
     Salts,
     block_contents,
     has_own_extras,
     stored_namespace,
 )
-from kvindex.index.reference.labels import Budget
 from kvindex.index.reference.placing import Chain, Placing
 from kvindex.index.reference.sparse import MAX_UNITS, Sparse
-from kvindex.index.reference.tree import Block, Owner, RadixTree
 from kvindex.index.tokens import holds_text
-from kvindex.wire import (
-    AllBlocksCleared,
-    BlockHash,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-)
-from kvindex.wire.errors import InvariantError
+from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvindex.wire.quirks import (
     fold_hash,
     fold_medium,
@@ -34,7 +26,6 @@ from kvindex.wire.quirks import (
     medium_tier,
     outlives_clear,
 )
-from kvindex.wire.rank import Rank
 
 __all__ = ["RankBlocks"]
 
@@ -47,39 +38,35 @@ _CLEAR_LOOKS_A_BLOCK = 16
 
 
 class RankBlocks:
-    """Applies one rank's events to the shared tree.
+    """Applies one rank's events to its blocks.
 
     Owned by the index, under its lock.
 
     Attributes:
-        labels: the resident blocks by the engine's hashes.
-        orphans: the held blocks, whose place is not known.
+        blocks: the resident blocks.
+        orphans: the held blocks; `counters` and `ignored`: see `Placing`.
         groups: the facts about the KV cache groups.
-        counters: how many blocks were stored, removed, held, ….
-        ignored: blocks left out, by reason.
+        salts: the last LoRAs and extra keys that prompts started under, where they had some.
         skipped: unknown events, by tag.
     """
 
-    def __init__(self, rank: Rank, tree: RadixTree, budget: Budget, max_orphans: int) -> None:
-        self.rank = rank
-        self._placing = Placing(tree, budget, max_orphans)
-        self.labels = self._placing.labels
+    def __init__(self, keys: KeyMaker, budget: Budget, max_orphans: int) -> None:
+        self.blocks = Blocks(keys, budget)
+        self._placing = Placing(self.blocks, max_orphans)
         self.orphans = self._placing.orphans
         self.counters = self._placing.counters
         self.ignored = self._placing.ignored
         self.groups = RankGroups()
         self.skipped: Counter[str] = Counter()
-        self._tree = tree
-        self._owners: dict[tuple[str, int], Owner] = {}
-        self._salts = Salts()
-        self._sparse = Sparse(self._placing, self.groups, self._owners, self._salts)
+        self.salts = Salts()
+        self._sparse = Sparse(self._placing, self.groups, self.salts)
         self._positions_unknown = False
         self._clear_looks = _CLEAR_LOOKS
         # Whether the engine announced these blocks again, as the first group of a batch showed.
         self._announced: tuple[BlockHash, bool] | None = None
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.blocks)
 
     @property
     def places_missing(self) -> bool:
@@ -87,38 +74,17 @@ class RankBlocks:
         return self._positions_unknown or self.orphans.forgot or len(self.orphans) > 0
 
     def by_medium(self) -> dict[str, int]:
-        """Return how many blocks of the tree are resident on each medium, in all groups."""
+        """Return how many blocks are resident on each medium, in all groups."""
         counts: Counter[str] = Counter()
-        for owner in self._owners.values():
-            counts[owner.medium] += owner.resident
+        for place, count in self.blocks.resident.items():
+            counts[place.medium] += count
         return {medium: counts[medium] for medium in sorted(counts) if counts[medium]}
-
-    def salts(self) -> list[tuple[Lora, bytes]]:
-        """Return the last LoRAs and extra keys that prompts started under, where they had some."""
-        return list(self._salts)
-
-    def rename(self, rank: Rank) -> None:
-        """Rename the rank."""
-        self.rank = rank
-        for owner in self._owners.values():
-            owner.rank = rank
 
     def clear(self) -> None:
         """Forget everything held and learned: the next events may be another engine's."""
         self._drop_all()
         self.groups.forget()
-        self._owners.clear()
-
-    def check(self) -> None:
-        """Assert that labels, copies and the tree's owners agree.
-
-        Raises:
-            InvariantError: they do not agree.
-        """
-        owned = self.labels.check()
-        for owner in self._owners.values():
-            if owned[owner] != owner.resident:
-                raise InvariantError(f"{owner!r}: {owned[owner]} blocks have labels")
+        self.blocks.resident.clear()
 
     def apply(self, batch: EventBatch) -> None:
         """Apply a batch's events in order."""
@@ -132,7 +98,8 @@ class RankBlocks:
                 self._store(event)
             elif isinstance(event, BlockRemoved):
                 self._announced = None  # its blocks may be gone
-                self._remove(event)
+                place = Place(fold_medium(event.medium), event.group_idx or 0)
+                self._placing.remove(event.block_hashes, place)
             elif isinstance(event, AllBlocksCleared):
                 self._announced = None
                 self.counters["cleared"] += 1
@@ -145,9 +112,9 @@ class RankBlocks:
             if isinstance(event, BlockStored):
                 self.groups.learn_size(event)
         if unit and self.groups.unit != unit:
-            # The held blocks lie in the tree by the old unit, where no new block would meet them.
-            if len(self.labels):
-                self.ignored["unit_changed"] += len(self.labels)
+            # The resident blocks are kept by the old unit, where no new block would meet them.
+            if len(self.blocks):
+                self.ignored["unit_changed"] += len(self.blocks)
             self._drop_all()
 
     def _drop_cleared(self) -> None:
@@ -157,18 +124,18 @@ class RankBlocks:
         """
         resets_connector = self.groups.settings.resets_connector
         gone = {
-            owner
-            for owner in self._owners.values()
-            if not outlives_clear(owner.medium, resets_connector=resets_connector)
+            place
+            for place in self.blocks.resident
+            if not outlives_clear(place.medium, resets_connector=resets_connector)
         }
-        if len(gone) < len(self._owners):
-            held = [owner for owner in gone if owner.resident]
-            looks = len(self.labels) * len(held) + len(self.orphans)
+        if len(gone) < len(self.blocks.resident):
+            held = [place for place in gone if self.blocks.resident[place]]
+            looks = len(self.blocks) * len(held) + len(self.orphans)
             if looks <= self._clear_looks:
                 self._clear_looks -= looks
                 self.orphans.drop_places(gone)
-                self.labels.drop_places(held, self._tree)
-                if len(self.labels) or len(self.orphans):
+                self.blocks.drop_places(held)
+                if len(self.blocks) or len(self.orphans):
                     return
         self._drop_all()
 
@@ -176,7 +143,7 @@ class RankBlocks:
         self._placing.clear()
         self._sparse.clear()
         self._positions_unknown = False
-        self._salts.clear()
+        self.salts.clear()
 
     # Storing ---------------------------------------------------------------------------------
 
@@ -184,28 +151,28 @@ class RankBlocks:
         hashes = [fold_hash(block_hash) for block_hash in event.block_hashes]
         self._clear_looks += _CLEAR_LOOKS_A_BLOCK * len(hashes)
         self._clear_looks = min(self._clear_looks, _CLEAR_LOOKS)
-        owner = self._owner(event.medium, event.group_idx)
-        if owner is None:
+        place = self._place(event.medium, event.group_idx)
+        if place is None:
             self.ignored["too_many_media"] += max(1, len(hashes))
             return
         if not event.token_ids:
-            self._placing.relocate(hashes, owner)
+            self._placing.relocate(hashes, place)
             return
-        fault = _shape_fault(event) or self.groups.learn(event, owner.group_idx)
+        fault = _shape_fault(event) or self.groups.learn(event, place.group_idx)
         if fault is not None:
             self.ignored[fault] += max(1, len(hashes))
-        elif self.groups.windows_only and self._sparse.store_proven(event, hashes, owner):
+        elif self.groups.windows_only and self._sparse.store_proven(event, hashes, place):
             pass
         elif not hashes:
             pass  # a sparse event of no block
         elif len(event.token_ids) != len(hashes) * event.block_size:
-            self._sparse.store(event, hashes, owner)
+            self._sparse.store(event, hashes, place)
         elif self._names_only(event, hashes):
-            self._placing.relocate(hashes, owner)
+            self._placing.relocate(hashes, place)
         elif event.block_size // self.groups.unit > MAX_UNITS:
             self.ignored["too_many_units"] += len(hashes)
         else:
-            self._store_chain(event, hashes, owner)
+            self._store_chain(event, hashes, place)
 
     def _names_only(self, event: BlockStored, hashes: Sequence[BlockHash]) -> bool:
         """Whether only the labels of an event can be used: the blocks' contents are unknown.
@@ -220,31 +187,32 @@ class RankBlocks:
             return False
         return any(has_own_extras(event, block) for block in range(len(hashes)))
 
-    def _store_chain(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> None:
+    def _store_chain(self, event: BlockStored, hashes: Sequence[BlockHash], place: Place) -> None:
         unit = self.groups.unit
         namespace = stored_namespace(event, unit)
         if holds_text(event.token_ids):
             self.counters["stored_text"] += len(hashes)
         parent_hash = event.parent_block_hash
-        parent = None if parent_hash is None else self.labels.get(fold_hash(parent_hash))
+        parent = None if parent_hash is None else self.blocks.get(fold_hash(parent_hash))
         at_root = parent is None and is_root_parent(parent_hash)
         contents = block_contents(event, unit, at_root=at_root)
-        chain = Chain(namespace, hashes, contents, event.block_size // unit, owner)
+        chain = Chain(namespace, hashes, contents, event.block_size // unit, place)
         if at_root:
-            chain = chain._replace(salted=self._salts.learn(event, namespace))
+            chain = chain._replace(salted=self.salts.learn(event, namespace))
             self._store_at_root(event, chain)
         elif parent is not None and parent_hash is not None:
             self._store_after(parent, fold_hash(parent_hash), chain)
         else:
             self._store_detached(event, chain)
 
-    def _owner(self, medium: str | None, group_idx: int | None) -> Owner | None:
+    def _place(self, medium: str | None, group_idx: int | None) -> Place | None:
         """Return the place that an event names, or None if the rank has too many."""
-        place = (fold_medium(medium), group_idx or 0)
-        owner = self._owners.get(place)
-        if owner is None and len(self._owners) < _MAX_PLACES:
-            owner = self._owners[place] = Owner(self.rank, *place)
-        return owner
+        place = Place(fold_medium(medium), group_idx or 0)
+        if place not in self.blocks.resident:
+            if len(self.blocks.resident) >= _MAX_PLACES:
+                return None
+            self.blocks.resident[place] = 0
+        return place
 
     def _store_at_root(self, event: BlockStored, chain: Chain) -> None:
         if event.parent_block_hash is None and _hashes_content_only(event):
@@ -276,21 +244,16 @@ class RankBlocks:
         size = event.block_size
         stops = range(size, size * len(chain.hashes) + 1, size)
         return all(
-            self._is_held(block_hash, chain.owner.medium, group_idx)
+            self.blocks.get(block_hash) in self.blocks.held_at(block_hash, place)
             for group_idx, group in self.groups.hashed().items()
+            for place in [chain.place._replace(group_idx=group_idx)]
             for first in [group.spec.needed_from(stops[-1], group.block_size)]
             for stop, block_hash in zip(stops, chain.hashes, strict=True)
             if stop > first and stop % group.block_size == 0
         )
 
-    def _is_held(self, block_hash: BlockHash, medium: str, group_idx: int) -> bool:
-        owner = self._owners.get((medium, group_idx))
-        return owner is not None and self.labels.get(block_hash) in self.labels.held_in(
-            block_hash, owner
-        )
-
     def _store_after(self, parent: Block, parent_hash: BlockHash, chain: Chain) -> None:
-        if parent.run.namespace != chain.namespace:
+        if parent.namespace != chain.namespace:
             self.ignored["parent_namespace"] += len(chain.hashes)
         elif not self._placing.names_one(parent_hash):
             self.ignored["parent_ambiguous"] += len(chain.hashes)
@@ -305,29 +268,20 @@ class RankBlocks:
         assert event.parent_block_hash is not None
         parent_hash = fold_hash(event.parent_block_hash)
         for i, block_hash in enumerate(chain.hashes):
-            block = self.labels.get(block_hash)
-            if block is not None and block.run.namespace == chain.namespace:
-                if self._placing.add_copies(block_hash, block, {chain.owner: 1}):
+            block = self.blocks.get(block_hash)
+            if block is not None and block.namespace == chain.namespace:
+                if self._placing.add_copies(block_hash, block, {chain.place: 1}):
                     self.counters["stored"] += 1
                     if i + 1 < len(chain.hashes):
                         self._placing.place(block, chain.after(i + 1))
                 return
             if chain.scale == 1:
                 content = chain.contents[i]
-                self.orphans.hold(block_hash, parent_hash, chain.namespace, content, chain.owner)
+                self.orphans.hold(block_hash, parent_hash, chain.namespace, content, chain.place)
             else:  # another group's smaller blocks may show its place
-                self.orphans.hold_label(block_hash, chain.owner)
+                self.orphans.hold_label(block_hash, chain.place)
             self.counters["orphaned"] += 1
             parent_hash = block_hash
-
-    # Removing --------------------------------------------------------------------------------
-
-    def _remove(self, event: BlockRemoved) -> None:
-        owner = self._owners.get((fold_medium(event.medium), event.group_idx or 0))
-        if owner is None:
-            self.counters["removed_unknown"] += len(event.block_hashes)
-            return
-        self._placing.remove(event.block_hashes, owner)
 
 
 def _hashes_content_only(event: BlockStored) -> bool:

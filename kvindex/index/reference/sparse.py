@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvindex.index.keys import Namespace
+from kvindex.index.reference.blocks import Block, Place
 from kvindex.index.reference.groups import RankGroups
 from kvindex.index.reference.keys import Salts, stored_namespace
 from kvindex.index.reference.placing import Chain, Placing
 from kvindex.index.reference.proofs import Proofs, Step, proven_places, step_key
-from kvindex.index.reference.tree import Block, Owner, ancestors
 from kvindex.wire import BlockHash, BlockStored
 from kvindex.wire.quirks import fold_hash
 
@@ -27,16 +27,9 @@ class Sparse:
     Owned by the rank's `RankBlocks`, whose groups, places and salts it is given.
     """
 
-    def __init__(
-        self,
-        placing: Placing,
-        groups: RankGroups,
-        owners: Mapping[tuple[str, int], Owner],
-        salts: Salts,
-    ) -> None:
+    def __init__(self, placing: Placing, groups: RankGroups, salts: Salts) -> None:
         self._placing = placing
         self._groups = groups
-        self._owners = owners
         self._salts = salts
         self._proofs = Proofs()
 
@@ -44,7 +37,7 @@ class Sparse:
         """Forget the engine's hash chains."""
         self._proofs.clear()
 
-    def store(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> None:
+    def store(self, event: BlockStored, hashes: Sequence[BlockHash], place: Place) -> None:
         """Store blocks of a sparse event (vLLM's windows, Mamba): it leaves out some, unnamed.
 
         A label's place is known if a whole event has named it, in whichever group. Of a window, the
@@ -55,25 +48,25 @@ class Sparse:
         first = 0
         before: Block | None = None  # the last block whose place is known
         for i, block_hash in enumerate(hashes):
-            known = self._placing.labels.get(block_hash)
+            known = self._placing.blocks.get(block_hash)
             if known is None:
                 continue
             if first < i:
                 reach = len(event.token_ids) // self._groups.unit
                 tail: list[Block] = []
-                if not self._placing.labels.is_ambiguous(block_hash):
+                if not self._placing.blocks.is_ambiguous(block_hash):
                     count = i - first
-                    tail = self._tail_before(known, count, event.block_size, owner, before, reach)
+                    tail = self._tail_before(known, count, event.block_size, place, before, reach)
                 for unnamed, block in zip(hashes[first:i], tail, strict=False):
-                    if self._placing.add_copies(unnamed, block, {owner: 1}):
+                    if self._placing.add_copies(unnamed, block, {place: 1}):
                         self._placing.counters["stored"] += 1
                         self._placing.attach([(unnamed, block)])
                 first = i if tail else first
-            self._placing.relocate(hashes[first : i + 1], owner)
+            self._placing.relocate(hashes[first : i + 1], place)
             first, before = i + 1, known
-        self._placing.relocate(hashes[first:], owner)
+        self._placing.relocate(hashes[first:], place)
 
-    def store_proven(self, event: BlockStored, hashes: Sequence[BlockHash], owner: Owner) -> bool:
+    def store_proven(self, event: BlockStored, hashes: Sequence[BlockHash], place: Place) -> bool:
         """Store blocks where the engine's hash chain has their labels; False if that is unsure.
 
         Blocks that a request computes again look like announcements of report mode "full": there
@@ -106,12 +99,12 @@ class Sparse:
             self._salts.learn(event, namespace)
         contents = [step.content for step in (*gap, *steps)]
         salted = parent is None and (*gap, *steps)[0].salted
-        chain = Chain(namespace, hashes, contents, scale, owner, salted)
-        self._place_sparsely(parent, chain, [len(gap) + place * scale for place in places])
+        chain = Chain(namespace, hashes, contents, scale, place, salted)
+        self._place_sparsely(parent, chain, [len(gap) + i * scale for i in places])
         return True
 
     def _place_sparsely(self, parent: Block | None, chain: Chain, starts: Sequence[int]) -> None:
-        """Put a chain into the tree of which only blocks that start at these units have labels."""
+        """Store a chain of which only blocks that start at these units have labels."""
         first = reached = 0
         while first < len(starts):
             start = starts[first]
@@ -122,7 +115,7 @@ class Sparse:
             row = chain._replace(
                 hashes=chain.hashes[first:last], contents=chain.contents[start:stop]
             )
-            # Blocks without an owner stay where a block after them has one.
+            # Blocks without a copy stay where a block after them has one.
             parent = self._placing.place(parent, row, unnamed=chain.contents[reached:start])
             if parent is None:
                 self._placing.ignored[self._placing.no_room()] += len(starts) - last
@@ -141,9 +134,9 @@ class Sparse:
             if step is None:
                 return None
             name = step.digest if by_bytes else key
-            block = self._placing.labels.get(name)
+            block = self._placing.blocks.get(name)
             if block is not None and self._placing.names_one(name):
-                return (block, gap[::-1]) if block.run.namespace == namespace else None
+                return (block, gap[::-1]) if block.namespace == namespace else None
             gap.append(step)
             key = step.parent
         return None, gap[::-1]
@@ -153,7 +146,7 @@ class Sparse:
         known: Block,
         count: int,
         size: int,
-        owner: Owner,
+        place: Place,
         before: Block | None,
         reach: int,
     ) -> list[Block]:
@@ -163,23 +156,20 @@ class Sparse:
         ends a tail: every other such place since `before`, as far as the event reaches, has a label
         too, and so would have been named.
         """
-        group = self._groups.known()[owner.group_idx]
+        group = self._groups.known[place.group_idx]
         step, scale = self._groups.alignment // self._groups.unit, size // self._groups.unit
         if not group.spec.has_window or self._groups.kinds_unknown:
             return []
         if step <= count * scale:
             return []
         places: list[Block] = []
-        for distance, block in enumerate(ancestors(known), 1):
+        for distance, block in enumerate(known.ancestors(), 1):
             if distance >= reach or (before is not None and block.depth <= before.depth):
                 break
             if len(places) < count and distance % scale == 0:
                 places.append(block)
             if (block.depth + 1) % step:
                 continue
-            if len(places) < count or places[-1] is block or not self._holds(block):
+            if len(places) < count or places[-1] is block or not block.places:
                 return []
         return places[::-1] if len(places) == count else []
-
-    def _holds(self, block: Block) -> bool:
-        return any(owner in block.run.owners for owner in self._owners.values())

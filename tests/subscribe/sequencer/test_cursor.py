@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex import index, wire
+from kvindex import BACKEND, index, wire
 from kvindex.subscribe.resumption import SavedCursor
 from kvindex.subscribe.sequencer import MAX_SEQ, Cursor
 from kvindex.wire.errors import ConfigurationError, DecodeError
@@ -134,7 +134,11 @@ def test_fingerprints_of_another_process_are_the_same(make: type[wire.Fingerprin
     out = [
         subprocess.run(
             [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            env={
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": ":".join(sys.path),
+                "KVINDEX_BACKEND": BACKEND,
+            },
             capture_output=True,
             text=True,
             check=True,

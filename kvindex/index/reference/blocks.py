@@ -1,0 +1,331 @@
+"""The blocks of one rank: an object for each position of its prompts, and the labels that name it.
+
+A *block* is one position of one prompt prefix; its key names the whole prefix. Each block points at
+the block before it:
+
+```
+   0 ─ 1 ─ 2 ─ 3        places of 3: {GPU, group 0}
+        └─ 2'           places of 2: none; this hole shows where 3 stands
+```
+
+A *place* is a medium and a KV cache group. The engine's hashes are only *labels*: later events name
+parents and removals by them. A label exists as long as some place has a copy. A block without a
+place is dropped as soon as no block follows it, so nothing leaks.
+
+Complexity: O(1) for each block and label. Thread safety: none; the index's lock owns the blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from kvindex.index.keys import Lora, Namespace
+from kvindex.index.reference.keys import Key, KeyMaker
+from kvindex.index.views import ResidentBlock
+from kvindex.wire import BlockHash
+from kvindex.wire.errors import InvariantError
+
+__all__ = ["Block", "Blocks", "Budget", "Place"]
+
+
+class Budget:
+    """How many blocks are resident over all the ranks of an index (`used`), and how many may be."""
+
+    def __init__(self, limit: int | None, rank_limit: int | None) -> None:
+        self.used = 0
+        self._limit = limit
+        self._rank_limit = rank_limit
+
+    def lets_rank_grow(self, size: int) -> bool:
+        """Whether a rank of so many blocks may have more."""
+        return self._rank_limit is None or size < self._rank_limit
+
+    def lets_grow(self) -> bool:
+        """Whether all ranks together may have more."""
+        return self._limit is None or self.used < self._limit
+
+
+class Place(NamedTuple):
+    """Where copies of blocks lie."""
+
+    medium: str
+    group_idx: int
+
+
+class Block:
+    """One position of one prefix.
+
+    Attributes:
+        key: names the prefix.
+        namespace: of its prompts.
+        parent: the block before it; None at a prompt's start.
+        depth: how many blocks are before it.
+        salted: whether its prompts start under a salt, or other extra keys.
+        children: how many blocks follow it directly.
+        places: where it is resident, and under how many labels; nearly always it is one.
+    """
+
+    __slots__ = ("children", "depth", "key", "namespace", "parent", "places", "salted")
+
+    def __init__(self, key: Key, namespace: Namespace, parent: Block | None, salted: bool) -> None:
+        self.key = key
+        self.namespace = namespace
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.salted: bool = salted if parent is None else parent.salted
+        self.children = 0
+        self.places: dict[Place, int] = {}
+
+    def ancestors(self) -> Iterator[Block]:
+        """Yield the blocks before it, the nearest first."""
+        block = self.parent
+        while block is not None:
+            yield block
+            block = block.parent
+
+
+class _Label:
+    """The blocks of one engine hash, the newest last, and their physical copies at each place.
+
+    Nearly always it is one block. Engines that hash only a block's own tokens (SGLang 0.4.8-0.5.5)
+    use one hash for equal pages at several positions.
+    """
+
+    __slots__ = ("blocks", "copies")
+
+    def __init__(self) -> None:
+        self.blocks: dict[Block, None] = {}
+        self.copies: dict[Place, dict[Block, int]] = {}
+
+    def groups_of(self, block: Block) -> set[int]:
+        """Return the groups in which a block is resident, on any medium."""
+        return {place.group_idx for place, held in self.copies.items() if block in held}
+
+
+class Blocks:
+    """The blocks of one rank; `len()` is its resident (label, block, group) triples.
+
+    Attributes:
+        resident: how many blocks each place has that the rank has ever named.
+        ambiguous: how often a label came to name a further block.
+        duplicates: how many further physical copies of resident blocks were counted.
+    """
+
+    def __init__(self, keys: KeyMaker, budget: Budget) -> None:
+        self._maker = keys
+        self._budget = budget
+        self._blocks: dict[Key, Block] = {}
+        self._labels: dict[BlockHash, _Label] = {}
+        # The size by namespace, and by whether the prompts start under a salt or other extra keys.
+        self._prompts: Counter[tuple[Namespace, bool]] = Counter()
+        self._size = 0
+        self.resident: dict[Place, int] = {}
+        self.ambiguous = 0
+        self.duplicates = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def full(self) -> bool:
+        """Whether the rank has as many blocks as one rank may have."""
+        return not self._budget.lets_rank_grow(self._size)
+
+    def block_keys(self) -> Collection[Key]:
+        """Return the keys of all blocks, holes included."""
+        return self._blocks.keys()
+
+    def find(self, key: Key) -> Block | None:
+        """Return the block of this key."""
+        return self._blocks.get(key)
+
+    def get(self, block_hash: BlockHash) -> Block | None:
+        """Return the newest block of this label, if any is resident."""
+        label = self._labels.get(block_hash)
+        return None if label is None else next(reversed(label.blocks))
+
+    def is_ambiguous(self, block_hash: BlockHash) -> bool:
+        """Whether a label names several blocks."""
+        label = self._labels.get(block_hash)
+        return label is not None and len(label.blocks) > 1
+
+    def held_at(self, block_hash: BlockHash, place: Place) -> Collection[Block]:
+        """Return the blocks of this label that a place has copies of."""
+        label = self._labels.get(block_hash)
+        return () if label is None else label.copies.get(place, {}).keys()
+
+    def extend(
+        self,
+        parent: Block | None,
+        namespace: Namespace,
+        contents: Sequence[bytes],
+        *,
+        salted: bool = False,
+    ) -> list[Block]:
+        """Return the chain of blocks with these contents after a parent, made where missing.
+
+        `salted` is for a chain without a parent; others inherit it. New blocks have no copy yet:
+        the caller must `add` the last of them, or `prune` it, before anything else.
+        """
+        key = self._maker.root(namespace) if parent is None else parent.key
+        chain: list[Block] = []
+        for content in contents:
+            key = self._maker.child(key, content)
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._blocks[key] = Block(key, namespace, parent, salted)
+                if parent is not None:
+                    parent.children += 1
+            chain.append(block)
+            parent = block
+        return chain
+
+    def prune(self, block: Block) -> None:
+        """Drop a block and those before it, as far as they have no copy and no block after them."""
+        last: Block | None = block
+        while last is not None and not last.places and not last.children:
+            del self._blocks[last.key]
+            last = last.parent
+            if last is not None:
+                last.children -= 1
+
+    def add(self, block_hash: BlockHash, block: Block, place: Place, copies: int = 1) -> bool:
+        """Count copies of a block; False, and nothing counted, if the budget has no room for it."""
+        label = self._labels.get(block_hash) or _Label()
+        if place.group_idx not in label.groups_of(block):
+            if self.full() or not self._budget.lets_grow():
+                return False
+            self._count(block, 1)
+        if block not in label.blocks:
+            self.ambiguous += bool(label.blocks)
+            label.blocks[block] = None
+        self._labels[block_hash] = label
+        held = label.copies.setdefault(place, {})
+        self.duplicates += copies - (block not in held)
+        if block not in held:
+            self.resident[place] = self.resident.get(place, 0) + (place not in block.places)
+            block.places[place] = block.places.get(place, 0) + 1
+        held[block] = held.get(block, 0) + copies
+        return True
+
+    def drop(
+        self, block_hash: BlockHash, block: Block, place: Place, *, every: bool = False
+    ) -> None:
+        """Drop one copy, or every one."""
+        label = self._labels[block_hash]
+        held = label.copies[place]
+        held[block] -= 1
+        if held[block] and not every:
+            return
+        del held[block]
+        if not held:
+            del label.copies[place]
+        groups = label.groups_of(block)
+        if place.group_idx not in groups:
+            self._count(block, -1)
+        if not groups:
+            del label.blocks[block]
+        if not label.blocks:
+            del self._labels[block_hash]
+        block.places[place] -= 1
+        if not block.places[place]:
+            del block.places[place]
+            self.resident[place] -= 1
+            self.prune(block)
+
+    def drop_places(self, places: Collection[Place]) -> None:
+        """Drop all copies at these places."""
+        held = [
+            (block_hash, block, place)
+            for block_hash, label in self._labels.items()
+            for place in places
+            for block in label.copies.get(place, ())
+        ]
+        for block_hash, block, place in held:
+            self.drop(block_hash, block, place, every=True)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._blocks.clear()
+        self._labels.clear()
+        self._prompts.clear()
+        self._budget.used -= self._size
+        self._size = 0
+        self.resident = dict.fromkeys(self.resident, 0)
+
+    def namespaces(self) -> set[Namespace]:
+        """Return every namespace that has a block."""
+        return {namespace for namespace, _ in self._prompts}
+
+    def by_lora(self) -> dict[Lora, int]:
+        """Return how many resident blocks each LoRA has."""
+        counts: Counter[Lora] = Counter()
+        for (namespace, _), count in self._prompts.items():
+            counts[namespace.lora] += count
+        return counts
+
+    def salted(self) -> int:
+        """Return how many resident blocks are of prompts that start under extra keys."""
+        return sum(count for (_, salted), count in self._prompts.items() if salted)
+
+    def walk(self) -> Iterator[ResidentBlock]:
+        """Yield every resident block, once for each medium and group it is in."""
+        for block_hash, label in self._labels.items():
+            for place, held in label.copies.items():
+                for block, copies in held.items():
+                    yield ResidentBlock(
+                        block_hash=block_hash,
+                        depth=block.depth,
+                        medium=place.medium,
+                        group_idx=place.group_idx,
+                        copies=copies,
+                        block_size=block.namespace.block_size,
+                        lora=block.namespace.lora,
+                    )
+
+    def check(self) -> None:
+        """Assert that blocks, labels and counters agree.
+
+        Raises:
+            InvariantError: they do not agree.
+        """
+        prompts: Counter[tuple[Namespace, bool]] = Counter()
+        names: dict[Block, Counter[Place]] = defaultdict(Counter)
+        for label in self._labels.values():
+            for block in label.blocks:
+                prompts[block.namespace, block.salted] += len(label.groups_of(block))
+            for place, held in label.copies.items():
+                for block in held:
+                    names[block][place] += 1
+        counted = f"{prompts} resident, counted {self._prompts}: {self._size}"
+        _require(prompts == self._prompts and prompts.total() == self._size, counted)
+        children: Counter[Block | None] = Counter(block.parent for block in self._blocks.values())
+        for key, block in self._blocks.items():
+            before = block.parent
+            _require(block.key == key, f"block {block.depth} stands under another key")
+            _require(bool(block.places or block.children), "a hole that no block follows was kept")
+            if before is not None:
+                _require(self._blocks.get(before.key) is before, "the block before was dropped")
+            depth = 0 if before is None else before.depth + 1
+            _require(block.depth == depth, f"block {block.depth} stands at depth {depth}")
+            _require(block.children == children[block], f"{children[block]} blocks follow a block")
+            places = names.pop(block, Counter())
+            _require(block.places == places, f"a block at {block.places}, by its labels {places}")
+        _require(not names, f"{len(names)} blocks of labels were dropped")
+        resident = Counter(place for block in self._blocks.values() for place in block.places)
+        for place, count in self.resident.items():
+            _require(resident[place] == count, f"{resident[place]} blocks at {place}, not {count}")
+
+    def _count(self, block: Block, change: int) -> None:
+        self._size += change
+        self._budget.used += change
+        prompts = block.namespace, block.salted
+        self._prompts[prompts] += change
+        if not self._prompts[prompts]:
+            del self._prompts[prompts]  # names that a publisher invents must not pile up
+
+
+def _require(truth: bool, message: str) -> None:
+    if not truth:
+        raise InvariantError(message)
