@@ -5,6 +5,8 @@ The profiles are "default" for every run, and "nightly" (HYPOTHESIS_PROFILE=nigh
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -110,6 +112,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if _TESTS in item.path.parents and len(kinds) != 1:
         known = ", ".join(sorted(KINDS))
         pytest.fail(f"its file needs `pytestmark = pytest.mark.KIND`: {known}", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in an event loop of its own."""
+    function = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(function):
+        return None
+    names = inspect.signature(function).parameters
+    asyncio.run(function(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture
