@@ -1,16 +1,38 @@
-"""Events for tests of the index: blocks are numbered along one prompt and labelled from 100 on."""
+"""Events for tests of the index, and stories of events and answers.
+
+Blocks are numbered along one prompt and labelled from 100 on. A story is a list of steps: an event,
+applied as a batch of its own, or a check. Each story is run in each of the `WAYS`: by the index
+that is under test, by that index restarted from a snapshot after each step, and by the Python one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, NamedTuple
 
-from kvindex import BlockRemoved, BlockStored, EventBatch, Index, Rank
+import pytest
+
+from kvindex import (
+    BACKEND,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheSettings,
+    EventBatch,
+    Index,
+    Rank,
+)
+from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import Event
 
 SIZE = 4
 A, B = Rank("a"), Rank("b")
+CLEAR = AllBlocksCleared()
+
+
+# Events
 
 
 def tokens(*blocks: int) -> list[int]:
@@ -38,8 +60,11 @@ def removed(*blocks: int, base: int = 100, **fields: Any) -> BlockRemoved:
 
 
 def located(*blocks: int, **fields: Any) -> BlockStored:
-    """Say where blocks are, without their tokens."""
+    """Report where blocks are, without their tokens."""
     return stored(*blocks, parent=None, token_ids=[], block_size=0, **fields)
+
+
+# Indexes
 
 
 def apply(index: BaseIndex, rank: Rank, *events: Event) -> None:
@@ -49,15 +74,21 @@ def apply(index: BaseIndex, rank: Rank, *events: Event) -> None:
         index.check()
 
 
+def apply_together(index: BaseIndex, rank: Rank, *events: Event) -> None:
+    """Apply the events as one batch, and check the index once."""
+    index.apply(rank, EventBatch(ts=0.0, events=list(events)))
+    index.check()
+
+
 def index_of(*events: Event, rank: Rank = A, **options: Any) -> Index:
     index = Index(**options)
     apply(index, rank, *events)
     return index
 
 
-def restored(index: Index) -> Index:
+def restored(index: Index, **options: Any) -> Index:
     """The index after a restart from a snapshot; the Python one, which has none, as it is."""
-    return Index.from_bytes(index.to_bytes()) if index.backend == "native" else index
+    return Index.from_bytes(index.to_bytes(), **options) if index.backend == "native" else index
 
 
 def matched(index: BaseIndex, token_ids: Iterable[int], rank: Rank = A, **options: Any) -> int:
@@ -65,6 +96,127 @@ def matched(index: BaseIndex, token_ids: Iterable[int], rank: Rank = A, **option
     return index.match(list(token_ids), **options)[rank].blocks
 
 
-def told(index: BaseIndex, rank: Rank = A) -> dict[str, Any]:
+def counts_of(index: BaseIndex, rank: Rank = A) -> dict[str, Any]:
     statistics: dict[str, Any] = index.statistics()["ranks"][str(rank)]
     return statistics
+
+
+# Stories
+
+Action = Callable[[BaseIndex], object]
+Step = Event | Action
+
+
+class Story(NamedTuple):
+    steps: tuple[Step, ...]
+    options: dict[str, Any]
+
+
+class Scene(NamedTuple):
+    steps: tuple[Step, ...]
+
+
+def scene(*steps: Step) -> Scene:
+    """Steps that belong together; nothing else."""
+    return Scene(steps)
+
+
+def story(*parts: Step | Scene, **options: Any) -> Story:
+    """A story of rank A, unless a step names another; the options are the index's."""
+    steps = [part.steps if isinstance(part, Scene) else (part,) for part in parts]
+    return Story(tuple(chain.from_iterable(steps)), options)
+
+
+def of(rank: Rank, *events: Event) -> Action:
+    return lambda index: apply(index, rank, *events)
+
+
+def together(*events: Event) -> Action:
+    return lambda index: apply_together(index, A, *events)
+
+
+def configured(**settings: Any) -> Action:
+    return lambda index: index.configure(A, CacheSettings(**settings))
+
+
+def cleared(index: BaseIndex) -> None:
+    """Clear the rank as after a restart of its engine."""
+    index.tree(A).clear()
+
+
+def holds(
+    blocks: int, token_ids: list[int] | None = None, rank: Rank = A, **options: Any
+) -> Action:
+    """Check how many blocks of a prompt the rank holds; of the one prompt, unless given."""
+
+    question = prompt(12) if token_ids is None else token_ids
+
+    def check(index: BaseIndex) -> None:
+        assert matched(index, question, rank, **options) == blocks
+
+    return check
+
+
+def answers(token_ids: list[int] | None = None, **fields: Any) -> Action:
+    """Check fields of rank A's match with a prompt."""
+
+    question = prompt(12) if token_ids is None else token_ids
+
+    def check(index: BaseIndex) -> None:
+        match = index.match(question)[A]
+        assert {name: getattr(match, name) for name in fields} == fields
+
+    return check
+
+
+def counts(**numbers: Any) -> Action:
+    """Check some of rank A's statistics."""
+
+    def check(index: BaseIndex) -> None:
+        statistics = counts_of(index)
+        assert {name: statistics[name] for name in numbers} == numbers
+
+    return check
+
+
+def totals(**numbers: int) -> Action:
+    """Check some statistics of the whole index."""
+
+    def check(index: BaseIndex) -> None:
+        statistics = index.statistics()
+        assert {name: statistics[name] for name in numbers} == numbers
+        assert len(index) == statistics["blocks"]
+
+    return check
+
+
+NATIVE = BACKEND == "native"
+WAYS = ["once", *(["restarted", "python"] if NATIVE else [])]
+
+
+def run(story: Story, way: str) -> None:
+    """Apply and check a story's steps one after another."""
+    index: Any = (reference.Index if way == "python" else Index)(**story.options)
+    for number, step in enumerate(story.steps):
+        try:
+            if callable(step):
+                step(index)
+                index.check()
+            else:
+                apply(index, A, step)
+        except AssertionError as error:
+            raise AssertionError(f"step {number}: {error}") from error
+        if way == "restarted":
+            index = restored(index, **story.options)
+
+
+def stories(table: dict[str, Story]) -> pytest.MarkDecorator:
+    """Run a test with each story of a table in each way: the test's body is `run(story, way)`."""
+    return pytest.mark.parametrize(
+        ("story", "way"),
+        [
+            pytest.param(steps, way, id=f"{name} ({way})")
+            for name, steps in table.items()
+            for way in WAYS
+        ],
+    )

@@ -26,6 +26,7 @@ from tests.index.index_events import (
     A,
     B,
     apply,
+    counts_of,
     index_of,
     located,
     matched,
@@ -34,7 +35,6 @@ from tests.index.index_events import (
     restored,
     stored,
     tokens,
-    told,
 )
 
 pytestmark = pytest.mark.unit
@@ -244,35 +244,35 @@ def test_blocks_are_counted_by_lora_and_by_whether_they_are_salted() -> None:
         stored(0, 1, base=500, extra_keys=[("salt",), None]),
         stored(0, base=600, lora_name="sql", extra_keys=[("sql",)]),  # only the LoRA's own name
     )
-    assert told(index)["loras"] == {"": 9, "sql": 3, "id 7": 1}
-    assert told(index)["salted"] == 6
+    assert counts_of(index)["loras"] == {"": 9, "sql": 3, "id 7": 1}
+    assert counts_of(index)["salted"] == 6
     apply(index, A, removed(2, base=400), removed(0, base=300), removed(0, base=600))
-    assert told(index)["loras"] == {"": 8, "sql": 2}
-    assert told(index)["salted"] == 5
+    assert counts_of(index)["loras"] == {"": 8, "sql": 2}
+    assert counts_of(index)["salted"] == 5
     copy = restored(index)
     copy.check()
-    assert (told(copy)["loras"], told(copy)["salted"]) == ({"": 8, "sql": 2}, 5)
+    assert (counts_of(copy)["loras"], counts_of(copy)["salted"]) == ({"": 8, "sql": 2}, 5)
     index.tree(A).clear()
-    assert (told(index)["loras"], told(index)["salted"]) == ({}, 0)
+    assert (counts_of(index)["loras"], counts_of(index)["salted"]) == ({}, 0)
 
 
 def test_blocks_are_counted_on_each_medium() -> None:
     index = index_of(
         stored(0, 1, 2), stored(0, 1, medium="CPU"), stored(0, 1, base=200, lora_name="sql")
     )
-    assert told(index)["media"] == {"CPU": 2, "GPU": 5}
+    assert counts_of(index)["media"] == {"CPU": 2, "GPU": 5}
     apply(index, A, removed(2), removed(0, 1, medium="CPU"))
-    assert told(index)["media"] == {"GPU": 4}
-    assert told(restored(index))["media"] == {"GPU": 4}
+    assert counts_of(index)["media"] == {"GPU": 4}
+    assert counts_of(restored(index))["media"] == {"GPU": 4}
     index.tree(A).clear()
-    assert told(index)["media"] == {}
+    assert counts_of(index)["media"] == {}
 
 
 def test_an_orphan_of_a_salted_prompt_is_counted_when_it_is_placed() -> None:
     index = index_of(stored(1), stored(2))
-    assert (told(index)["loras"], told(index)["salted"]) == ({}, 0)
+    assert (counts_of(index)["loras"], counts_of(index)["salted"]) == ({}, 0)
     apply(index, A, stored(0, cache_salt="s"))
-    assert (told(index)["loras"], told(index)["salted"]) == ({"": 3}, 3)
+    assert (counts_of(index)["loras"], counts_of(index)["salted"]) == ({"": 3}, 3)
 
 
 def test_statistics_name_the_64_largest_loras_and_sum_up_the_others() -> None:
@@ -280,7 +280,7 @@ def test_statistics_name_the_64_largest_loras_and_sum_up_the_others() -> None:
     for n in range(70):
         blocks = range(2) if n < 60 else range(1)
         apply(index, A, stored(*blocks, base=1000 * n + 100, lora_name=f"lora-{n:02}"))
-    loras = told(index)["loras"]
+    loras = counts_of(index)["loras"]
     assert list(loras) == [f"lora-{n:02}" for n in range(64)] + ["(other)"]
     assert (loras["lora-00"], loras["lora-63"], loras["(other)"]) == (2, 1, 6)
     assert json.dumps(loras)
@@ -476,9 +476,9 @@ def test_statistics_count_by_reason() -> None:
 def test_max_blocks_leaves_out_what_does_not_fit_and_says_so() -> None:
     index = index_of(stored(0, 1, 2), max_blocks=2)
     assert (len(index), matched(index, prompt(3))) == (2, 2)
-    assert told(index)["ignored"] == {"max_blocks": 1}
+    assert counts_of(index)["ignored"] == {"max_blocks": 1}
     apply(index, B, stored(0, 1))
-    assert (len(index), told(index, B)["ignored"]) == (2, {"max_blocks": 2})
+    assert (len(index), counts_of(index, B)["ignored"]) == (2, {"max_blocks": 2})
     apply(index, A, stored(1), removed(1), removed(1), stored(1))
     assert matched(index, prompt(2)) == 2
 
@@ -486,13 +486,13 @@ def test_max_blocks_leaves_out_what_does_not_fit_and_says_so() -> None:
 @pytest.mark.parametrize("late", [stored(0, group_idx=1), located(0, group_idx=1)])
 def test_max_blocks_counts_each_group_however_it_is_told(late: Any) -> None:
     index = index_of(stored(0), late, max_blocks=1)
-    assert (len(index), told(index)["ignored"]) == (1, {"max_blocks": 1})
+    assert (len(index), counts_of(index)["ignored"]) == (1, {"max_blocks": 1})
 
 
 def test_max_blocks_holds_for_orphans_too() -> None:
     index = index_of(stored(1, 2), stored(2, group_idx=1), stored(0), max_blocks=2)
-    assert (len(index), told(index)["orphans"]) == (2, 0)
-    assert told(index)["ignored"] == {"max_blocks": 2}
+    assert (len(index), counts_of(index)["orphans"]) == (2, 0)
+    assert counts_of(index)["ignored"] == {"max_blocks": 2}
 
 
 @pytest.mark.parametrize(

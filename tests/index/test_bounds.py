@@ -25,13 +25,13 @@ from tests.index.index_events import (
     A,
     B,
     apply,
+    counts_of,
     index_of,
     matched,
     prompt,
     removed,
     restored,
     stored,
-    told,
 )
 
 pytestmark = pytest.mark.unit
@@ -157,7 +157,7 @@ def test_each_label_of_a_block_has_copies_of_its_own(turned: int) -> None:
         apply(index, A, BlockRemoved(block_hashes=[label], medium=medium))
         index.check()
     assert (matched(index, range(1)), len(index)) == (0, 0)
-    assert told(index)["removed_unknown"] == 0
+    assert counts_of(index)["removed_unknown"] == 0
 
 
 def test_a_label_keeps_the_order_of_its_blocks_whatever_goes() -> None:
@@ -166,7 +166,7 @@ def test_a_label_keeps_the_order_of_its_blocks_whatever_goes() -> None:
     assert matched(index, range(40)) == 40
     apply(index, A, chain([8]), BlockRemoved(block_hashes=[7]))
     assert matched(index, range(40)) == 1  # under label 8
-    assert told(index)["removed_ambiguous"] == 39
+    assert counts_of(index)["removed_ambiguous"] == 39
 
 
 # Units of one block
@@ -178,7 +178,7 @@ def test_a_block_of_too_many_units_is_left_out_and_counted(size: int, blocks: in
     tokens = [token & 127 for token in range(2 * size)]
     wide = BlockStored(block_hashes=[8, 9], token_ids=tokens, block_size=size, group_idx=1)
     apply(index, A, wide)
-    assert told(index)["ignored"] == ({} if blocks else {"too_many_units": 2})
+    assert counts_of(index)["ignored"] == ({} if blocks else {"too_many_units": 2})
     in_tree = index.statistics()["unique_blocks"]
     assert (len(index), in_tree) == (1 + blocks, blocks * size or 1)
 
@@ -189,7 +189,7 @@ def test_a_block_of_too_many_units_is_left_out_and_counted(size: int, blocks: in
 def test_max_blocks_per_rank_leaves_out_what_does_not_fit_and_says_so() -> None:
     index = index_of(stored(0, 1, 2), max_blocks_per_rank=2)
     assert (len(index), matched(index, prompt(3))) == (2, 2)
-    assert told(index)["ignored"] == {"max_blocks_per_rank": 1}
+    assert counts_of(index)["ignored"] == {"max_blocks_per_rank": 1}
     apply(index, B, stored(0, 1))
     assert matched(index, prompt(3), B) == 2
     apply(index, A, stored(2, medium="CPU"), removed(1), stored(1))
@@ -199,13 +199,13 @@ def test_max_blocks_per_rank_leaves_out_what_does_not_fit_and_says_so() -> None:
 
 def test_max_blocks_per_rank_holds_for_orphans_too() -> None:
     index = index_of(stored(1, 2), stored(0), max_blocks_per_rank=2)
-    assert told(index)["ignored"] == {"max_blocks_per_rank": 1}
+    assert counts_of(index)["ignored"] == {"max_blocks_per_rank": 1}
 
 
 def test_one_rank_does_not_use_up_a_large_max_blocks() -> None:
     index = Index(max_blocks=20_000)
     apply(index, A, chain(list(range(1, 20_001))))
-    assert told(index)["ignored"] == {"max_blocks_per_rank": 2_000}
+    assert counts_of(index)["ignored"] == {"max_blocks_per_rank": 2_000}
     apply(index, B, stored(0, 1))
     assert matched(index, prompt(2), B) == 2
     assert Index(max_blocks=20_000, max_blocks_per_rank=20_000).max_blocks_per_rank == 20_000

@@ -15,12 +15,12 @@ from tests.index.index_events import (
     SIZE,
     A,
     apply,
+    counts_of,
     index_of,
     matched,
     prompt,
     removed,
     stored,
-    told,
 )
 
 pytestmark = pytest.mark.unit
@@ -161,7 +161,7 @@ def hybrid() -> Index:
 
 def test_groups_are_learned_from_the_events() -> None:
     index = hybrid()
-    assert told(index)["groups"]["1"] == {
+    assert counts_of(index)["groups"]["1"] == {
         "kind": "sliding_window",
         "told": True,
         "sliding_window": SIZE + 1,
@@ -205,8 +205,8 @@ def test_untold_groups_are_answered_by_the_one_that_reaches_furthest_and_flagged
     apply(index, A, removed(0, 1, group_idx=1))
     found = index.match(prompt(6))[A]
     assert (found.blocks, found.upper_bound) == (6, True)
-    assert not told(index)["groups"]["1"]["told"]
-    assert "groups={...}" in told(index)["advice"][0]
+    assert not counts_of(index)["groups"]["1"]["told"]
+    assert "groups={...}" in counts_of(index)["advice"][0]
     index.configure(A, CacheSettings(groups={0: FULL, 1: window(SIZE + 1)}))
     found = index.match(prompt(6))[A]
     assert (found.blocks, found.upper_bound) == (6, False)
@@ -289,9 +289,9 @@ def test_a_group_that_nobody_caches_prefixes_for_does_not_stop_a_window() -> Non
 def test_chunks_without_a_size_are_advised_about() -> None:
     chunked: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
     index = index_of(stored(0, 1, **TOLD_FULL), stored(0, 1, **chunked))
-    assert "attention_chunk_size" in told(index)["advice"][0]
+    assert "attention_chunk_size" in counts_of(index)["advice"][0]
     index.configure(A, CacheSettings(groups={1: chunks(8)}))
-    assert told(index)["advice"] == []
+    assert counts_of(index)["advice"] == []
 
 
 # Sparse events, and blocks of several units
@@ -304,14 +304,14 @@ def test_sparse_events_place_labels_that_a_whole_event_has_named() -> None:
     sparse = stored(*range(6), block_hashes=[105], **SWA)  # all tokens, one block
     apply(index, A, sparse)
     assert matched(index, prompt(6)) == 6
-    assert told(index)["ignored"] == {}
+    assert counts_of(index)["ignored"] == {}
 
 
 def test_sparse_labels_wait_for_a_whole_event_that_names_them() -> None:
     index = index_of(stored(*range(6), block_hashes=[105], **SWA))
-    assert (matched(index, prompt(6)), told(index)["unplaced"]) == (0, 1)
+    assert (matched(index, prompt(6)), counts_of(index)["unplaced"]) == (0, 1)
     apply(index, A, stored(*range(6), group_idx=0, kv_cache_spec_kind="full_attention"))
-    assert (matched(index, prompt(6)), told(index)["orphans"]) == (6, 0)
+    assert (matched(index, prompt(6)), counts_of(index)["orphans"]) == (6, 0)
     apply(index, A, removed(5, group_idx=1))
     assert matched(index, prompt(6)) == 0
 
@@ -345,20 +345,20 @@ def test_a_tail_is_not_placed_where_a_hit_might_have_ended_before() -> None:
     index = wide_and_narrow(stored(0, block_hashes=[], **WIDE_WINDOW))
     apply(index, A, removed(3, group_idx=0))  # whether a tail ends there nobody tells any more
     apply(index, A, stored(*range(8), block_hashes=[102, 103, 107], **WIDE_WINDOW))
-    assert told(index)["unplaced"] == 2
+    assert counts_of(index)["unplaced"] == 2
 
 
 def test_more_labels_than_lie_between_two_ends_of_hits_are_not_placed() -> None:
     index = wide_and_narrow(
         stored(*range(8), block_hashes=[101, 102, 104, 105, 106, 107], **WIDE_WINDOW)
     )
-    assert told(index)["unplaced"] == 5
+    assert counts_of(index)["unplaced"] == 5
 
 
 def test_a_sparse_event_of_no_block_teaches_the_group_and_nothing_else() -> None:
     index = index_of(stored(0, 1, block_hashes=[], **SWA))
-    assert told(index)["groups"]["1"]["block_size"] == SIZE
-    assert (len(index), told(index)["ignored"]) == (0, {})
+    assert counts_of(index)["groups"]["1"]["block_size"] == SIZE
+    assert (len(index), counts_of(index)["ignored"]) == (0, {})
 
 
 def test_labels_name_prefixes_whatever_the_size_of_the_blocks() -> None:
@@ -381,7 +381,7 @@ def test_a_new_unit_drops_what_was_held_by_the_old_one_and_counts_it() -> None:
         stored(1, 3, parent=None, token_ids=prompt(4), block_size=2 * SIZE, **TOLD_FULL)
     )
     apply(index, A, stored(*range(4), **SWA))
-    assert told(index)["ignored"] == {"unit_changed": 2}
+    assert counts_of(index)["ignored"] == {"unit_changed": 2}
     again = stored(1, 3, parent=None, token_ids=prompt(4), block_size=2 * SIZE, **TOLD_FULL)
     apply(index, A, again)
     assert index.match(prompt(4))[A].tokens == 4 * SIZE
@@ -394,7 +394,7 @@ def test_offloaded_blocks_without_extra_keys_are_those_that_the_device_named() -
     assert matched(index, prompt(2)) == 0, "another request's salt"
     assert matched(index, prompt(2), salt="secret") == 2
     apply(index, A, stored(7, 8, parent=None, group_idx=0, medium="CPU"))
-    assert told(index)["unplaced"] == 2, "nobody told what these are"
+    assert counts_of(index)["unplaced"] == 2, "nobody told what these are"
 
 
 # Report mode "full"
@@ -411,10 +411,10 @@ def test_every_store_is_a_copy_unless_the_user_says_that_requests_announce_again
     assert matched(index, prompt(3)) == 3
     announcing = full_mode()
     apply(announcing, A, stored(0, 1, 2), stored(0, 1, 2), removed(0, 1, 2))
-    assert (matched(announcing, prompt(3)), told(announcing)["reannounced"]) == (0, 3)
-    assert told(announcing)["advice"] == []
+    assert (matched(announcing, prompt(3)), counts_of(announcing)["reannounced"]) == (0, 3)
+    assert counts_of(announcing)["advice"] == []
     apply(announcing, A, removed(0, 1, 2))  # they were copies
-    assert 'report_mode="full"' in told(announcing)["advice"][0]
+    assert 'report_mode="full"' in counts_of(announcing)["advice"][0]
 
 
 def test_a_store_that_no_lookup_would_have_found_is_a_copy_in_report_mode_full() -> None:
@@ -423,9 +423,9 @@ def test_a_store_that_no_lookup_would_have_found_is_a_copy_in_report_mode_full()
     apply(index, A, *both, removed(2, group_idx=1))
     index.apply(A, EventBatch(ts=0.0, events=both))  # computed, since the window was gone
     index.check()
-    assert told(index)["reannounced"] == 0
+    assert counts_of(index)["reannounced"] == 0
     index.apply(A, EventBatch(ts=0.0, events=both))  # found this time
-    assert told(index)["reannounced"] == 6
+    assert counts_of(index)["reannounced"] == 6
 
 
 @pytest.mark.parametrize("gone", [removed(0, 1), AllBlocksCleared()], ids=["removed", "cleared"])
@@ -434,7 +434,7 @@ def test_blocks_announced_then_gone_then_stored_in_one_batch_are_resident(gone: 
     apply(index, A, stored(0, 1))
     index.apply(A, EventBatch(ts=0.0, events=[stored(0, 1), gone, stored(0, 1)]))
     index.check()
-    assert (matched(index, prompt(2)), told(index)["reannounced"]) == (2, 2)
+    assert (matched(index, prompt(2)), counts_of(index)["reannounced"]) == (2, 2)
 
 
 def test_a_hit_within_the_first_block_counts_as_one_although_no_whole_block_does() -> None:

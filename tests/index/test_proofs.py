@@ -17,7 +17,7 @@ from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.index.reference import proofs
 from kvindex.wire import AllBlocksCleared
-from tests.index.index_events import SIZE, A, apply, index_of, matched, prompt, restored, told
+from tests.index.index_events import SIZE, A, apply, counts_of, index_of, matched, prompt, restored
 
 pytestmark = pytest.mark.unit
 
@@ -67,7 +67,7 @@ def sparse(
 
 
 def proofs_of(index: BaseIndex) -> tuple[int, int]:
-    return told(index)["proofs"], told(index)["proofs_missed"]
+    return counts_of(index)["proofs"], counts_of(index)["proofs_missed"]
 
 
 def lower_bound(index: BaseIndex, token_ids: Sequence[int]) -> bool:
@@ -80,7 +80,7 @@ def test_blocks_that_an_event_names_amid_others_are_placed(raw: bool) -> None:
     assert [matched(index, prompt(n)) for n in (6, 8, 9, 10)] == [0, 8, 8, 8]
     assert not lower_bound(index, prompt(10))
     assert proofs_of(index) == (1, 0)
-    assert told(index)["stored"] == 3
+    assert counts_of(index)["stored"] == 3
     assert {block.depth for block in index.tree(A).walk()} == {6, 7, 9}
 
 
@@ -126,7 +126,7 @@ def test_copies_and_removals_of_proven_blocks_count() -> None:
     digests: list[Any] = [label(digest) for digest in chain(prompt(6))]
     removal = BlockRemoved(block_hashes=digests[4:6], group_idx=0)
     index = index_of(sparse(prompt(6), 4, 5), sparse(prompt(6), 4, 5), removal)
-    assert (matched(index, prompt(6)), told(index)["duplicates"]) == (6, 2)
+    assert (matched(index, prompt(6)), counts_of(index)["duplicates"]) == (6, 2)
     apply(index, A, removal)
     assert (matched(index, prompt(6)), len(index)) == (0, 0)
 
@@ -148,7 +148,7 @@ def test_salted_prompts_are_proven_where_the_first_block_is_named(salt: str) -> 
     assert proofs_of(index) == (1, 0)
     if salt:
         assert (matched(index, prompt(4), salt=salt), matched(index, prompt(4))) == (4, 0)
-        assert told(index)["salted"] == 3
+        assert counts_of(index)["salted"] == 3
     apply(index, A, sparse(prompt(6), 4, 5, start=4, digests=chain(prompt(6), salt=salt)))
     assert proofs_of(index) == (2, 0)
 
@@ -169,7 +169,7 @@ def test_salted_prompts_are_proven_where_the_first_block_is_named(salt: str) -> 
 def test_what_the_hashes_of_is_not_known_is_not_tried(fields: dict[str, Any]) -> None:
     index = index_of(msgspec.structs.replace(sparse(prompt(4), 2, 3), **fields))
     assert proofs_of(index) == (0, 0)
-    assert told(index)["unplaced"] == 2
+    assert counts_of(index)["unplaced"] == 2
 
 
 def test_a_salt_that_no_named_block_shows_leaves_answers_lower_bounds() -> None:
@@ -182,7 +182,7 @@ def test_one_wrong_label_leaves_all_of_an_event_unproven() -> None:
     event = sparse(prompt(6), 3, 4, 5)
     hashes = [event.block_hashes[0], 1, event.block_hashes[2]]
     index = index_of(msgspec.structs.replace(event, block_hashes=hashes))
-    assert (proofs_of(index), told(index)["unplaced"], len(index)) == ((0, 1), 3, 0)
+    assert (proofs_of(index), counts_of(index)["unplaced"], len(index)) == ((0, 1), 3, 0)
     out_of_order = sparse(prompt(6), 5, 4)
     assert proofs_of(index_of(out_of_order)) == (0, 1)
 
@@ -194,7 +194,7 @@ def test_an_engine_with_other_hashes_is_given_up_after_a_few_events() -> None:
 
     index = index_of(*map(other, range(20)))
     assert proofs_of(index) == (0, 8)
-    assert told(index)["unplaced"] == 40
+    assert counts_of(index)["unplaced"] == 40
     assert lower_bound(index, prompt(6))
     apply(index, A, sparse(prompt(6), 4, 5))
     assert (proofs_of(index), matched(index, prompt(6))) == ((0, 8), 0)
@@ -215,7 +215,7 @@ def test_blocks_that_waited_are_placed_by_a_later_proof() -> None:
     digests = chain(prompt(6))
     unknown = sparse(prompt(6), 4, 5, start=2)  # its parent was never stored
     index = index_of(unknown)
-    assert (told(index)["unplaced"], proofs_of(index)) == (2, (0, 0))
+    assert (counts_of(index)["unplaced"], proofs_of(index)) == (2, (0, 0))
     assert lower_bound(index, prompt(6))
     apply(index, A, sparse(prompt(6), 4, 5))
     assert matched(index, prompt(6)) == 6
@@ -263,7 +263,7 @@ def test_announcements_in_report_mode_full_are_not_taken_for_copies() -> None:
     index = Index()
     index.configure(A, CacheSettings(report_mode="full"))
     apply(index, A, sparse(prompt(4), 2, 3))
-    assert (proofs_of(index), told(index)["unplaced"]) == ((0, 0), 2)
+    assert (proofs_of(index), counts_of(index)["unplaced"]) == ((0, 0), 2)
 
 
 def test_a_clear_forgets_the_chains() -> None:
@@ -292,7 +292,7 @@ def test_a_restored_rank_proves_again_from_the_root_on() -> None:
 def test_proven_blocks_beyond_a_limit_are_left_out(limit: int) -> None:
     index = index_of(sparse(prompt(12), 3, 4, 8, 11), max_blocks_per_rank=limit)
     assert len(index) == limit
-    assert told(index)["ignored"] == ({"max_blocks_per_rank": 4 - limit} if limit < 4 else {})
+    assert counts_of(index)["ignored"] == ({"max_blocks_per_rank": 4 - limit} if limit < 4 else {})
 
 
 def test_only_so_many_steps_of_chains_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,8 +316,8 @@ def test_going_back_over_unnamed_steps_is_bounded(monkeypatch: pytest.MonkeyPatc
     for _ in range(50):
         apply(index, A, sparse(prompt(61), 60, start=60))
         apply(index, A, BlockRemoved(block_hashes=[last], group_idx=0))
-    assert told(index)["orphaned"] > 25, "stores beyond that are not placed"
-    assert told(index)["stored"] >= 1
+    assert counts_of(index)["orphaned"] > 25, "stores beyond that are not placed"
+    assert counts_of(index)["stored"] >= 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -346,5 +346,5 @@ def test_random_histories_are_placed_as_the_prompts_say(seed: int) -> None:
         known.update(numbers[:n] for n in range(len(before), len(numbers) + 1))
     found = {(b.block_hash, b.depth): b.copies for b in index.tree(A).walk()}
     assert found == {(label(d), depths[d]): count for d, count in held.items()}
-    assert told(index)["proofs_missed"] == 0
+    assert counts_of(index)["proofs_missed"] == 0
     assert not index.match(prompt(2))[A].lower_bound

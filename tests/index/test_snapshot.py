@@ -44,6 +44,7 @@ from tests.index.index_events import (
     A,
     B,
     apply,
+    counts_of,
     index_of,
     located,
     matched,
@@ -51,7 +52,6 @@ from tests.index.index_events import (
     removed,
     stored,
     tokens,
-    told,
 )
 
 pytestmark = [
@@ -91,8 +91,8 @@ def test_a_restored_rank_answers_as_the_dumped_one() -> None:
     copy.check()
     assert copy.ranks == (A, B)
     assert list(copy.match(prompt(4))) == list(index.match(prompt(4)))
-    assert told(copy, A) == told(index, A)
-    assert told(copy, B) == told(index, B)
+    assert counts_of(copy, A) == counts_of(index, A)
+    assert counts_of(copy, B) == counts_of(index, B)
 
 
 def test_a_rank_may_be_restored_under_another_name() -> None:
@@ -109,7 +109,7 @@ def test_restoring_replaces_what_the_rank_held_and_had_learned() -> None:
     index.restore(A, section)
     index.check()
     assert matched(index, prompt(3)) == 2
-    assert told(index)["cleared"] == told(index)["orphans"] == 0
+    assert counts_of(index)["cleared"] == counts_of(index)["orphans"] == 0
 
 
 def test_orphans_are_placed_when_their_parent_comes_after_the_restart() -> None:
@@ -117,13 +117,13 @@ def test_orphans_are_placed_when_their_parent_comes_after_the_restart() -> None:
     copy = Index.from_bytes(index.to_bytes())
     apply(copy, A, stored(0), stored(3))
     assert matched(copy, prompt(4)) == 4
-    assert told(copy)["orphans_attached"] == 2
+    assert counts_of(copy)["orphans_attached"] == 2
 
 
 def test_orphans_beyond_the_limit_are_given_up_oldest_first_and_counted() -> None:
     index = index_of(stored(1, 2, 3))
     copy = Index.load(index.to_bytes(), max_orphans=2)
-    assert (told(copy)["orphans"], told(copy)["orphans_dropped"]) == (2, 1)
+    assert (counts_of(copy)["orphans"], counts_of(copy)["orphans_dropped"]) == (2, 1)
     apply(copy, A, stored(0), stored(1))
     assert matched(copy, prompt(4)) == 4
 
@@ -162,14 +162,14 @@ def test_torn_labels_stay_torn() -> None:
     )
     for some in (index, Index.from_bytes(index.to_bytes())):
         apply(some, A, stored(9, parent=7))
-        assert told(some)["ignored"] == {"parent_ambiguous": 1}
+        assert counts_of(some)["ignored"] == {"parent_ambiguous": 1}
 
 
 def test_that_positions_cannot_be_told_is_not_forgotten() -> None:
     index = index_of(stored(0, block_hashes=[content_hash(tokens(0))], parent=None))
     for some in (index, Index.from_bytes(index.to_bytes())):
         apply(some, A, stored(9, parent=8))
-        assert told(some)["ignored"] == {"position_unknown": 2}
+        assert counts_of(some)["ignored"] == {"position_unknown": 2}
 
 
 def test_holes_are_joined_where_only_another_rank_parted_them() -> None:
@@ -189,18 +189,18 @@ def test_described_groups_come_along() -> None:
     copy = Index.from_bytes(index.to_bytes())
     other = stored(9, parent=None, kv_cache_spec_kind="full_attention", group_idx=1)
     apply(copy, A, other, removed(0, 1, group_idx=1))
-    assert told(copy)["groups"]["1"]["sliding_window"] == 5
+    assert counts_of(copy)["groups"]["1"]["sliding_window"] == 5
     assert matched(copy, prompt(4)) == 4  # the last two are all that the window needs
 
 
 def test_learned_groups_come_along_as_learned() -> None:
     index = index_of(stored(0, kv_cache_spec_kind="mamba"))
     copy = Index.from_bytes(index.to_bytes())
-    assert told(copy)["groups"]["0"]["kind"] == "mamba"
+    assert counts_of(copy)["groups"]["0"]["kind"] == "mamba"
     apply(copy, A, stored(0, kv_cache_spec_kind="full_attention"))
-    assert told(copy)["groups"]["0"]["kind"] == "full_attention"
+    assert counts_of(copy)["groups"]["0"]["kind"] == "full_attention"
     copy.tree(A).clear()
-    assert told(copy)["groups"] == {}
+    assert counts_of(copy)["groups"] == {}
 
 
 def test_a_rank_that_holds_nothing_is_still_known() -> None:
@@ -218,7 +218,7 @@ def test_text_of_any_code_points_comes_along() -> None:
     index = index_of(stored(0, medium="\ud800", kv_cache_spec_kind="\ud801"))
     index.apply(A, EventBatch(0.0, [], skipped=("\ud802",)))
     copy = Index.from_bytes(index.to_bytes())
-    assert told(copy) == told(index)
+    assert counts_of(copy) == counts_of(index)
     assert matched(copy, prompt(1), media="\ud800") == 1
 
 
@@ -239,7 +239,7 @@ def test_a_rank_makes_room_for_itself() -> None:
     index = index_of(stored(0, 1, 2), max_blocks=3)
     index.restore(A, index.dump(A))
     apply(index, A, stored(3))
-    assert (len(index), told(index)["ignored"]) == (3, {"max_blocks": 1})
+    assert (len(index), counts_of(index)["ignored"]) == (3, {"max_blocks": 1})
 
 
 # What is no section

@@ -18,13 +18,13 @@ from kvindex.wire.errors import TokenError
 from tests.index.index_events import (
     A,
     B,
+    counts_of,
     index_of,
     matched,
     prompt,
     removed,
     restored,
     stored,
-    told,
 )
 
 pytestmark = pytest.mark.unit
@@ -146,8 +146,8 @@ def test_text_is_a_token_once_a_rank_has_stored_such() -> None:
     index = index_of(stored(0))
     payload = encode([["BlockStored", [7], None, TEXT, 4, None]])
     index.apply(B, payload)
-    assert told(index, B)["stored_text"] == 1
-    assert told(index, A)["stored_text"] == 0
+    assert counts_of(index, B)["stored_text"] == 1
+    assert counts_of(index, A)["stored_text"] == 0
     assert index.match(TEXT)[B].blocks == 1
     index.apply(B, EventBatch(ts=0.0, events=[AllBlocksCleared()]))
     assert index.match(TEXT)[B].blocks == 0, "it still is an engine that tells text"
@@ -170,7 +170,7 @@ def test_text_can_always_be_asked_as_the_int_that_stands_for_it() -> None:
 
 def test_large_tokens_that_stand_for_no_text_are_not_taken_for_it() -> None:
     index = index_of(stored(0, token_ids=[2**63, 2**62 - 1, 2**32, 1]))
-    assert told(index)["stored_text"] == 0
+    assert counts_of(index)["stored_text"] == 0
 
 
 class Counted(list[int]):
