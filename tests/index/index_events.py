@@ -25,7 +25,7 @@ from kvindex import (
 )
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
-from kvindex.wire import Event
+from kvindex.wire import BlockHash, Event
 
 SIZE = 4
 A, B = Rank("a"), Rank("b")
@@ -116,15 +116,15 @@ class Scene(NamedTuple):
     steps: tuple[Step, ...]
 
 
-def scene(*steps: Step) -> Scene:
+def scene(*parts: Step | Scene) -> Scene:
     """Steps that belong together; nothing else."""
-    return Scene(steps)
+    steps = [part.steps if isinstance(part, Scene) else (part,) for part in parts]
+    return Scene(tuple(chain.from_iterable(steps)))
 
 
 def story(*parts: Step | Scene, **options: Any) -> Story:
     """A story of rank A, unless a step names another; the options are the index's."""
-    steps = [part.steps if isinstance(part, Scene) else (part,) for part in parts]
-    return Story(tuple(chain.from_iterable(steps)), options)
+    return Story(scene(*parts).steps, options)
 
 
 def of(rank: Rank, *events: Event) -> Action:
@@ -175,6 +175,19 @@ def counts(**numbers: Any) -> Action:
     def check(index: BaseIndex) -> None:
         statistics = counts_of(index)
         assert {name: statistics[name] for name in numbers} == numbers
+
+    return check
+
+
+def walked(*blocks: tuple[BlockHash, str, int, int, int], group: int | None = None) -> Action:
+    """Check label, medium, group, depth and copies of each block of rank A, or of one group's."""
+
+    def check(index: BaseIndex) -> None:
+        assert {
+            (block.block_hash, block.medium, block.group_idx, block.depth, block.copies)
+            for block in index.tree(A).walk()
+            if group is None or block.group_idx == group
+        } == set(blocks)
 
     return check
 
