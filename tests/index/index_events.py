@@ -148,7 +148,6 @@ def holds(
     blocks: int, token_ids: list[int] | None = None, rank: Rank = A, **options: Any
 ) -> Action:
     """Check how many blocks of a prompt the rank holds; of the one prompt, unless given."""
-
     question = prompt(12) if token_ids is None else token_ids
 
     def check(index: BaseIndex) -> None:
@@ -157,13 +156,12 @@ def holds(
     return check
 
 
-def answers(token_ids: list[int] | None = None, **fields: Any) -> Action:
+def answers(token_ids: list[int] | None = None, media: Any = None, **fields: Any) -> Action:
     """Check fields of rank A's match with a prompt."""
-
     question = prompt(12) if token_ids is None else token_ids
 
     def check(index: BaseIndex) -> None:
-        match = index.match(question)[A]
+        match = index.match(question, media=media)[A]
         assert {name: getattr(match, name) for name in fields} == fields
 
     return check
