@@ -5,7 +5,6 @@ Collected only where the native module was built (conftest.py here); CI fails wh
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,8 +31,17 @@ from kvindex.index import native, reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import CacheSettings, Event, GroupSpec, decode, decode_batch
 from tests.examples import examples
-from tests.index.index_queries import Query, about, queries
-from tests.index.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
+from tests.index.index_queries import (
+    SEED,
+    SWEEP,
+    Query,
+    asked_about,
+    counted,
+    held,
+    limits,
+    queries,
+)
+from tests.index.index_steps import RANKS, Call, Sent, calls, sendings, themes
 from tests.index.test_proofs import chain, label, sparse
 from tests.wire.test_hostile_bytes import events as hostile_events
 from tests.wire.test_hostile_bytes import nearly_stored
@@ -42,14 +50,8 @@ pytestmark = pytest.mark.property
 
 many = examples(100)
 
-SEED = 7
 ROWS = RankRows([Rank("nobody"), *reversed(RANKS)])
 LIVE = bytes(row % 2 for row in range(len(ROWS)))
-SWEEP = [
-    Query(text, 13, "list", options)
-    for text in range(len(TEXTS))
-    for options in ({}, {"lora": "lora"})
-]
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -58,18 +60,6 @@ def outcome(call: Callable[[], Any]) -> Any:
         return call()
     except KVIndexError as error:
         return type(error)
-
-
-def counted(index: BaseIndex) -> dict[str, Any]:
-    """The statistics without the one that tells how the tree is kept."""
-    statistics = index.statistics()
-    del statistics["runs"]
-    return statistics
-
-
-def held(index: BaseIndex) -> dict[Rank, tuple[int, Counter[Any]]]:
-    trees = {rank: index.tree(rank) for rank in index.ranks}
-    return {rank: (len(tree), Counter(tree.walk())) for rank, tree in trees.items()}
 
 
 def shown(index: BaseIndex) -> Any:
@@ -168,13 +158,6 @@ class Twins:
             assert outcome(partial(explained, twin, query)) == reasons
 
 
-limits = st.fixed_dictionaries(
-    {},
-    optional={
-        "max_blocks": st.sampled_from([None, None, 1, 3, 8, 20]),
-        "max_orphans": st.sampled_from([16_384, 16_384, 0, 1, 3]),
-    },
-)
 steps = themes.flatmap(
     lambda theme: st.lists(
         st.tuples(st.one_of(*[sendings(theme)] * 9, calls), queries), min_size=4, max_size=20
@@ -192,8 +175,8 @@ def test_whatever_is_told_both_hold_and_answer_the_same(
         twins.take(step)
         twins.compare()
         twins.ask(query)
-        for told in step.told if isinstance(step, Sent) else []:
-            twins.ask(about(told, RANKS[step.rank]))
+        for question in asked_about(step):
+            twins.ask(question)
     for query in SWEEP:
         twins.ask(query)
     for rank in RANKS:
