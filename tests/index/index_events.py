@@ -28,7 +28,7 @@ from kvindex.index.api import BaseIndex
 from kvindex.wire import BlockHash, Event
 
 SIZE = 4
-A, B = Rank("a"), Rank("b")
+A, B, C = Rank("a"), Rank("b"), Rank("c", 3)
 CLEAR = AllBlocksCleared()
 
 
@@ -83,6 +83,14 @@ def apply_together(index: BaseIndex, rank: Rank, *events: Event) -> None:
 def index_of(*events: Event, rank: Rank = A, **options: Any) -> Index:
     index = Index(**options)
     apply(index, rank, *events)
+    return index
+
+
+def three_ranks() -> Index:
+    """A holds 2 blocks of the prompt, B holds 3 and C none; C holds another block."""
+    index = index_of(stored(0, 1))
+    apply(index, B, stored(0, 1, 2))
+    apply(index, C, stored(7, parent=None))
     return index
 
 

@@ -29,7 +29,6 @@ from tests.index.index_events import (
     index_of,
     matched,
     prompt,
-    removed,
     restored,
     stored,
 )
@@ -184,22 +183,6 @@ def test_a_block_of_too_many_units_is_left_out_and_counted(size: int, blocks: in
 
 
 # Blocks of one rank
-
-
-def test_max_blocks_per_rank_leaves_out_what_does_not_fit_and_says_so() -> None:
-    index = index_of(stored(0, 1, 2), max_blocks_per_rank=2)
-    assert (len(index), matched(index, prompt(3))) == (2, 2)
-    assert counts_of(index)["ignored"] == {"max_blocks_per_rank": 1}
-    apply(index, B, stored(0, 1))
-    assert matched(index, prompt(3), B) == 2
-    apply(index, A, stored(2, medium="CPU"), removed(1), stored(1))
-    assert matched(index, prompt(3)) == 2
-    assert index.max_blocks_per_rank == 2
-
-
-def test_max_blocks_per_rank_holds_for_orphans_too() -> None:
-    index = index_of(stored(1, 2), stored(0), max_blocks_per_rank=2)
-    assert counts_of(index)["ignored"] == {"max_blocks_per_rank": 1}
 
 
 def test_one_rank_does_not_use_up_a_large_max_blocks() -> None:
