@@ -33,7 +33,7 @@ from kvindex.index import read_batch, reference
 from kvindex.wire import encode_batch
 from tests.children import in_child
 from tests.index.index_events import A, B, prompt, stored
-from tests.live import PATIENCE
+from tests.live import PATIENCE, meanwhile
 
 pytestmark = pytest.mark.unit
 
@@ -115,14 +115,11 @@ def test_only_who_uses_an_index_keeps_it() -> None:
 def test_children_have_the_index_as_it_was_though_another_thread_was_changing_it() -> None:
     index = Index()
     index.apply(B, batch(0, 1))
-    grown = [EventBatch(ts=0.0, events=[stored(*range(200))]), EventBatch(ts=0.0, events=[])]
-    started, done = threading.Event(), threading.Event()
+    grown = batch(*range(200))
 
     def change() -> None:
-        while not done.is_set():
-            index.apply(A, grown[0])
-            index.remove(A)
-            started.set()
+        index.apply(A, grown)
+        index.remove(A)
 
     def child() -> None:
         match = index.match(prompt(200))
@@ -134,15 +131,9 @@ def test_children_have_the_index_as_it_was_though_another_thread_was_changing_it
         assert index.match(prompt(3))[Rank("new")].blocks == 3
         index.check()
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        assert started.wait(PATIENCE)
+    with meanwhile(change):
         for _ in range(20):
             assert in_child(child) == 0
-    finally:
-        done.set()
-        thread.join()
     assert index.ranks == (B,)
     index.check()
 
@@ -269,26 +260,22 @@ def test_whoever_waits_for_the_index_lets_other_threads_run() -> None:
 
 @pytest.mark.skipif(kvindex.BACKEND != "native", reason="the Python index decodes in Python")
 def test_other_threads_run_while_a_long_payload_is_decoded() -> None:
-    payload = encode_batch(EventBatch(ts=0.0, events=[stored(*range(100_000))]))
-    steps, done = [0], threading.Event()
+    payload = encode_batch(batch(*range(100_000)))
+    steps = [0]
 
     def step() -> None:
-        while not done.is_set():
-            steps[0] += 1
-            time.sleep(0)  # gives the GIL away, and has it again when somebody else does
+        steps[0] += 1
+        time.sleep(0)  # gives the GIL away, and has it again when somebody else does
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # whoever has the GIL is not asked for it
-    thread = threading.Thread(target=step)
     try:
-        thread.start()
-        for _ in range(50):
-            before = steps[0]
-            read_batch(payload)
-            if steps[0] > before:
-                return
+        with meanwhile(step):
+            sys.setswitchinterval(1000.0)  # whoever has the GIL is not asked for it
+            for _ in range(50):
+                before = steps[0]
+                read_batch(payload)
+                if steps[0] > before:
+                    return
     finally:
         sys.setswitchinterval(interval)
-        done.set()
-        thread.join()
     pytest.fail("no other thread had a turn while the payload was decoded")

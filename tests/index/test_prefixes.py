@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from kvindex.index.reference import prefix_walk
 from kvindex.wire import BlockHash
 from kvindex.wire.errors import ConfigurationError, UnknownRankError
 from tests.index.index_events import SIZE, A, B, apply, index_of, removed, stored
+from tests.live import meanwhile
 
 pytestmark = pytest.mark.unit
 
@@ -222,16 +222,12 @@ def test_a_wide_node_leaves_looks_for_the_others() -> None:
 
 def test_a_walk_is_whole_while_others_change_the_index() -> None:
     index = wide(3000)
-    stop = threading.Event()
 
     def change() -> None:
-        while not stop.is_set():
-            store(index, B, *["p" + chr(0x4E00 + child) + "more" for child in range(0, 3000, 7)])
-            index.tree(B).clear()
+        store(index, B, *["p" + chr(0x4E00 + child) + "more" for child in range(0, 3000, 7)])
+        index.tree(B).clear()
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
+    with meanwhile(change):
         for _ in range(5):
             found = index.prefixes(50)
             for row, node in enumerate(found.nodes):
@@ -241,9 +237,6 @@ def test_a_walk_is_whole_while_others_change_the_index() -> None:
                     assert node.depth == before.depth + before.blocks
                 assert node.blocks > 0
                 assert 0 <= node.left_out <= node.children
-    finally:
-        stop.set()
-        thread.join()
     index.check()
 
 
