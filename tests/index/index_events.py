@@ -216,26 +216,29 @@ WAYS = ["once", *(["restarted", "python"] if NATIVE else [])]
 def run(story: Story, way: str) -> None:
     """Apply and check a story's steps one after another."""
     index: Any = (reference.Index if way == "python" else Index)(**story.options)
-    for number, step in enumerate(story.steps):
-        try:
-            if callable(step):
-                step(index)
-                index.check()
-            else:
-                apply(index, A, step)
-        except AssertionError as error:
-            raise AssertionError(f"step {number}: {error}") from error
+    for step in story.steps:
+        go_on(index, step)
         if way == "restarted":
             index = restored(index, **story.options)
 
 
-def stories(table: dict[str, Story]) -> pytest.MarkDecorator:
+def go_on(index: BaseIndex, *parts: Step | Scene) -> None:
+    for step in scene(*parts).steps:
+        if callable(step):
+            step(index)
+            index.check()
+        else:
+            apply(index, A, step)
+
+
+def stories(table: dict[str, Story], *, restarts: bool = True) -> pytest.MarkDecorator:
     """Run a test with each story of a table in each way: the test's body is `run(story, way)`."""
+    ways = [way for way in WAYS if restarts or way != "restarted"]
     return pytest.mark.parametrize(
         ("story", "way"),
         [
             pytest.param(steps, way, id=f"{name} ({way})")
             for name, steps in table.items()
-            for way in WAYS
+            for way in ways
         ],
     )
