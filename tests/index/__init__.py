@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.index.index_events")
+pytest.register_assert_rewrite("tests.index.index_stories")

@@ -1,31 +1,20 @@
-"""Events for tests of the index, and stories of events and answers.
-
-Blocks are numbered along one prompt and labelled from 100 on. A story is a list of steps: an event,
-applied as a batch of its own, or a check. Each story is run in each of the `WAYS`: by the index
-that is under test, by that index restarted from a snapshot after each step, and by the Python one.
-"""
+"""Events for tests of the index: blocks are numbered along one prompt and labelled from 100 on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
-from typing import Any, NamedTuple
-
-import pytest
+from collections.abc import Iterable
+from typing import Any
 
 from kvindex import (
-    BACKEND,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    CacheSettings,
     EventBatch,
     Index,
     Rank,
 )
-from kvindex.index import reference
 from kvindex.index.api import BaseIndex
-from kvindex.wire import BlockHash, Event
+from kvindex.wire import Event
 
 SIZE = 4
 A, B, C = Rank("a"), Rank("b"), Rank("c", 3)
@@ -107,138 +96,3 @@ def matched(index: BaseIndex, token_ids: Iterable[int], rank: Rank = A, **option
 def counts_of(index: BaseIndex, rank: Rank = A) -> dict[str, Any]:
     statistics: dict[str, Any] = index.statistics()["ranks"][str(rank)]
     return statistics
-
-
-# Stories
-
-Action = Callable[[BaseIndex], object]
-Step = Event | Action
-
-
-class Story(NamedTuple):
-    steps: tuple[Step, ...]
-    options: dict[str, Any]
-
-
-class Scene(NamedTuple):
-    steps: tuple[Step, ...]
-
-
-def scene(*parts: Step | Scene) -> Scene:
-    """Steps that belong together; nothing else."""
-    steps = [part.steps if isinstance(part, Scene) else (part,) for part in parts]
-    return Scene(tuple(chain.from_iterable(steps)))
-
-
-def story(*parts: Step | Scene, **options: Any) -> Story:
-    """A story of rank A, unless a step names another; the options are the index's."""
-    return Story(scene(*parts).steps, options)
-
-
-def of(rank: Rank, *events: Event) -> Action:
-    return lambda index: apply(index, rank, *events)
-
-
-def together(*events: Event) -> Action:
-    return lambda index: apply_together(index, A, *events)
-
-
-def configured(**settings: Any) -> Action:
-    return lambda index: index.configure(A, CacheSettings(**settings))
-
-
-def cleared(index: BaseIndex) -> None:
-    """Clear the rank as after a restart of its engine."""
-    index.tree(A).clear()
-
-
-def holds(
-    blocks: int, token_ids: list[int] | None = None, rank: Rank = A, **options: Any
-) -> Action:
-    """Check how many blocks of a prompt the rank holds; of the one prompt, unless given."""
-    question = prompt(12) if token_ids is None else token_ids
-
-    def check(index: BaseIndex) -> None:
-        assert matched(index, question, rank, **options) == blocks
-
-    return check
-
-
-def answers(token_ids: list[int] | None = None, media: Any = None, **fields: Any) -> Action:
-    """Check fields of rank A's match with a prompt."""
-    question = prompt(12) if token_ids is None else token_ids
-
-    def check(index: BaseIndex) -> None:
-        match = index.match(question, media=media)[A]
-        assert {name: getattr(match, name) for name in fields} == fields
-
-    return check
-
-
-def counts(**numbers: Any) -> Action:
-    """Check some of rank A's statistics."""
-
-    def check(index: BaseIndex) -> None:
-        statistics = counts_of(index)
-        assert {name: statistics[name] for name in numbers} == numbers
-
-    return check
-
-
-def walked(*blocks: tuple[BlockHash, str, int, int, int], group: int | None = None) -> Action:
-    """Check label, medium, group, depth and copies of each block of rank A, or of one group's."""
-
-    def check(index: BaseIndex) -> None:
-        assert {
-            (block.block_hash, block.medium, block.group_idx, block.depth, block.copies)
-            for block in index.tree(A).walk()
-            if group is None or block.group_idx == group
-        } == set(blocks)
-
-    return check
-
-
-def totals(**numbers: int) -> Action:
-    """Check some statistics of the whole index."""
-
-    def check(index: BaseIndex) -> None:
-        statistics = index.statistics()
-        assert {name: statistics[name] for name in numbers} == numbers
-        assert len(index) == statistics["blocks"]
-
-    return check
-
-
-NATIVE = BACKEND == "native"
-WAYS = ["once", *(["restarted", "python"] if NATIVE else [])]
-
-
-def run(story: Story, way: str) -> None:
-    """Apply and check a story's steps one after another."""
-    index: Any = (reference.Index if way == "python" else Index)(**story.options)
-    for step in story.steps:
-        go_on(index, step)
-        if way == "restarted":
-            index = restored(index, **story.options)
-
-
-def go_on(index: BaseIndex, *parts: Step | Scene) -> None:
-    for step in scene(*parts).steps:
-        if callable(step):
-            step(index)
-            index.check()
-        else:
-            apply(index, A, step)
-
-
-def stories(table: dict[str, Story], *, restarts: bool = True) -> pytest.MarkDecorator:
-    """Run a test with each story of a table in each way: the test's body is `run(story, way)`."""
-    ways = [way for way in WAYS if restarts or way != "restarted"]
-    return pytest.mark.parametrize(
-        ("story", "way"),
-        [
-            pytest.param(steps, way, id=f"{name} ({way})")
-            for name, steps in table.items()
-            for way in ways
-        ],
-    )

@@ -16,24 +16,24 @@ from tests.index.index_events import (
     A,
     B,
     C,
-    Story,
     apply,
-    cleared,
-    counts,
     counts_of,
-    holds,
     index_of,
     located,
     matched,
-    of,
     prompt,
     removed,
-    run,
-    scene,
     stored,
-    stories,
-    story,
     three_ranks,
+)
+from tests.index.index_stories import (
+    Scene,
+    Story,
+    cleared,
+    counts,
+    holds,
+    of,
+    stories,
     totals,
     walked,
 )
@@ -41,62 +41,62 @@ from tests.index.index_events import (
 pytestmark = pytest.mark.unit
 
 COUNTED = {
-    "blocks are counted by LoRA and by whether they are salted": story(
-        scene(stored(0, 1, 2), stored(0, 1, base=200, lora_name="sql")),
-        scene(stored(0, base=300, lora_id=7), stored(0, 1, base=400, cache_salt="s")),
+    "blocks are counted by LoRA and by whether they are salted": Story(
+        Scene(stored(0, 1, 2), stored(0, 1, base=200, lora_name="sql")),
+        Scene(stored(0, base=300, lora_id=7), stored(0, 1, base=400, cache_salt="s")),
         stored(2, 3, base=400),  # goes on after the salt, which only the first block has
         stored(0, 1, base=500, extra_keys=[("salt",), None]),
         stored(0, base=600, lora_name="sql", extra_keys=[("sql",)]),  # only the LoRA's own name
         counts(loras={"": 9, "sql": 3, "id 7": 1}, salted=6),
-        scene(removed(2, base=400), removed(0, base=300), removed(0, base=600)),
-        scene(counts(loras={"": 8, "sql": 2}, salted=5), cleared, counts(loras={}, salted=0)),
+        Scene(removed(2, base=400), removed(0, base=300), removed(0, base=600)),
+        Scene(counts(loras={"": 8, "sql": 2}, salted=5), cleared, counts(loras={}, salted=0)),
     ),
-    "blocks are counted on each medium": story(
-        scene(stored(0, 1, 2), stored(0, 1, medium="CPU"), stored(0, 1, base=200, lora_name="l")),
-        scene(counts(media={"CPU": 2, "GPU": 5}), removed(2), removed(0, 1, medium="CPU")),
-        scene(counts(media={"GPU": 4}), cleared, counts(media={})),
+    "blocks are counted on each medium": Story(
+        Scene(stored(0, 1, 2), stored(0, 1, medium="CPU"), stored(0, 1, base=200, lora_name="l")),
+        Scene(counts(media={"CPU": 2, "GPU": 5}), removed(2), removed(0, 1, medium="CPU")),
+        Scene(counts(media={"GPU": 4}), cleared, counts(media={})),
     ),
-    "an orphan of a salted prompt is counted when it is placed": story(
-        scene(stored(1), stored(2), counts(loras={}, salted=0)),
-        scene(stored(0, cache_salt="s"), counts(loras={"": 3}, salted=3)),
+    "an orphan of a salted prompt is counted when it is placed": Story(
+        Scene(stored(1), stored(2), counts(loras={}, salted=0)),
+        Scene(stored(0, cache_salt="s"), counts(loras={"": 3}, salted=3)),
     ),
-    "statistics count by reason": story(
-        scene(stored(0, 1), stored(1), removed(1), removed(9), stored(5), located(8)),
+    "statistics count by reason": Story(
+        Scene(stored(0, 1), stored(1), removed(1), removed(9), stored(5), located(8)),
         totals(blocks=2, orphans=2, unique_blocks=2, runs=1),
         counts(stored=3, duplicates=1, removed=1, removed_unknown=1, orphaned=1, unplaced=1),
     ),
 }
 
 BOUNDED = {
-    "max_blocks leaves out what does not fit and counts it": story(
-        scene(stored(0, 1, 2), totals(blocks=2), holds(2), counts(ignored={"max_blocks": 1})),
-        scene(of(B, stored(0, 1)), totals(blocks=2), holds(0, rank=B)),
-        scene(stored(1), removed(1), removed(1), stored(1), holds(2)),
+    "max_blocks leaves out what does not fit and counts it": Story(
+        Scene(stored(0, 1, 2), totals(blocks=2), holds(2), counts(ignored={"max_blocks": 1})),
+        Scene(of(B, stored(0, 1)), totals(blocks=2), holds(0, rank=B)),
+        Scene(stored(1), removed(1), removed(1), stored(1), holds(2)),
         max_blocks=2,
     ),
-    "max_blocks counts each group: with tokens": story(
-        scene(stored(0), stored(0, group_idx=1)),
-        scene(totals(blocks=1), counts(ignored={"max_blocks": 1})),
+    "max_blocks counts each group: with tokens": Story(
+        Scene(stored(0), stored(0, group_idx=1)),
+        Scene(totals(blocks=1), counts(ignored={"max_blocks": 1})),
         max_blocks=1,
     ),
-    "max_blocks counts each group: without tokens": story(
-        scene(stored(0), located(0, group_idx=1)),
-        scene(totals(blocks=1), counts(ignored={"max_blocks": 1})),
+    "max_blocks counts each group: without tokens": Story(
+        Scene(stored(0), located(0, group_idx=1)),
+        Scene(totals(blocks=1), counts(ignored={"max_blocks": 1})),
         max_blocks=1,
     ),
-    "max_blocks holds for orphans too": story(
-        scene(stored(1, 2), stored(2, group_idx=1), stored(0)),
-        scene(totals(blocks=2), counts(orphans=0, ignored={"max_blocks": 2})),
+    "max_blocks holds for orphans too": Story(
+        Scene(stored(1, 2), stored(2, group_idx=1), stored(0)),
+        Scene(totals(blocks=2), counts(orphans=0, ignored={"max_blocks": 2})),
         max_blocks=2,
     ),
-    "max_blocks_per_rank leaves out what does not fit and counts it": story(
-        scene(stored(0, 1, 2), totals(blocks=2), holds(2)),
-        scene(counts(ignored={"max_blocks_per_rank": 1}), of(B, stored(0, 1)), holds(2, rank=B)),
-        scene(stored(2, medium="CPU"), removed(1), stored(1), holds(2)),
+    "max_blocks_per_rank leaves out what does not fit and counts it": Story(
+        Scene(stored(0, 1, 2), totals(blocks=2), holds(2)),
+        Scene(counts(ignored={"max_blocks_per_rank": 1}), of(B, stored(0, 1)), holds(2, rank=B)),
+        Scene(stored(2, medium="CPU"), removed(1), stored(1), holds(2)),
         max_blocks_per_rank=2,
     ),
-    "max_blocks_per_rank holds for orphans too": story(
-        scene(stored(1, 2), stored(0), counts(ignored={"max_blocks_per_rank": 1})),
+    "max_blocks_per_rank holds for orphans too": Story(
+        Scene(stored(1, 2), stored(0), counts(ignored={"max_blocks_per_rank": 1})),
         max_blocks_per_rank=2,
     ),
 }
@@ -104,7 +104,7 @@ BOUNDED = {
 
 @stories(COUNTED | BOUNDED)
 def test_blocks_are_counted_and_bounded(story: Story, way: str) -> None:
-    run(story, way)
+    story.run(way)
 
 
 def test_statistics_name_the_64_largest_loras_and_sum_up_the_others() -> None:

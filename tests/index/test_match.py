@@ -20,22 +20,14 @@ from tests.index.index_events import (
     A,
     B,
     C,
-    Story,
-    answers,
     apply,
-    configured,
-    holds,
     index_of,
-    of,
     prompt,
-    run,
-    scene,
     stored,
-    stories,
-    story,
     three_ranks,
     tokens,
 )
+from tests.index.index_stories import Scene, Story, answers, configured, holds, of, stories
 
 pytestmark = pytest.mark.unit
 
@@ -174,34 +166,34 @@ IMAGE = [None, [("digest", 3)]]
 DOUBLE = stored(0, token_ids=tokens(0, 1), block_size=2 * SIZE)
 
 NARROWED = {
-    "a block size narrows to ranks of that size": story(
-        scene(stored(0, 1), of(B, DOUBLE)),
-        scene(holds(0, block_size=2 * SIZE), holds(1, rank=B, block_size=2 * SIZE)),
-        scene(holds(2), holds(1, rank=B)),
+    "a block size narrows to ranks of that size": Story(
+        Scene(stored(0, 1), of(B, DOUBLE)),
+        Scene(holds(0, block_size=2 * SIZE), holds(1, rank=B, block_size=2 * SIZE)),
+        Scene(holds(2), holds(1, rank=B)),
     ),
-    "media are folded": story(
-        scene(stored(0, 1), stored(0, medium="cpu")),
-        scene(holds(1, media="cpu"), holds(1, media={"CPU"}), holds(0, media=["DISK"])),
+    "media are folded": Story(
+        Scene(stored(0, 1), stored(0, medium="cpu")),
+        Scene(holds(1, media="cpu"), holds(1, media={"CPU"}), holds(0, media=["DISK"])),
     ),
-    "extra keys tell equal tokens apart": story(
+    "extra keys tell equal tokens apart": Story(
         stored(0, 1, extra_keys=[None, (("digest", 3),)]),
-        scene(holds(2, extra_keys=IMAGE), holds(1), holds(1, extra_keys=[None, [("digest", 4)]])),
+        Scene(holds(2, extra_keys=IMAGE), holds(1), holds(1, extra_keys=[None, [("digest", 4)]])),
         holds(2, extra_keys=[*IMAGE, None, ["beyond the prompt"]]),
     ),
-    "the order of extra keys within a block does not matter": story(
+    "the order of extra keys within a block does not matter": Story(
         stored(0, lora_name="l", extra_keys=[("l", ("image", 0), "salt")]),
         holds(1, lora="l", salt="salt", extra_keys=[[("image", 0)]]),
     ),
-    "partial blocks never count": story(stored(0, 1), holds(1, prompt(2)[:-1])),
-    "lookahead tokens belong to the block": story(
+    "partial blocks never count": Story(stored(0, 1), holds(1, prompt(2)[:-1])),
+    "lookahead tokens belong to the block": Story(
         stored(0, lookahead_token_ids=[tokens(1)[:1]]),
         holds(0, prompt(1)),  # the prompt has no next token
-        scene(holds(1, prompt(1) + tokens(1)[:1]), holds(0, [*prompt(1), 5])),
+        Scene(holds(1, prompt(1) + tokens(1)[:1]), holds(0, [*prompt(1), 5])),
     ),
-    "the block size is the one of the group that is counted": story(
+    "the block size is the one of the group that is counted": Story(
         configured(groups={0: GroupSpec("sliding_window", 8), 1: GroupSpec()}),
         answers(tokens(9), block_size=0),
-        scene(stored(0, 1), answers(tokens(9), block_size=SIZE)),
+        Scene(stored(0, 1), answers(tokens(9), block_size=SIZE)),
         stored(0, block_size=2 * SIZE, token_ids=prompt(2), group_idx=1, base=500),
         answers(tokens(9), block_size=2 * SIZE),
     ),
@@ -210,7 +202,7 @@ NARROWED = {
 
 @stories(NARROWED)
 def test_a_question_narrows_the_answer(story: Story, way: str) -> None:
-    run(story, way)
+    story.run(way)
 
 
 def test_extra_keys_need_a_block_size_where_there_are_several() -> None:

@@ -20,23 +20,22 @@ from tests.index.index_events import (
     CLEAR,
     SIZE,
     A,
-    Action,
-    Story,
-    answers,
     apply,
-    configured,
-    counts,
     counts_of,
-    go_on,
-    holds,
     index_of,
     matched,
     prompt,
     restored,
-    run,
-    scene,
+)
+from tests.index.index_stories import (
+    Action,
+    Scene,
+    Story,
+    answers,
+    configured,
+    counts,
+    holds,
     stories,
-    story,
     together,
     totals,
 )
@@ -123,19 +122,19 @@ LARGE: dict[str, Any] = {"token_ids": prompt(8), "block_size": 2 * SIZE}
 
 
 def amid_others(raw: bool) -> Story:
-    return story(
-        scene(sparse(prompt(10), 6, 7, 9, raw=raw), proven(1), counts(stored=3)),
-        scene(reaches(0, 6), reaches(8, 8), reaches(8, 9), reaches(8, 10), WHOLE),
+    return Story(
+        Scene(sparse(prompt(10), 6, 7, 9, raw=raw), proven(1), counts(stored=3)),
+        Scene(reaches(0, 6), reaches(8, 8), reaches(8, 9), reaches(8, 10), WHOLE),
         depths(6, 7, 9),
     )
 
 
 def from_unnamed(raw: bool) -> Story:
-    return story(
-        scene(sparse(prompt(6), raw=raw), sparse(prompt(7), start=6, raw=raw)),  # name none
+    return Story(
+        Scene(sparse(prompt(6), raw=raw), sparse(prompt(7), start=6, raw=raw)),  # name none
         sparse(prompt(10), 8, 9, start=7, raw=raw),
         sparse(prompt(12), 10, 11, start=10, raw=raw),
-        scene(reaches(12, 12), reaches(10, 10), reaches(0, 8), proven(2), WHOLE),
+        Scene(reaches(12, 12), reaches(10, 10), reaches(0, 8), proven(2), WHOLE),
     )
 
 
@@ -149,76 +148,76 @@ def depths(*blocks: int) -> Action:
 PROVEN = {
     "blocks that an event names amid others are placed": amid_others(raw=False),
     "blocks named by whole digests amid others are placed": amid_others(raw=True),
-    "a state counts at its own block only": story(
+    "a state counts at its own block only": Story(
         sparse(prompt(10), 3, 9, **MAMBA),
-        scene(reaches(0, 3), reaches(4, 4), reaches(4, 9), reaches(10, 10)),
+        Scene(reaches(0, 3), reaches(4, 4), reaches(4, 9), reaches(10, 10)),
     ),
     "a chain goes on from blocks that nobody named": from_unnamed(raw=False),
     "a chain of whole digests goes on from blocks that nobody named": from_unnamed(raw=True),
-    "whole events and sparse ones continue each other": story(
-        scene(sparse(prompt(2), 0, 1), sparse(prompt(5), start=2)),
-        scene(sparse(prompt(7), 5, 6, start=5), reaches(2, 2), reaches(2, 5), reaches(7, 7)),
+    "whole events and sparse ones continue each other": Story(
+        Scene(sparse(prompt(2), 0, 1), sparse(prompt(5), start=2)),
+        Scene(sparse(prompt(7), 5, 6, start=5), reaches(2, 2), reaches(2, 5), reaches(7, 7)),
     ),
-    "a chain goes on from a parent that was evicted": story(
-        scene(sparse(prompt(8), 6, 7), gone(6, 7), sparse(prompt(12), 10, 11, start=8)),
-        scene(reaches(12, 12), reaches(0, 8)),
+    "a chain goes on from a parent that was evicted": Story(
+        Scene(sparse(prompt(8), 6, 7), gone(6, 7), sparse(prompt(12), 10, 11, start=8)),
+        Scene(reaches(12, 12), reaches(0, 8)),
     ),
-    "copies and removals of proven blocks count": story(
-        scene(sparse(prompt(6), 4, 5), sparse(prompt(6), 4, 5), gone(4, 5)),
-        scene(reaches(6, 6), counts(duplicates=2), gone(4, 5), reaches(0, 6), totals(blocks=0)),
+    "copies and removals of proven blocks count": Story(
+        Scene(sparse(prompt(6), 4, 5), sparse(prompt(6), 4, 5), gone(4, 5)),
+        Scene(reaches(6, 6), counts(duplicates=2), gone(4, 5), reaches(0, 6), totals(blocks=0)),
     ),
-    "a salt that no named block shows leaves answers lower bounds": story(
+    "a salt that no named block shows leaves answers lower bounds": Story(
         sparse(prompt(4), 2, 3, digests=chain(prompt(4), salt="tenant")),
-        scene(proven(0, 1), reaches(0, 4), LOW),
+        Scene(proven(0, 1), reaches(0, 4), LOW),
     ),
-    "one wrong label leaves all of an event unproven": story(
+    "one wrong label leaves all of an event unproven": Story(
         msgspec.structs.replace(
             sparse(prompt(6), 3, 4, 5), block_hashes=[*labels(3), 1, *labels(5)]
         ),
-        scene(proven(0, 1), counts(unplaced=3), totals(blocks=0)),
+        Scene(proven(0, 1), counts(unplaced=3), totals(blocks=0)),
     ),
-    "labels out of order leave all of an event unproven": story(
+    "labels out of order leave all of an event unproven": Story(
         sparse(prompt(6), 5, 4), proven(0, 1)
     ),
-    "an engine with other hashes is given up after a few events": story(
-        scene(*map(other, range(20)), proven(0, 8), counts(unplaced=40), LOW),
-        scene(sparse(prompt(6), 4, 5), proven(0, 8), reaches(0, 6)),
+    "an engine with other hashes is given up after a few events": Story(
+        Scene(*map(other, range(20)), proven(0, 8), counts(unplaced=40), LOW),
+        Scene(sparse(prompt(6), 4, 5), proven(0, 8), reaches(0, 6)),
     ),
-    "misses after a proof do not end the proofs": story(
-        scene(sparse(prompt(6), 4, 5), *(other(n, seed=SEED) for n in range(20))),
-        scene(*[other(7777)] * 10, other(8888, seed=SEED), proven(22, 10)),
+    "misses after a proof do not end the proofs": Story(
+        Scene(sparse(prompt(6), 4, 5), *(other(n, seed=SEED) for n in range(20))),
+        Scene(*[other(7777)] * 10, other(8888, seed=SEED), proven(22, 10)),
     ),
-    "blocks that waited are placed by a later proof": story(
+    "blocks that waited are placed by a later proof": Story(
         sparse(prompt(6), 4, 5, start=2),  # its parent was never stored
-        scene(counts(unplaced=2), proven(0), LOW),
-        scene(sparse(prompt(6), 4, 5), reaches(6, 6), WHOLE),
-        scene(gone(4, 5), reaches(6, 6)),  # both copies count
+        Scene(counts(unplaced=2), proven(0), LOW),
+        Scene(sparse(prompt(6), 4, 5), reaches(6, 6), WHOLE),
+        Scene(gone(4, 5), reaches(6, 6)),  # both copies count
     ),
-    "larger blocks of another group are labelled by the unit at their end": story(
+    "larger blocks of another group are labelled by the unit at their end": Story(
         together(
             sparse(prompt(8), 6, 7),
             BlockStored(block_hashes=labels(7), group_idx=1, **MAMBA, **LARGE),
         ),
-        scene(proven(2), answers(prompt(8), tokens=8 * SIZE)),
+        Scene(proven(2), answers(prompt(8), tokens=8 * SIZE)),
     ),
-    "groups of full attention need no proof": story(
-        scene(sparse(prompt(4), 0, 1, 2, 3, **FULL), sparse(prompt(4), 2, 3, group_idx=1)),
-        scene(proven(0), reaches(4, 4)),
+    "groups of full attention need no proof": Story(
+        Scene(sparse(prompt(4), 0, 1, 2, 3, **FULL), sparse(prompt(4), 2, 3, group_idx=1)),
+        Scene(proven(0), reaches(4, 4)),
     ),
-    "announcements in report mode full are not taken for copies": story(
-        scene(configured(report_mode="full"), sparse(prompt(4), 2, 3)),
-        scene(proven(0), counts(unplaced=2)),
+    "announcements in report mode full are not taken for copies": Story(
+        Scene(configured(report_mode="full"), sparse(prompt(4), 2, 3)),
+        Scene(proven(0), counts(unplaced=2)),
     ),
-    "a clear forgets the chains": story(
-        scene(sparse(prompt(4), 2, 3), CLEAR, sparse(prompt(6), 4, 5, start=4)),
-        scene(proven(1), reaches(0, 6), LOW, sparse(prompt(6), 4, 5), reaches(6, 6)),
+    "a clear forgets the chains": Story(
+        Scene(sparse(prompt(4), 2, 3), CLEAR, sparse(prompt(6), 4, 5, start=4)),
+        Scene(proven(1), reaches(0, 6), LOW, sparse(prompt(6), 4, 5), reaches(6, 6)),
     ),
 }
 
 
 @stories(PROVEN, restarts=False)  # chains are no part of a snapshot
 def test_the_hash_chain_proves_where_blocks_belong(story: Story, way: str) -> None:
-    run(story, way)
+    story.run(way)
 
 
 EDGES = [0, 255, 256, 65_535, 65_536, 2**31 - 1]
@@ -265,12 +264,12 @@ def test_what_the_hashes_of_is_not_known_is_not_tried(fields: dict[str, Any]) ->
 @pytest.mark.skipif(BACKEND != "native", reason="the Python index has no snapshots")
 def test_a_restored_rank_proves_again_from_the_root_on() -> None:
     again = restored(index_of(sparse(prompt(4), 2, 3)))
-    go_on(
-        again,
-        scene(reaches(4, 4), WHOLE),
-        scene(sparse(prompt(7), start=4), sparse(prompt(9), 7, 8, start=7), reaches(4, 9), LOW),
-        scene(sparse(prompt(9), 7, 8), reaches(9, 9), WHOLE),
+    steps = Scene(
+        Scene(reaches(4, 4), WHOLE),
+        Scene(sparse(prompt(7), start=4), sparse(prompt(9), 7, 8, start=7), reaches(4, 9), LOW),
+        Scene(sparse(prompt(9), 7, 8), reaches(9, 9), WHOLE),
     )
+    steps.go_on(again)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4])

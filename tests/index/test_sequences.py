@@ -13,28 +13,28 @@ from tests.index.index_events import (
     SIZE,
     A,
     B,
-    Story,
-    answers,
     apply,
     apply_together,
-    cleared,
-    configured,
-    counts,
     counts_of,
-    holds,
     index_of,
     located,
     matched,
-    of,
     prompt,
     removed,
-    run,
-    scene,
     stored,
-    stories,
-    story,
-    together,
     tokens,
+)
+from tests.index.index_stories import (
+    Scene,
+    Story,
+    answers,
+    cleared,
+    configured,
+    counts,
+    holds,
+    of,
+    stories,
+    together,
     totals,
 )
 
@@ -58,237 +58,237 @@ def unpaged(*pages: int) -> BlockRemoved:
 
 
 PLACES = {
-    "a hole that is filled again counts as if it had never been": story(
+    "a hole that is filled again counts as if it had never been": Story(
         stored(*ALL), removed(3), holds(3), stored(3), holds(8)
     ),
-    "so does a hole in blocks that another rank's blocks split": story(
+    "so does a hole in blocks that another rank's blocks split": Story(
         of(B, stored(0, 1, 2, 3), stored(4, 5)),
-        scene(stored(*ALL), removed(3), holds(3), stored(3), holds(8)),
+        Scene(stored(*ALL), removed(3), holds(3), stored(3), holds(8)),
     ),
-    "a store after a filled hole finds its parent": story(
+    "a store after a filled hole finds its parent": Story(
         stored(*ALL), removed(3), stored(3), stored(8), holds(9)
     ),
-    "a store behind an open hole counts once the hole is filled": story(
+    "a store behind an open hole counts once the hole is filled": Story(
         stored(*ALL), removed(3), stored(8), holds(3), stored(3), holds(9)
     ),
-    "children before their parents match nothing and then everything": story(
-        scene(stored(4, 5, 6, 7), holds(0), holds(0, tokens(4, 5, 6, 7)), counts(orphans=4)),
-        scene(stored(0, 1, 2, 3), holds(8), counts(orphans=0, orphans_attached=4)),
+    "children before their parents match nothing and then everything": Story(
+        Scene(stored(4, 5, 6, 7), holds(0), holds(0, tokens(4, 5, 6, 7)), counts(orphans=4)),
+        Scene(stored(0, 1, 2, 3), holds(8), counts(orphans=0, orphans_attached=4)),
     ),
-    "answers are lower bounds while a block's place is unknown": story(
-        scene(stored(0), stored(2), answers(lower_bound=True)),
+    "answers are lower bounds while a block's place is unknown": Story(
+        Scene(stored(0), stored(2), answers(lower_bound=True)),
         answers(tokens(9), lower_bound=True),
-        scene(stored(1), answers(lower_bound=False), answers(tokens(9), lower_bound=False)),
-        scene(stored(7), removed(7), answers(lower_bound=False)),
+        Scene(stored(1), answers(lower_bound=False), answers(tokens(9), lower_bound=False)),
+        Scene(stored(7), removed(7), answers(lower_bound=False)),
     ),
-    "answers stay lower bounds after an orphan was given up until all is cleared": story(
+    "answers stay lower bounds after an orphan was given up until all is cleared": Story(
         stored(5), answers(lower_bound=True), CLEAR, answers(lower_bound=False), max_orphans=0
     ),
-    "answers are lower bounds where the engine reports no position": story(
+    "answers are lower bounds where the engine reports no position": Story(
         paged(3, parent=None), answers(lower_bound=True)
     ),
-    "orphans that came in any order attach": story(
+    "orphans that came in any order attach": Story(
         stored(3), stored(2), stored(4), stored(1), stored(0), holds(5)
     ),
-    "a removed orphan does not come back with its parent": story(
+    "a removed orphan does not come back with its parent": Story(
         stored(1, 2), removed(2), stored(0), holds(2), counts(removed_orphans=1)
     ),
-    "the oldest orphans go when too many wait": story(
-        scene(stored(2), stored(4, 5, 6), counts(orphans=3, orphans_dropped=1)),
-        scene(stored(0, 1), stored(3), holds(2)),
+    "the oldest orphans go when too many wait": Story(
+        Scene(stored(2), stored(4, 5, 6), counts(orphans=3, orphans_dropped=1)),
+        Scene(stored(0, 1), stored(3), holds(2)),
         max_orphans=3,
     ),
-    "siblings wait in the order in which they were reported last": story(
-        scene(stored(1), stored(5, parent=100), stored(1), stored(0)),
-        scene(holds(2, tokens(0, 5)), holds(1, tokens(0, 1))),  # the first to come had room
+    "siblings wait in the order in which they were reported last": Story(
+        Scene(stored(1), stored(5, parent=100), stored(1), stored(0)),
+        Scene(holds(2, tokens(0, 5)), holds(1, tokens(0, 1))),  # the first to come had room
         max_blocks=2,
     ),
-    "a known block in an orphaned chain gets its copy": story(
-        scene(stored(0, 1, 2, 3), removed(0, 1), stored(1, 2), counts(orphans=1)),
-        scene(removed(2), stored(0), holds(4)),  # one of two copies of block 2 was removed
+    "a known block in an orphaned chain gets its copy": Story(
+        Scene(stored(0, 1, 2, 3), removed(0, 1), stored(1, 2), counts(orphans=1)),
+        Scene(removed(2), stored(0), holds(4)),  # one of two copies of block 2 was removed
     ),
-    "a block without tokens waits until a parent has placed its block": story(
+    "a block without tokens waits until a parent has placed its block": Story(
         stored(1, 2), located(3), stored(0), stored(3), holds(4), counts(orphans_attached=2)
     ),
-    "a prompt that parts and meets again matches to where it parts": story(
+    "a prompt that parts and meets again matches to where it parts": Story(
         stored(1, 2, 4, parent=None), holds(1, tokens(1, 3, 4))
     ),
-    "holes are joined where only another rank parted them": story(
-        scene(stored(0, 1, 2, 3), of(B, stored(0, 1)), removed(0, 1, 2)),
-        scene(stored(0, 1, 2), holds(4)),
+    "holes are joined where only another rank parted them": Story(
+        Scene(stored(0, 1, 2, 3), of(B, stored(0, 1)), removed(0, 1, 2)),
+        Scene(stored(0, 1, 2), holds(4)),
     ),
-    "a chain in one event equals the same blocks one by one": story(
+    "a chain in one event equals the same blocks one by one": Story(
         stored(0, 1, 2),
         of(B, *(stored(block, base=500) for block in range(3))),
-        scene(holds(3), holds(3, rank=B), totals(unique_blocks=3)),
+        Scene(holds(3), holds(3, rank=B), totals(unique_blocks=3)),
     ),
-    "removing from one rank leaves the other alone": story(
+    "removing from one rank leaves the other alone": Story(
         stored(*ALL), of(B, stored(*ALL)), removed(*ALL), holds(0), holds(8, rank=B)
     ),
-    "two ranks use one hash for different blocks": story(
-        scene(stored(0, 1), of(B, stored(5, 6, parent=None, block_hashes=[100, 101]))),
-        scene(holds(2), holds(2, tokens(5, 6), rank=B), holds(0, rank=B)),
+    "two ranks use one hash for different blocks": Story(
+        Scene(stored(0, 1), of(B, stored(5, 6, parent=None, block_hashes=[100, 101]))),
+        Scene(holds(2), holds(2, tokens(5, 6), rank=B), holds(0, rank=B)),
     ),
-    "a restarted engine holds only its new contents": story(
+    "a restarted engine holds only its new contents": Story(
         stored(*ALL), cleared, stored(0, 1, base=900), holds(2), totals(blocks=2)
     ),
-    "a restarted engine may have a smaller block size and fewer groups": story(
-        scene(stored(0, 1), stored(0, 1, **SWA, kv_cache_spec_sliding_window=4), cleared),
-        scene(stored(0, token_ids=tokens(0)[:2], block_size=2), answers(prompt(1), tokens=2)),
+    "a restarted engine may have a smaller block size and fewer groups": Story(
+        Scene(stored(0, 1), stored(0, 1, **SWA, kv_cache_spec_sliding_window=4), cleared),
+        Scene(stored(0, token_ids=tokens(0)[:2], block_size=2), answers(prompt(1), tokens=2)),
     ),
 }
 
 LABELS = {
-    "a block under two labels is resident until both are gone": story(
-        scene(stored(0, 1), stored(0, 1, base=900), removed(0, 1), holds(2)),
-        scene(removed(0, 1, base=900), holds(0)),
+    "a block under two labels is resident until both are gone": Story(
+        Scene(stored(0, 1), stored(0, 1, base=900), removed(0, 1), holds(2)),
+        Scene(removed(0, 1, base=900), holds(0)),
     ),
-    "each copy and each label of a block goes by itself": story(
-        scene(stored(0), stored(0), stored(0, base=900), removed(0), holds(1)),
-        scene(removed(0), holds(1), removed(0, base=900), holds(0)),
+    "each copy and each label of a block goes by itself": Story(
+        Scene(stored(0), stored(0), stored(0, base=900), removed(0), holds(1)),
+        Scene(removed(0), holds(1), removed(0, base=900), holds(0)),
     ),
-    "the newest block of a label is the one that is meant": story(
-        scene(stored(5, parent=None, base=2), stored(3, parent=None, base=4)),  # both are 7
+    "the newest block of a label is the one that is meant": Story(
+        Scene(stored(5, parent=None, base=2), stored(3, parent=None, base=4)),  # both are 7
         located(7, base=0, medium="CPU"),
-        scene(holds(1, tokens(3), media="CPU"), holds(0, tokens(5), media="CPU")),
+        Scene(holds(1, tokens(3), media="CPU"), holds(0, tokens(5), media="CPU")),
     ),
-    "torn labels stay torn": story(
-        scene(stored(5, parent=None, base=2), stored(3, parent=None, base=4)),
-        scene(located(7, base=0, medium="CPU"), removed(7, base=0), stored(9, parent=7)),
+    "torn labels stay torn": Story(
+        Scene(stored(5, parent=None, base=2), stored(3, parent=None, base=4)),
+        Scene(located(7, base=0, medium="CPU"), removed(7, base=0), stored(9, parent=7)),
         counts(ignored={"parent_ambiguous": 1}),
     ),
-    "every way to name the root is the root: 0": story(stored(0, 1, parent=0), stored(2), holds(3)),
-    "every way to name the root is the root: the empty tuple's hash": story(
+    "every way to name the root is the root: 0": Story(stored(0, 1, parent=0), stored(2), holds(3)),
+    "every way to name the root is the root: the empty tuple's hash": Story(
         stored(0, 1, parent=EMPTY_TUPLE_HASH), stored(2), holds(3)
     ),
-    "a parent zero that is stored is that block": story(
+    "a parent zero that is stored is that block": Story(
         stored(0, block_hashes=[0]), stored(1, parent=0), holds(2)
     ),
-    "labels match whatever their sign": story(
-        scene(stored(0, block_hashes=[2**64 - 5]), stored(1, parent=-5), holds(2)),
-        scene(BlockRemoved(block_hashes=[-5]), holds(0)),
+    "labels match whatever their sign": Story(
+        Scene(stored(0, block_hashes=[2**64 - 5]), stored(1, parent=-5), holds(2)),
+        Scene(BlockRemoved(block_hashes=[-5]), holds(0)),
     ),
-    "the numeric LoRA id names a namespace where no name is sent": story(
-        scene(stored(0, lora_id=3), stored(1, 2, parent=None, lora_id=0)),
-        scene(holds(1, lora=3), holds(0), holds(2, tokens(1, 2), lora=0), holds(2, tokens(1, 2))),
+    "the numeric LoRA id names a namespace where no name is sent": Story(
+        Scene(stored(0, lora_id=3), stored(1, 2, parent=None, lora_id=0)),
+        Scene(holds(1, lora=3), holds(0), holds(2, tokens(1, 2), lora=0), holds(2, tokens(1, 2))),
     ),
-    "a child in another namespace than its parent is refused": story(
-        scene(stored(0), stored(1, 2, lora_name="a"), counts(ignored={"parent_namespace": 2})),
-        scene(stored(6, lora_name="a"), stored(5, parent=100)),
-        scene(counts(ignored={"parent_namespace": 3}), totals(blocks=2)),
+    "a child in another namespace than its parent is refused": Story(
+        Scene(stored(0), stored(1, 2, lora_name="a"), counts(ignored={"parent_namespace": 2})),
+        Scene(stored(6, lora_name="a"), stored(5, parent=100)),
+        Scene(counts(ignored={"parent_namespace": 3}), totals(blocks=2)),
     ),
 }
 
 CLEARS = {
-    "a clear and new stores in one batch leave only the new": story(
-        scene(stored(*ALL), together(CLEAR, stored(20, 21, parent=None))),
-        scene(holds(0), holds(2, tokens(20, 21))),
+    "a clear and new stores in one batch leave only the new": Story(
+        Scene(stored(*ALL), together(CLEAR, stored(20, 21, parent=None))),
+        Scene(holds(0), holds(2, tokens(20, 21))),
     ),
-    "a clear takes all tiers of SGLang": story(
-        scene(stored(0, 1), located(0, 1, medium="CPU_PINNED"), located(0, medium="DISK")),
-        scene(located(0, medium="EXTERNAL"), CLEAR, holds(0), totals(blocks=0)),
+    "a clear takes all tiers of SGLang": Story(
+        Scene(stored(0, 1), located(0, 1, medium="CPU_PINNED"), located(0, medium="DISK")),
+        Scene(located(0, medium="EXTERNAL"), CLEAR, holds(0), totals(blocks=0)),
     ),
-    "a clear forgets orphans and labels": story(
-        scene(stored(*ALL), stored(20, 21), CLEAR, stored(8), stored(19)),
-        scene(counts(orphans=2), totals(blocks=0, runs=0)),
+    "a clear forgets orphans and labels": Story(
+        Scene(stored(*ALL), stored(20, 21), CLEAR, stored(8), stored(19)),
+        Scene(counts(orphans=2), totals(blocks=0, runs=0)),
     ),
 }
 
 QUIRKS = {
-    "1: a block stored twice and removed once is still resident": story(
-        scene(stored(*ALL), stored(5), removed(5), holds(8)),
-        scene(removed(5), holds(5), counts(duplicates=1)),
+    "1: a block stored twice and removed once is still resident": Story(
+        Scene(stored(*ALL), stored(5), removed(5), holds(8)),
+        Scene(removed(5), holds(5), counts(duplicates=1)),
     ),
-    "1: a single first block may have copies too": story(
+    "1: a single first block may have copies too": Story(
         stored(0), stored(0), removed(0), holds(1)
     ),
-    "2: a prompt announced again adds no copies where requests announce": story(
+    "2: a prompt announced again adds no copies where requests announce": Story(
         configured(report_mode="full"),
-        scene(stored(0, 1, 2), stored(0, 1, 2), stored(0), removed(2), holds(2)),
-        scene(counts(reannounced=4), removed(0), holds(0)),
+        Scene(stored(0, 1, 2), stored(0, 1, 2), stored(0), removed(2), holds(2)),
+        Scene(counts(reannounced=4), removed(0), holds(0)),
     ),
-    "2: a prompt computed again adds copies": story(
+    "2: a prompt computed again adds copies": Story(
         stored(0, 1, 2), stored(0, 1, 2), removed(0, 1, 2), holds(3), counts(duplicates=3)
     ),
-    "2: a store from the start with something new is no announcement": story(
+    "2: a store from the start with something new is no announcement": Story(
         stored(0, 1), stored(0, 1, 2), removed(1), holds(3)
     ),
-    "3: an unknown removal is counted and the later store counts": story(
+    "3: an unknown removal is counted and the later store counts": Story(
         removed(0), stored(0), removed(0, medium="CPU"), holds(1), counts(removed_unknown=2)
     ),
-    "9: tokens that do not fit their hashes are left out": story(
-        scene(stored(0, 1), stored(3, token_ids=tokens(2, 3)[:-1], parent=101)),
-        scene(holds(2), counts(ignored={"token_count": 1})),
+    "9: tokens that do not fit their hashes are left out": Story(
+        Scene(stored(0, 1), stored(3, token_ids=tokens(2, 3)[:-1], parent=101)),
+        Scene(holds(2), counts(ignored={"token_count": 1})),
     ),
-    "9: a label among the tokens of several blocks waits for its place": story(
-        scene(stored(0, 1), stored(3, token_ids=tokens(2, 3), parent=101)),
-        scene(holds(2), counts(unplaced=1), stored(2, 3, group_idx=1)),
+    "9: a label among the tokens of several blocks waits for its place": Story(
+        Scene(stored(0, 1), stored(3, token_ids=tokens(2, 3), parent=101)),
+        Scene(holds(2), counts(unplaced=1), stored(2, 3, group_idx=1)),
         answers(prompt(4), by_medium={"GPU": 2}),  # group 0 holds 0, 1 and 3
     ),
-    "9: a label without tokens is a further place of a known block": story(
-        scene(stored(0, 1), located(1, medium="cpu"), removed(1)),
+    "9: a label without tokens is a further place of a known block": Story(
+        Scene(stored(0, 1), located(1, medium="cpu"), removed(1)),
         answers(prompt(2), by_medium={"GPU": 1, "CPU": 1}),
     ),
-    "9: a label without tokens waits for its block": story(
-        scene(located(0, medium="STORAGE"), totals(blocks=0), counts(orphans=1)),
-        scene(stored(0), removed(0), answers(by_medium={"STORAGE": 1})),
+    "9: a label without tokens waits for its block": Story(
+        Scene(located(0, medium="STORAGE"), totals(blocks=0), counts(orphans=1)),
+        Scene(stored(0), removed(0), answers(by_medium={"STORAGE": 1})),
     ),
-    "10: a partial block never counts and its promotion does": story(
+    "10: a partial block never counts and its promotion does": Story(
         stored(0),
         stored(1, token_ids=tokens(1)[:2], block_size=2, base=700, parent=100),
-        scene(removed(1, base=700), stored(1), holds(2)),
+        Scene(removed(1, base=700), stored(1), holds(2)),
         counts(ignored={"partial_block": 1}, removed_unknown=1),
     ),
-    "14: a salt apart and a salt in the first extra key are one identity": story(
-        scene(stored(0, 1, cache_salt="s"), of(B, stored(0, 1, extra_keys=[("s",), None]))),
-        scene(holds(2, salt="s"), holds(2, rank=B, salt="s"), totals(unique_blocks=2)),
+    "14: a salt apart and a salt in the first extra key are one identity": Story(
+        Scene(stored(0, 1, cache_salt="s"), of(B, stored(0, 1, extra_keys=[("s",), None]))),
+        Scene(holds(2, salt="s"), holds(2, rank=B, salt="s"), totals(unique_blocks=2)),
     ),
-    "14: a salt repeated with later blocks belongs to the first": story(
+    "14: a salt repeated with later blocks belongs to the first": Story(
         stored(0, cache_salt="s"), stored(1, cache_salt="s"), holds(2, salt="s")
     ),
-    "16: pages removed by a split are not answered for": story(
-        scene(stored(0, 1, 2, 3), removed(2, 3), removed(2, 3), stored(5, 6)),
-        scene(holds(2), counts(removed_unknown=2, orphans=2)),
+    "16: pages removed by a split are not answered for": Story(
+        Scene(stored(0, 1, 2, 3), removed(2, 3), removed(2, 3), stored(5, 6)),
+        Scene(holds(2), counts(removed_unknown=2, orphans=2)),
     ),
-    "17: equal pages at two places share a label and go together": story(
-        scene(paged(0, 1), paged(2, 1), holds(2, tokens(0, 1)), holds(2, tokens(2, 1))),
-        scene(unpaged(1), holds(1, tokens(0, 1)), holds(1, tokens(2, 1))),
+    "17: equal pages at two places share a label and go together": Story(
+        Scene(paged(0, 1), paged(2, 1), holds(2, tokens(0, 1)), holds(2, tokens(2, 1))),
+        Scene(unpaged(1), holds(1, tokens(0, 1)), holds(1, tokens(2, 1))),
         counts(ambiguous=1, removed_ambiguous=1),
     ),
-    "17: a parent at two places is not guessed": story(
-        scene(paged(0, 1), paged(2, 1), paged(3, parent=page_hash(1))),
-        scene(holds(2, tokens(0, 1, 3)), holds(2, tokens(2, 1, 3))),
+    "17: a parent at two places is not guessed": Story(
+        Scene(paged(0, 1), paged(2, 1), paged(3, parent=page_hash(1))),
+        Scene(holds(2, tokens(0, 1, 3)), holds(2, tokens(2, 1, 3))),
         counts(ignored={"parent_ambiguous": 1}),
     ),
-    "17: a page that was at two places is no parent again": story(
-        scene(paged(0, 1), paged(2, 1), unpaged(1), paged(0)),
-        scene(paged(1, parent=page_hash(0)), paged(3, parent=page_hash(1))),
+    "17: a page that was at two places is no parent again": Story(
+        Scene(paged(0, 1), paged(2, 1), unpaged(1), paged(0)),
+        Scene(paged(1, parent=page_hash(0)), paged(3, parent=page_hash(1))),
         holds(2, tokens(0, 1, 3)),  # the child may belong to the other page
     ),
-    "17: a page that follows itself is its own parent": story(
-        scene(paged(1, 1, 1), holds(3, tokens(1, 1, 1, 1))),
-        scene(unpaged(1), totals(blocks=0, runs=0)),
+    "17: a page that follows itself is its own parent": Story(
+        Scene(paged(1, 1, 1), holds(3, tokens(1, 1, 1, 1))),
+        Scene(unpaged(1), totals(blocks=0, runs=0)),
     ),
-    "17: an orphan labelled by its own tokens is not placed by chance": story(
-        scene(paged(1, parent=page_hash(0)), paged(7, 0), holds(2, tokens(7, 0, 1))),
+    "17: an orphan labelled by its own tokens is not placed by chance": Story(
+        Scene(paged(1, parent=page_hash(0)), paged(7, 0), holds(2, tokens(7, 0, 1))),
         counts(ignored={"position_unknown": 1}),
     ),
-    "17: pages without a parent are not taken for the start": story(
-        scene(paged(1, 2, parent=None), paged(3, parent=page_hash(2)), totals(blocks=0)),
-        scene(holds(0, tokens(1, 2, 3)), counts(ignored={"position_unknown": 3})),
+    "17: pages without a parent are not taken for the start": Story(
+        Scene(paged(1, 2, parent=None), paged(3, parent=page_hash(2)), totals(blocks=0)),
+        Scene(holds(0, tokens(1, 2, 3)), counts(ignored={"position_unknown": 3})),
     ),
-    "17: a split stores both halves in one batch": story(
+    "17: a split stores both halves in one batch": Story(
         paged(0, 1, 2),
         together(unpaged(0, 1, 2), paged(0), paged(1, 2, parent=page_hash(0))),
         holds(3, tokens(0, 1, 2)),
     ),
-    "18: two tiers store and remove on their own": story(
-        scene(stored(0, 1), stored(0, 1, medium="CPU_PINNED"), removed(0, 1), holds(2)),
-        scene(holds(0, media="GPU"), holds(2, media=["gpu", "cpu_pinned"])),
-        scene(removed(0, 1, medium="CPU_PINNED"), holds(0)),
+    "18: two tiers store and remove on their own": Story(
+        Scene(stored(0, 1), stored(0, 1, medium="CPU_PINNED"), removed(0, 1), holds(2)),
+        Scene(holds(0, media="GPU"), holds(2, media=["gpu", "cpu_pinned"])),
+        Scene(removed(0, 1, medium="CPU_PINNED"), holds(0)),
     ),
-    "18: a prefix goes on from the device to the host and never back": story(
-        scene(stored(0, 1, 2, 3), stored(2, medium="CPU"), removed(2)),
+    "18: a prefix goes on from the device to the host and never back": Story(
+        Scene(stored(0, 1, 2, 3), stored(2, medium="CPU"), removed(2)),
         answers(blocks=3, by_medium={"GPU": 2, "CPU": 1}),
     ),
 }
@@ -296,7 +296,7 @@ QUIRKS = {
 
 @stories(PLACES | LABELS | CLEARS | QUIRKS)
 def test_the_index_follows_sequences_that_break_indexers(story: Story, way: str) -> None:
-    run(story, way)
+    story.run(way)
 
 
 # Namespaces and many ranks
@@ -332,34 +332,34 @@ def test_lora_and_salt_make_separate_prefixes(query: dict[str, Any]) -> None:
 
 def tiers(**options: Any) -> Story:
     """Blocks on the device, on the host as vLLM and SGLang call it, and in storage."""
-    return story(
+    return Story(
         configured(**options),
-        scene(stored(0, 1, 2, 3), stored(4), stored(4), stored(20)),
-        scene(located(0, 1, medium="cpu"), located(20, medium="CPU"), located(30)),
-        scene(located(0, 1, 2, medium="STORAGE"), located(0, 1, 2, 3, medium="CPU_PINNED")),
+        Scene(stored(0, 1, 2, 3), stored(4), stored(4), stored(20)),
+        Scene(located(0, 1, medium="cpu"), located(20, medium="CPU"), located(30)),
+        Scene(located(0, 1, 2, medium="STORAGE"), located(0, 1, 2, 3, medium="CPU_PINNED")),
         CLEAR,
     )
 
 
 TIERS = {
-    "what vLLM holds off the device stays as upper bounds": story(
+    "what vLLM holds off the device stays as upper bounds": Story(
         *tiers().steps,
         answers(blocks=3, device_tokens=0, host_tokens=2 * SIZE, upper_bound=True),
-        scene(answers(by_medium={"CPU": 2, "STORAGE": 3}), counts(orphans=1)),
-        scene(stored(0, 1, 2, 3), answers(prompt(5), device_tokens=4 * SIZE)),
-        scene(removed(*range(4)), removed(0, 1, medium="CPU"), removed(0, medium="STORAGE")),
+        Scene(answers(by_medium={"CPU": 2, "STORAGE": 3}), counts(orphans=1)),
+        Scene(stored(0, 1, 2, 3), answers(prompt(5), device_tokens=4 * SIZE)),
+        Scene(removed(*range(4)), removed(0, 1, medium="CPU"), removed(0, medium="STORAGE")),
         holds(0),
     ),
-    "a reset with the connector leaves only what lies in storage": story(
+    "a reset with the connector leaves only what lies in storage": Story(
         *tiers(resets_connector=True).steps,
-        scene(answers(blocks=3, host_tokens=0, by_medium={"STORAGE": 3}), counts(orphans=0)),
+        Scene(answers(blocks=3, host_tokens=0, by_medium={"STORAGE": 3}), counts(orphans=0)),
     ),
 }
 
 
 @stories(TIERS)
 def test_a_clear_leaves_the_tiers_that_the_engine_leaves(story: Story, way: str) -> None:
-    run(story, way)
+    story.run(way)
 
 
 def test_clears_by_the_thousand_drop_all_tiers_rather_than_look_at_all_blocks_each_time() -> None:
