@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import UserDict, UserList
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -66,6 +66,15 @@ FORMS: dict[str, Any] = {
 def test_every_form_of_the_same_tokens_matches_alike(name: str) -> None:
     index = index_of(stored(0, 1, 2))
     assert index.match(FORMS[name])[A].blocks == 3
+
+
+def test_arrays_of_numpy_match() -> None:
+    np = pytest.importorskip("numpy")
+    if TYPE_CHECKING:
+        import numpy as np
+    index = index_of(stored(0, 1, 2))
+    assert index.match(np.array(TOKENS))[A].blocks == 3
+    assert index.match(np.array(TOKENS, dtype=np.uint32))[A].blocks == 3
 
 
 def test_a_range_matches() -> None:
