@@ -7,17 +7,17 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pytest
 
 from kvindex import CacheSettings, GroupSpec, Index, Rank, RankMatch
 from kvindex.wire import parse_live, read_recording
+from tests.captures import CAPTURES
 
 pytestmark = pytest.mark.conformance
 
-RECORDINGS = Path(__file__).parents[1] / "data" / "captures" / "scheduler"
+RECORDINGS = CAPTURES / "scheduler"
 RANK = Rank("engine")
 NAMES = sorted(path.name.split(".")[0] for path in RECORDINGS.glob("*.json.gz"))
 
@@ -40,10 +40,9 @@ COPIES_UNTOLD = ["hybrid-full", "bs64-16"]
 
 @cache
 def truth(name: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(
-        gzip.decompress((RECORDINGS / f"{name}.json.gz").read_bytes())
-    )
-    return told
+    with gzip.open(RECORDINGS / f"{name}.json.gz") as file:
+        loaded: dict[str, Any] = json.load(file)
+    return loaded
 
 
 def payloads(name: str) -> Iterator[bytes]:
