@@ -7,167 +7,110 @@ from random import Random
 
 import pytest
 
-from kvindex import AllBlocksCleared, Index, Rank
+from kvindex import Index, Rank
 from kvindex.index import reference
+from kvindex.index.api import BaseIndex
 from kvindex.index.keys import Namespace
 from kvindex.index.reference.keys import KeyMaker
 from kvindex.index.reference.tree import Block, Owner, RadixTree
 from kvindex.wire import Event
 from kvindex.wire.errors import InvariantError
-from tests.index.index_events import A, B, apply, index_of, prompt, removed, stored
+from tests.index.index_events import CLEAR, A, B, apply, index_of, prompt, removed, stored
+from tests.index.index_stories import Action, Scene, Story, cleared, counts, of, stories, totals
 
 pytestmark = pytest.mark.unit
 
-SPACE = Namespace(block_size=1, lora=None, lookahead=0)
+
+def shape(runs: int, blocks: int, native: int | None = None) -> Action:
+    """Check the size of the tree; the native index has other runs where prompts part."""
+
+    def check(index: BaseIndex) -> None:
+        other = native is not None and index.backend == "native"
+        totals(runs=(native if other else runs) or 0, unique_blocks=blocks)(index)
+
+    return check
 
 
-class Harness:
-    """A tree with three owners; contents are single letters."""
+SIX = stored(*range(6))
+SHAPES = {
+    "one prompt is one run however long": Story(
+        *(stored(block) for block in range(8)), shape(1, 8)
+    ),
+    "prompts split where they part and join when one goes": Story(
+        Scene(SIX, stored(7, 8, 9, parent=102), shape(3, 9, native=2)),
+        Scene(removed(7, 8, 9), shape(1, 6)),
+    ),
+    "owners split where they part and join when they agree": Story(
+        Scene(SIX, of(B, stored(0, 1, 2)), shape(2, 6)),
+        Scene(of(B, stored(3, 4, 5)), shape(1, 6)),
+        Scene(of(B, removed(3, 4, 5)), shape(2, 6), of(B, removed(0, 1, 2)), shape(1, 6)),
+    ),
+    "a hole splits in three and filling it joins again": Story(
+        Scene(SIX, removed(2), shape(3, 6), stored(2), shape(1, 6))
+    ),
+    "a hole keeps its place only while something is behind it": Story(
+        Scene(SIX, removed(*range(5)), shape(2, 6)),  # a run of holes and the last block
+        Scene(removed(5), shape(0, 0)),
+    ),
+    "blocks that are left out leave no run": Story(
+        Scene(SIX, stored(7, 8, parent=101), shape(1, 6)), max_blocks=6
+    ),
+}
 
-    def __init__(self) -> None:
-        self.tree = RadixTree(KeyMaker(seed=1))
-        self.a, self.b, self.c = (Owner(Rank(name), "GPU", 0) for name in "abc")
-
-    def own(self, text: str, owner: Owner) -> list[Block]:
-        """Own all the blocks of a prompt."""
-        blocks = self.tree.extend(None, SPACE, [letter.encode() for letter in text])
-        self.tree.own(blocks, owner)
-        self.tree.check()
-        return blocks
-
-    def disown(self, blocks: list[Block], owner: Owner) -> None:
-        self.tree.disown(blocks, owner)
-        self.tree.check()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.tree.run_count, self.tree.block_count
-
-
-def test_one_prompt_is_one_run_however_long() -> None:
-    world = Harness()
-    for stop in range(1, 9):
-        world.own("abcdefgh"[:stop], world.a)
-    assert world.shape == (1, 8)
-
-
-def test_prompts_split_where_they_part_and_join_when_one_goes() -> None:
-    world = Harness()
-    world.own("abcdef", world.a)
-    branch = world.own("abcxyz", world.a)
-    assert world.shape == (3, 9)
-    world.disown(branch[3:], world.a)
-    assert world.shape == (1, 6)
-
-
-def test_owners_split_where_they_part_and_join_when_they_agree() -> None:
-    world = Harness()
-    world.own("abcdef", world.a)
-    few = world.own("abc", world.b)
-    assert world.shape == (2, 6)
-    many = world.own("abcdef", world.b)
-    assert world.shape == (1, 6)
-    world.disown(many, world.b)
-    assert world.shape == (1, 6)
-    assert few[0].run.owners == {world.a}
+MUCH = Scene(
+    Scene(stored(0, 1, 2, 3), stored(2, medium="CPU"), stored(9, lora_name="l")),
+    Scene(stored(30, 31, parent=None, lora_name="l"), stored(1)),
+)
+NOTHING = Scene(totals(runs=0, unique_blocks=0, blocks=0, orphans=0))
+LEFT = {
+    "nothing is left after removals": Story(
+        Scene(MUCH, removed(0, 3, 2, 1), removed(2, medium="CPU"), removed(1)),
+        Scene(removed(31, 30, 9), NOTHING),
+    ),
+    "nothing is left after a clear of the device and a removal on the host": Story(
+        Scene(MUCH, CLEAR, removed(2, medium="CPU"), NOTHING)
+    ),
+    "nothing is left after the tree is cleared": Story(Scene(MUCH, cleared, NOTHING)),
+    "nothing is left after the rank is removed": Story(
+        Scene(MUCH, lambda index: index.remove(A), NOTHING)
+    ),
+}
 
 
-def test_a_hole_splits_in_three_and_filling_it_joins_again() -> None:
-    world = Harness()
-    blocks = world.own("abcdef", world.a)
-    world.disown([blocks[2]], world.a)
-    assert world.shape == (3, 6)
-    world.tree.own([blocks[2]], world.a)
-    world.tree.check()
-    assert world.shape == (1, 6)
+@stories(SHAPES | LEFT)
+def test_runs_follow_from_what_is_resident(story: Story, way: str) -> None:
+    story.run(way)
 
 
-def test_a_hole_keeps_its_place_only_while_something_is_behind_it() -> None:
-    world = Harness()
-    blocks = world.own("abcdef", world.a)
-    world.disown(blocks[:5], world.a)
-    assert world.shape == (2, 6), "one run of holes and the last block"
-    world.disown(blocks[5:], world.a)
-    assert world.shape == (0, 0)
-    assert world.tree.namespaces() == []
-
-
-@pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
-def test_disowning_in_any_order_leaves_nothing(order: tuple[int, ...]) -> None:
-    world = Harness()
-    blocks = world.own("abcd", world.a)
-    world.own("abxy", world.b)
-    for i in order:
-        world.disown([blocks[i]], world.a)
-    assert world.shape == (1, 4)
-
-
-def test_pruning_takes_back_what_nobody_owns() -> None:
-    world = Harness()
-    world.own("abcdef", world.a)
-    world.tree.prune(world.tree.extend(None, SPACE, [b"a", b"b", b"x", b"y"])[-1])
-    world.tree.check()
-    assert world.shape == (1, 6)
-
-
-def test_the_same_residents_have_the_same_shape_in_whatever_order_they_came() -> None:
-    texts = ["abcdef", "abcxyz", "abc", "abq", "zz"]
-    shapes = set()
-    for seed in range(20):
-        world = Harness()
-        random = Random(seed)
-        stores = [(text, owner) for text in texts for owner in (world.a, world.b)]
-        stores.append(("abcdefgh", world.c))
-        random.shuffle(stores)
-        for text, owner in stores:
-            world.own(text, owner)
-        noise = world.own("abcdXY", world.c)
-        world.disown(noise[4:], world.c)
-        shapes.add(world.shape)
-    assert len(shapes) == 1
+def test_removals_in_any_order_leave_nothing() -> None:
+    for order in permutations(range(4)):
+        index = index_of(stored(0, 1, 2, 3))
+        apply(index, B, stored(0, 1), stored(7, 8, parent=101))
+        apply(index, A, *(removed(block) for block in order))
+        shape(1, 4, native=2)(index)
 
 
 def history(seed: int) -> list[tuple[Rank, Event]]:
-    """Stores of blocks 0…11 by two ranks, one removal of 5 and 6, in some order that is allowed."""
+    """Stores of blocks 0…11 and of a branch, in some order, and then a removal of 5 and 6."""
     random = Random(seed)
     cuts = sorted(random.sample(range(1, 12), 3))
     parts = list(zip([0, *cuts], [*cuts, 12], strict=True))
     events: list[tuple[Rank, Event]] = []
     for rank in (A, B):
-        random.shuffle(parts)
-        events += [(rank, stored(*range(*part))) for part in parts]
+        stores = [*(stored(*range(*part)) for part in parts), stored(20, 21, parent=102)]
+        random.shuffle(stores)
+        events += [(rank, event) for event in stores]
     return [*events, (A, removed(6, 5) if seed % 2 else removed(5, 6))]
 
 
 def test_the_runs_of_an_index_do_not_tell_its_history() -> None:
-    shapes = set()
     for seed in range(20):
         index = Index()
         for rank, event in history(seed):
             apply(index, rank, event)
         assert [found.blocks for found in index.match(prompt(12))] == [12, 5]
-        statistics = index.statistics()
-        shapes.add((statistics["runs"], statistics["unique_blocks"]))
-    assert shapes == {(3, 12)}
-
-
-@pytest.mark.parametrize("way", ["removals", "clear event", "clear tree", "remove rank"])
-def test_nothing_is_left_once_everything_is_gone(way: str) -> None:
-    index = index_of(stored(0, 1, 2, 3), stored(2, medium="CPU"), stored(9, lora_name="l"))
-    apply(index, A, stored(30, 31, parent=None, lora_name="l"), stored(1))
-    if way == "removals":
-        gone = [removed(0, 3, 2, 1), removed(2, medium="CPU"), removed(1), removed(31, 30, 9)]
-        apply(index, A, *gone)
-    elif way == "clear event":
-        apply(index, A, AllBlocksCleared(), removed(2, medium="CPU"))  # the host is not cleared
-    elif way == "clear tree":
-        index.tree(A).clear()
-    else:
-        index.remove(A)
-    index.check()
-    statistics = index.statistics()
-    assert (statistics["runs"], statistics["unique_blocks"], statistics["blocks"]) == (0, 0, 0)
-    assert (statistics["orphans"], len(index)) == (0, 0)
+        shape(5, 14, native=4)(index)
+        counts(orphans=0)(index)
 
 
 def test_no_namespace_is_left_once_everything_is_gone() -> None:
@@ -176,32 +119,36 @@ def test_no_namespace_is_left_once_everything_is_gone() -> None:
     assert index._tree.namespaces() == []
 
 
-def test_check_finds_each_broken_invariant() -> None:
-    def broken(text: str) -> tuple[Harness, list[Block]]:
-        world = Harness()
-        return world, world.own(text, world.a)
+def three_blocks() -> tuple[RadixTree, list[Block], Owner]:
+    tree, owner = RadixTree(KeyMaker(seed=1)), Owner(A, "GPU", 0)
+    blocks = tree.extend(None, Namespace(block_size=1, lora=None, lookahead=0), [b"a", b"b", b"c"])
+    tree.own(blocks, owner)
+    tree.check()
+    return tree, blocks, owner
 
-    world, blocks = broken("abc")
+
+def test_check_finds_each_broken_invariant() -> None:
+    tree, blocks, _ = three_blocks()
     blocks[1].depth = 7
     with pytest.raises(InvariantError, match="stands at depth"):
-        world.tree.check()
+        tree.check()
 
-    world, blocks = broken("abc")
+    tree, blocks, _ = three_blocks()
     blocks[0].run.owners = frozenset()
     with pytest.raises(InvariantError, match="a leaf without owners"):
-        world.tree.check()
+        tree.check()
 
-    world, blocks = broken("abc")
-    world.tree.block_count += 1
+    tree, blocks, _ = three_blocks()
+    tree.block_count += 1
     with pytest.raises(InvariantError, match="3 blocks, counted 4"):
-        world.tree.check()
+        tree.check()
 
-    world, blocks = broken("abc")
-    world.tree._split(blocks[0].run, 1)
+    tree, blocks, _ = three_blocks()
+    tree._split(blocks[0].run, 1)
     with pytest.raises(InvariantError, match="two runs that could be one"):
-        world.tree.check()
+        tree.check()
 
-    world, blocks = broken("abc")
-    world.a.resident = 9
+    tree, _, owner = three_blocks()
+    owner.resident = 9
     with pytest.raises(InvariantError, match="owns 3 blocks"):
-        world.tree.check()
+        tree.check()
