@@ -25,8 +25,8 @@ def shape(runs: int, blocks: int, native: int | None = None) -> Action:
     """Check the size of the tree; the native index has other runs where prompts part."""
 
     def check(index: BaseIndex) -> None:
-        other = native is not None and index.backend == "native"
-        totals(runs=(native if other else runs) or 0, unique_blocks=blocks)(index)
+        number = runs if native is None or index.backend == "python" else native
+        totals(runs=number, unique_blocks=blocks)(index)
 
     return check
 
