@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvindex import Rank
 from kvindex.index.api import BaseIndex
-from tests.index.index_steps import EXTRAS, RANKS, TEXTS, Call, Sent, Told, usually
+from tests.index.index_steps import EXTRAS, RANKS, TEXTS, Call, Drawn, Sent, usually
 
 SEED = 7
 
@@ -60,20 +60,20 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 }
 
 
-def about(told: Told, block_size: int) -> Query:
+def about(drawn: Drawn, block_size: int) -> Query:
     """The prompt that an event is about."""
     options = {
-        "lora": told.lora[0] or told.lora[1],
-        "salt": told.salt,
-        "extra_keys": None if told.extras is None else told.keys(range(13)),
-        "block_size": told.odd_size or block_size,
+        "lora": drawn.lora[0] or drawn.lora[1],
+        "salt": drawn.salt,
+        "extra_keys": None if drawn.extras is None else drawn.keys(range(13)),
+        "block_size": drawn.odd_size or block_size,
     }
-    return Query(told.text, len(told.tokens), "list", options)
+    return Query(drawn.text, len(drawn.tokens), "list", options)
 
 
 def asked_about(step: Sent | Call) -> list[Query]:
     """The prompts that a step is about."""
-    events = step.told if isinstance(step, Sent) else []
+    events = step.drawn if isinstance(step, Sent) else []
     return [about(event, RANKS[step.rank]) for event in events]
 
 

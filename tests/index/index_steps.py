@@ -94,7 +94,7 @@ class Group(NamedTuple):
     window: int | None = None
 
 
-class Told(NamedTuple):
+class Drawn(NamedTuple):
     """One event as choices."""
 
     what: str
@@ -229,9 +229,9 @@ themes = st.builds(
 
 
 @cache
-def tellings(theme: Theme) -> st.SearchStrategy[Told]:
+def drawings(theme: Theme) -> st.SearchStrategy[Drawn]:
     return st.builds(
-        Told,
+        Drawn,
         what=st.sampled_from(["store"] * 20 + ["remove"] * 8 + ["locate", "locate", "clear"]),
         text=st.sampled_from(theme.texts),
         start=st.sampled_from([0, 0, 0, 1, 2, 3]),
@@ -269,7 +269,7 @@ class Sent(NamedTuple):
     """A payload of some engine, perhaps damaged on the way."""
 
     rank: Rank
-    told: list[Told]
+    drawn: list[Drawn]
     dialect: Dialect | None
     lookahead: int
     edits: list[Edit]
@@ -277,7 +277,7 @@ class Sent(NamedTuple):
     def payload(self) -> bytes:
         bigrams = self.dialect is not None and self.dialect.bigrams
         lookahead = 1 if bigrams else self.lookahead
-        events = [some.event(RANKS[self.rank], lookahead) for some in self.told]
+        events = [event.event(RANKS[self.rank], lookahead) for event in self.drawn]
         return damaged(_encoded(events, self.dialect), self.edits)
 
 
@@ -302,7 +302,7 @@ def sendings(theme: Theme) -> st.SearchStrategy[Sent]:
     return st.builds(
         Sent,
         rank=st.sampled_from(theme.ranks),
-        told=st.lists(tellings(theme), min_size=1, max_size=4),
+        drawn=st.lists(drawings(theme), min_size=1, max_size=4),
         dialect=when(theme.dialects, None, *DIALECTS.values()),
         lookahead=when(theme.lookahead, 0, 1, 2),
         edits=usually([], None).flatmap(lambda none: damages if none is None else st.just(none))

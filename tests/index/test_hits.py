@@ -86,9 +86,9 @@ def test_any_number_of_rows_may_be_asked_for(kind: type[BaseIndex]) -> None:
     for rank in ranks[::3]:
         index.remove(rank)
     match: Match = index.match(prompt(9))
-    for some in (ranks, ranks[50:60], ranks[::-1], []):
-        expected = [match[rank].tokens if rank in match else 0 for rank in some]
-        assert match.hits(RankRows(some)).tokens.tolist() == expected
+    for chosen in (ranks, ranks[50:60], ranks[::-1], []):
+        expected = [match[rank].tokens if rank in match else 0 for rank in chosen]
+        assert match.hits(RankRows(chosen)).tokens.tolist() == expected
 
 
 def test_columns_are_ones_own() -> None:

@@ -77,7 +77,7 @@ def test_iteration_is_longest_first_then_by_rank_and_includes_ranks_that_hold_no
     for rank in (Rank("c", 1), Rank("b", 1)):
         apply(index, rank, stored(0, 1))
     match = index.match(prompt(9))
-    order = [(str(found.rank), found.blocks) for found in match]
+    order = [(str(entry.rank), entry.blocks) for entry in match]
     assert order == [("b/0", 3), ("a/0", 2), ("b/1", 2), ("c/1", 2), ("c/3", 0)]
     assert len(match) == 5
     assert (match[B].tokens, match[B].block_size, match[B].by_medium) == (12, SIZE, {"GPU": 3})
@@ -101,9 +101,9 @@ def test_a_match_contains_exactly_what_it_can_be_asked_for() -> None:
         assert item not in match, "worker a has two ranks"
         with pytest.raises(UnknownRankError):
             match[item]
-    for found in match:
-        assert found in match
-        assert match[found.rank] == found
+    for entry in match:
+        assert entry in match
+        assert match[entry.rank] == entry
     assert index.match(prompt(1))[B] not in match, "another answer of the same rank"
     with pytest.raises(KeyError, match=r"d/0 is not known; known: a/0, a/1, b/0, c/3"):
         match[Rank("d")]
@@ -120,9 +120,9 @@ def test_the_best_ranks_are_the_first_of_the_iteration_that_may_be_chosen() -> N
         states = {Rank(w): State.STALE if w in dead else State.LIVE for w in held}
         match = index.match(prompt(9), trust=trust_in(states))
         order = list(match)
-        assert [found.rank.worker for found in order] == list("becfad"), "longest first, then rank"
-        live = [found for found in order if found.state == "live"] or order
-        candidates = [found for found in live if found.tokens]
+        assert [entry.rank.worker for entry in order] == list("becfad"), "longest first, then rank"
+        live = [entry for entry in order if entry.state == "live"] or order
+        candidates = [entry for entry in live if entry.tokens]
         for n in range(8):
             assert match.top(n) == candidates[:n]
     with pytest.raises(ValueError, match="must be"):
@@ -139,7 +139,7 @@ def test_an_answer_does_not_change_when_the_index_does() -> None:
 def test_a_rank_without_a_hit_has_its_block_size_too() -> None:
     index = three_ranks()
     index.add(Rank("d"))
-    sizes = {str(found.rank): found.block_size for found in index.match(tokens(30))}
+    sizes = {str(entry.rank): entry.block_size for entry in index.match(tokens(30))}
     assert sizes == {"a/0": SIZE, "b/0": SIZE, "c/3": SIZE, "d/0": 0}
     assert index.match([], ranks=[C])[C].block_size == SIZE
     assert three_ranks().match(prompt(9), media="CPU")[A].block_size == SIZE
@@ -220,7 +220,7 @@ def test_few_names_and_many_stand_for_the_same_ranks(count: int) -> None:
     for rank in (*ranks, A):
         index.add(rank)
     match = index.match(prompt(1), ranks=[str(rank) for rank in ranks])
-    assert {found.rank for found in match} == set(ranks)
+    assert {entry.rank for entry in match} == set(ranks)
     with pytest.raises(UnknownRankError, match="'x'"):
         index.match(prompt(1), ranks=[*map(str, ranks), "x"])
     with pytest.raises(UnknownRankError, match="d/0"):

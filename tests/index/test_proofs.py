@@ -329,7 +329,7 @@ def test_random_histories_are_placed_as_the_prompts_say(seed: int) -> None:
         held.update(digests[n] for n in named)
         depths.update({digest: depth for depth, digest in enumerate(digests)})
         known.update(numbers[:n] for n in range(len(before), len(numbers) + 1))
-    found = {(b.block_hash, b.depth): b.copies for b in index.tree(A).walk()}
-    assert found == {(label(d), depths[d]): count for d, count in held.items()}
+    placed = {(b.block_hash, b.depth): b.copies for b in index.tree(A).walk()}
+    assert placed == {(label(d), depths[d]): count for d, count in held.items()}
     assert counts_of(index)["proofs_missed"] == 0
     assert not index.match(prompt(2))[A].lower_bound

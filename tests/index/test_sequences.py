@@ -308,7 +308,7 @@ def test_forty_ranks_hold_the_system_prompt() -> None:
     for rank in ranks:
         apply(index, rank, stored(0, 1, 2, base=100 * rank.dp_rank + 1))
     match = index.match(prompt(3))
-    assert sum(found.blocks == 3 for found in match) == 40
+    assert sum(entry.blocks == 3 for entry in match) == 40
     assert index.statistics()["runs"] == 1
 
 

@@ -271,9 +271,9 @@ class IndexMachine(RuleBasedStateMachine):
                 )
             except ConfigurationError:  # no rank has blocks of this size
                 match = self.index.match([])
-            for found in match:
-                before = best.get(found.rank, (0, {}))
-                best[found.rank] = max(before, (found.tokens, found.by_medium), key=lambda a: a[0])
+            for entry in match:
+                before = best.get(entry.rank, (0, {}))
+                best[entry.rank] = max(before, (entry.tokens, entry.by_medium), key=lambda a: a[0])
         return best
 
 
@@ -284,27 +284,27 @@ class ExactMachine(IndexMachine):
     def same_residents(self) -> None:
         assert list(self.index.ranks) == sorted(self.models)
         assert len(self.index) == sum(model.size() for model in self.models.values())
-        told = self.index.statistics()
+        statistics = self.index.statistics()
         for rank, model in self.models.items():
             tree = self.index.tree(rank)
-            found = {
+            resident = {
                 (block.block_hash, (block.medium, block.group_idx)): (block.copies, block.depth)
                 for block in tree.walk()
             }
-            assert found == {
+            assert resident == {
                 (h if isinstance(h, bytes) else h % 2**64, owner): held
                 for (h, owner), held in model.resident().items()
             }
             assert len(tree) == model.size()
-            assert told["ranks"][str(rank)]["orphans"] == len(model.held)
+            assert statistics["ranks"][str(rank)]["orphans"] == len(model.held)
 
     @invariant()
     def same_prefixes(self) -> None:
-        found = self.index.prefixes(10_000)
-        assert index_prefixes.told(found) == index_prefixes.expected(self.models)
-        assert (found.left_out, found.left_out_blocks) == (0, 0)
-        assert found.looked_at == len(found.nodes)
-        assert found.unique_blocks == sum(node.blocks for node in found.nodes)
+        walk = self.index.prefixes(10_000)
+        assert index_prefixes.shown(walk) == index_prefixes.expected(self.models)
+        assert (walk.left_out, walk.left_out_blocks) == (0, 0)
+        assert walk.looked_at == len(walk.nodes)
+        assert walk.unique_blocks == sum(node.blocks for node in walk.nodes)
 
     @invariant()
     def same_answers(self) -> None:

@@ -172,9 +172,9 @@ def test_text_in_a_typed_event_and_after_a_restart_from_a_snapshot() -> None:
 
 
 def test_text_can_always_be_asked_as_the_int_that_stands_for_it() -> None:
-    asked = [text_token("sha256:ab"), 2, 3, 4]
-    assert index_of(stored(0)).match(asked)[A].blocks == 0
-    assert index_of(stored(0, token_ids=TEXT)).match(asked)[A].blocks == 1
+    question = [text_token("sha256:ab"), 2, 3, 4]
+    assert index_of(stored(0)).match(question)[A].blocks == 0
+    assert index_of(stored(0, token_ids=TEXT)).match(question)[A].blocks == 1
 
 
 def test_large_tokens_that_stand_for_no_text_are_not_taken_for_it() -> None:
@@ -188,9 +188,9 @@ class Counted(list[int]):
     taken = 0
 
     def __getitem__(self, item: Any) -> Any:
-        found = super().__getitem__(item)
-        self.taken += len(found) if isinstance(item, slice) else 1
-        return found
+        items = super().__getitem__(item)
+        self.taken += len(items) if isinstance(item, slice) else 1
+        return items
 
 
 def test_a_short_match_neither_packs_nor_hashes_a_long_prompt(

@@ -108,7 +108,7 @@ def test_the_runs_of_an_index_do_not_tell_its_history() -> None:
         index = Index()
         for rank, event in history(seed):
             apply(index, rank, event)
-        assert [found.blocks for found in index.match(prompt(12))] == [12, 5]
+        assert [entry.blocks for entry in index.match(prompt(12))] == [12, 5]
         shape(5, 14, native=4)(index)
         counts(orphans=0)(index)
 

@@ -79,8 +79,8 @@ def test_no_argument_of_the_root_is_untyped(name: str) -> None:
     functions = [*public_functions(owner), *([owner.__init__] if inspect.isclass(owner) else ())]
     for function in functions:
         if inspect.isfunction(function) and function.__module__.startswith("kvindex"):
-            found = {key: hint for key, hint in hints(function).items() if key != "return"}
-            assert Any not in found.values(), function.__qualname__
+            named = {key: hint for key, hint in hints(function).items() if key != "return"}
+            assert Any not in named.values(), function.__qualname__
 
 
 def test_every_error_is_had_where_it_is_raised() -> None:
