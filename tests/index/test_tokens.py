@@ -18,6 +18,7 @@ from kvindex.wire.errors import TokenError
 from tests.index.index_events import (
     A,
     B,
+    apply_together,
     counts_of,
     index_of,
     matched,
@@ -82,12 +83,7 @@ def test_a_range_matches() -> None:
     assert index.match(range(5, 20))[A].blocks == 1
 
 
-@pytest.mark.parametrize("code", "iIlLqQ")
-def test_an_empty_buffer_matches_nothing(code: str) -> None:
-    assert index_of(stored(0)).match(array(code))[A].blocks == 0
-
-
-@pytest.mark.parametrize("empty", [[], (), range(0)], ids=repr)
+@pytest.mark.parametrize("empty", [[], (), range(0), *(array(code) for code in "iIlLqQ")], ids=repr)
 def test_an_empty_prompt_matches_nothing(empty: Any) -> None:
     assert index_of(stored(0)).match(empty)[A].blocks == 0
 
@@ -211,20 +207,13 @@ def test_a_short_match_neither_packs_nor_hashes_a_long_prompt(
     assert long_prompt.taken <= 1_024
 
 
-def test_a_prompt_that_matches_nothing_costs_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = index_of(stored(1, parent=None))
-    long_prompt = Counted(prompt(4_000))
-    assert index.match(long_prompt)[A].blocks == 0
-    assert long_prompt.taken <= 1_024
-
-
-def test_a_hole_ends_the_walk() -> None:
-    index = index_of(stored(*range(1_000)))
-    holes = removed(*range(1, 1_000, 2))
-    index.apply(A, EventBatch(ts=0.0, events=[holes]))
-    long_prompt = Counted(prompt(1_000))
-    assert index.match(long_prompt)[A].blocks == 1
-    assert long_prompt.taken <= 1_024
+def test_a_prompt_that_meets_nothing_or_a_hole_is_not_read_further() -> None:
+    nothing, holes = index_of(stored(1, parent=None)), index_of(stored(*range(1_000)))
+    apply_together(holes, A, removed(*range(1, 1_000, 2)))
+    for index, blocks in ((nothing, 0), (holes, 1)):
+        long_prompt = Counted(prompt(4_000))
+        assert index.match(long_prompt)[A].blocks == blocks
+        assert long_prompt.taken <= 1_024
 
 
 def test_long_prompts_are_packed_across_chunks() -> None:
