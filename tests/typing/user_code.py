@@ -112,7 +112,6 @@ def mistakes(client: Client) -> None:
     client.match("text")  # type: ignore[arg-type]
     client.match([1.0])  # type: ignore[arg-type]
     client.match([[1]])  # type: ignore[arg-type]
-    client.match([1], "sql")  # type: ignore[call-arg]
     client.match([1], model="a")  # type: ignore[call-arg]
     client.match_many([[1]], medium="GPU")  # type: ignore[call-arg]
     EventStream(WORKERS, prob_interval=1.0)  # type: ignore[call-arg]
