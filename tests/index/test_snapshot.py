@@ -1,6 +1,6 @@
 """Snapshots as files and bytes: what comes along, what is refused, what a failure leaves.
 
-That a restored index goes on as the dumped one is in tests/index/test_snapshots.py.
+That a restored index goes on as the dumped one: tests/index/test_snapshots.py, and each story.
 """
 
 from __future__ import annotations
