@@ -92,12 +92,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out what takes minutes, unless it or a room that it is in is asked for by its path."""
     if collection_path not in _LONG:
         return None
-    asked = [
+    named_paths = [
         Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args
     ]
     named = any(
         collection_path in (path, *path.parents) or path in _rooms_of(collection_path)
-        for path in asked
+        for path in named_paths
     )
     return None if named else True
 

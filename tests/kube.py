@@ -56,9 +56,9 @@ class KubeServer(CannedServer):
 
     def put(self, *pods: Any) -> None:
         """Add pods, or change them."""
-        for one in pods:
-            name = one["metadata"]["name"]
-            self._tell("MODIFIED" if name in self.pods else "ADDED", one)
+        for item in pods:
+            name = item["metadata"]["name"]
+            self._tell("MODIFIED" if name in self.pods else "ADDED", item)
 
     def delete(self, name: str) -> None:
         self._tell("DELETED", self.pods[name])
@@ -91,17 +91,17 @@ class KubeServer(CannedServer):
         self.drop()
         super().close()
 
-    def _tell(self, kind: str, found: Any) -> None:
+    def _tell(self, kind: str, item: Any) -> None:
         with self._changed:
             self._version += 1
-            found = json.loads(json.dumps(found))
-            found["metadata"]["resourceVersion"] = str(self._version)
-            name = found["metadata"].get("name")
+            item = json.loads(json.dumps(item))
+            item["metadata"]["resourceVersion"] = str(self._version)
+            name = item["metadata"].get("name")
             if kind == "DELETED":
                 del self.pods[name]
             elif name is not None:
-                self.pods[name] = found
-            self._history.append((self._version, kind, found))
+                self.pods[name] = item
+            self._history.append((self._version, kind, item))
             self._changed.notify_all()
 
     def _pods(self, request: BaseHTTPRequestHandler) -> None:
@@ -116,13 +116,13 @@ class KubeServer(CannedServer):
     def _list(self, request: BaseHTTPRequestHandler, query: dict[str, str]) -> None:
         with self._changed:
             self.lists += 1
-            found = [one for one in self.pods.values() if selected(one, query["labelSelector"])]
+            items = [item for item in self.pods.values() if selected(item, query["labelSelector"])]
             start = int(query.get("continue", 0))
             end = start + min(int(query["limit"]), self.page)
             metadata = {"resourceVersion": str(self._version)}
-            if end < len(found):
+            if end < len(items):
                 metadata["continue"] = str(end)
-        self._answer(request, 200, {"items": found[start:end], "metadata": metadata})
+        self._answer(request, 200, {"items": items[start:end], "metadata": metadata})
 
     def _watch(self, request: BaseHTTPRequestHandler, version: int, selector: str) -> None:
         with self._changed:
@@ -156,9 +156,9 @@ class KubeServer(CannedServer):
                     return
                 events = self._after(version)
             version = events[-1][0]
-            for _, kind, found in events:
-                if kind == "BOOKMARK" or selected(found, selector):
-                    self._send(request, {"type": kind, "object": found})
+            for _, kind, item in events:
+                if kind == "BOOKMARK" or selected(item, selector):
+                    self._send(request, {"type": kind, "object": item})
 
     def _after(self, version: int) -> list[tuple[int, str, Any]]:
         return [event for event in self._history if event[0] > version]
@@ -177,8 +177,8 @@ class KubeServer(CannedServer):
         request.wfile.write(body)
 
 
-def selected(found: Any, selector: str) -> bool:
-    labels = found["metadata"].get("labels", {})
+def selected(item: Any, selector: str) -> bool:
+    labels = item["metadata"].get("labels", {})
     for term in selector.split(","):
         key, equals, value = term.partition("=")
         if key not in labels or (equals and labels[key] != value):

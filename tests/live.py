@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +36,29 @@ def until(look: Callable[[], _T], done: Callable[[_T], object] = bool) -> _T:
         assert time.monotonic() < deadline, found
         pause.wait(0.005)
     return found
+
+
+@contextmanager
+def meanwhile(change: Callable[[], object]) -> Iterator[None]:
+    """Have another thread call a function again and again, at least once; raise what it raises."""
+    begun, done = threading.Event(), threading.Event()
+
+    def repeat() -> None:
+        try:
+            while not done.is_set():
+                change()
+                begun.set()
+        finally:
+            begun.set()
+
+    with ThreadPoolExecutor(1) as thread:
+        repeating = thread.submit(repeat)
+        try:
+            assert begun.wait(PATIENCE)
+            yield
+        finally:
+            done.set()
+        repeating.result(PATIENCE)
 
 
 def worker_of(engine: FakeEngine, via: FaultyLink | None = None, **options: Any) -> Worker:

@@ -31,8 +31,8 @@ def name_of(page: Path) -> str:
 def fences(page: Path) -> list[Fence]:
     text = page.read_text()
     return [
-        Fence(found[2], found[3], text.count("\n", 0, found.start(3)) + 1)
-        for found in _FENCE.finditer(text)
+        Fence(fence[2], fence[3], text.count("\n", 0, fence.start(3)) + 1)
+        for fence in _FENCE.finditer(text)
     ]
 
 

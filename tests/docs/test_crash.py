@@ -58,7 +58,11 @@ def test_a_crashed_engine_goes_through_the_states_of_the_table() -> None:
         assert best_of(client) == engine.rank
         passed = [seen.get() for _ in range(seen.qsize())]
 
-    steps = [(one.state, one.complete, one.epoch) for one in passed if one.rank == engine.rank]
+    steps = [
+        (status.state, status.complete, status.epoch)
+        for status in passed
+        if status.rank == engine.rank
+    ]
     table = [
         (State.CONNECTING, True, 0),
         (State.SYNCING, True, 0),
@@ -69,6 +73,6 @@ def test_a_crashed_engine_goes_through_the_states_of_the_table() -> None:
     first_seen = [steps.index(step) for step in table if step in steps]  # a step may be too short
     assert first_seen == sorted(first_seen)
     assert {table[0], table[-1]} <= set(steps) <= set(table)
-    told = (DOCS / "guarantees.md").read_text()
+    page = (DOCS / "guarantees.md").read_text()
     for state, complete, _ in table:
-        assert f"| `{state}` | {complete} |" in told
+        assert f"| `{state}` | {complete} |" in page

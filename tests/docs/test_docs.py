@@ -70,9 +70,9 @@ def test_the_python_examples_of_a_page_run_and_print_what_it_says(
     monkeypatch.setattr(socket, "getaddrinfo", in_the_cluster(socket.getaddrinfo))
     names: dict[str, Any] = {"token_ids": PROMPT}
     left_out: set[str] = set()
-    found = fences(page)
+    shown = fences(page)
     try:
-        for fence, after in pairwise([*found, Fence("", "", 0)]):
+        for fence, after in pairwise([*shown, Fence("", "", 0)]):
             if fence.language != "python":
                 continue
             if missing := not_installed(fence):

@@ -54,7 +54,7 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
     shown = [public(path) for path in documented()]
     for name in importlib.import_module(module).__all__:
         thing = public(f"{module}.{name}")
-        assert any(thing is one for one in shown), f"{module}.{name}"
+        assert any(thing is entry for entry in shown), f"{module}.{name}"
 
 
 def test_the_reference_shows_public_names_only_and_each_once() -> None:

@@ -49,7 +49,7 @@ class Ledger:
         yield "| phase | requests | equal | over | over, flagged | under | tokens cached |"
         yield "|---|---|---|---|---|---|---|"
         for phase, compared in self._phases.items():
-            counts = Counter(one.verdict for one in compared)
+            counts = Counter(result.verdict for result in compared)
             verdicts = [counts[name] for name in ("equal", "over", "over, flagged", "under")]
             tokens = f"{sum(c.cached for c in compared):,} of {sum(c.asked for c in compared):,}"
             yield f"| {phase} | {len(compared)} | {' | '.join(map(str, verdicts))} | {tokens} |"
@@ -91,12 +91,12 @@ class Fleet:
         messages = request.body.get("messages")
         token_ids = request.body["prompt"] if messages is None else engine.tokenize(messages)
         assert len(token_ids) < LONGEST - 40, "the engine would refuse it"
-        found = self.client.match(token_ids, salt=request.salt, recomputed=1)[rank]
+        match = self.client.match(token_ids, salt=request.salt, recomputed=1)[rank]
         answer = engine.complete(request.body, rank.dp_rank)
         usage = answer["usage"]
         assert usage["prompt_tokens"] == len(token_ids)
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-        return Compared(len(token_ids), found.tokens, cached, found.upper_bound), answer
+        return Compared(len(token_ids), match.tokens, cached, match.upper_bound), answer
 
     def one_by_one(self, work: Workload, count: int) -> list[Compared]:
         """Compare requests to each rank in turn; now and then a client hangs up in between."""
@@ -105,8 +105,8 @@ class Fleet:
             rank, engine = self.places[number % len(self.places)]
             request = work.next()
             self.catch_up(work)
-            one, answer = self.compare(rank, engine, request)
-            compared.append(one)
+            result, answer = self.compare(rank, engine, request)
+            compared.append(result)
             request.go_on(answer)
             if number % 20 == 19:
                 engine.hang_up({"prompt": work.tokens(300), "max_tokens": 200, "ignore_eos": True})
@@ -116,11 +116,11 @@ class Fleet:
         """Compare so many requests, several at a time: the caches change in between."""
         lock = Lock()
 
-        def one(number: int) -> Compared:
+        def result(number: int) -> Compared:
             with lock:
                 request = work.next(text=False)
             compared, _ = self.compare(*self.places[number % len(self.places)], request)
             return compared
 
         with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(one, range(count)))
+            return list(pool.map(result, range(count)))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 
 def unequal(compared: Sequence[Compared]) -> list[Compared]:
-    return [one for one in compared if one.verdict != "equal"]
+    return [result for result in compared if result.verdict != "equal"]
 
 
 def test_every_hit_is_as_predicted_under_eviction(fleet: Fleet, ledger: Ledger) -> None:
@@ -31,8 +31,8 @@ def test_every_hit_is_as_predicted_under_eviction(fleet: Fleet, ledger: Ledger) 
     compared = fleet.one_by_one(Workload(1), 160)
     ledger.note("one by one, with eviction", compared)
     assert unequal(compared) == []
-    assert sum(one.cached for one in compared) > 10_000
-    computed = sum(one.asked - one.cached for one in compared) // BLOCK_SIZE
+    assert sum(result.cached for result in compared) > 10_000
+    computed = sum(result.asked - result.cached for result in compared) // BLOCK_SIZE
     assert computed > 2 * len(fleet.places) * BLOCKS, "so blocks were evicted"
 
 
@@ -132,7 +132,7 @@ def route_chats(fleet: Fleet, router: Router) -> None:
     systems = [work.tokens(length) for length in (300, 300, 200, 160)]
     idle = [list(rng.choice(systems)) for _ in range(24)]
 
-    def one(_: int) -> None:
+    def result(_: int) -> None:
         with lock:
             chat = idle.pop(rng.randrange(len(idle)))
             chat += work.tokens(rng.randint(10, 90))
@@ -147,7 +147,7 @@ def route_chats(fleet: Fleet, router: Router) -> None:
             idle.append(chat)
 
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(one, range(200)))
+        list(pool.map(result, range(200)))
 
 
 def test_the_doctor_finds_nothing_wrong(pair: list[Vllm]) -> None:
@@ -185,4 +185,4 @@ def test_other_shapes_of_engines_hit_as_predicted(
         compared = fleet.one_by_one(Workload(12), 80)
     ledger.note(request.node.callspec.id, compared)
     assert unequal(compared) == []
-    assert sum(one.cached for one in compared) > 2_000
+    assert sum(result.cached for result in compared) > 2_000

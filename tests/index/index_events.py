@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvindex import BlockRemoved, BlockStored, EventBatch, Index, Rank
+from kvindex import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Index,
+    Rank,
+)
 from kvindex.index.api import BaseIndex
 from kvindex.wire import Event
 
 SIZE = 4
-A, B = Rank("a"), Rank("b")
+A, B, C = Rank("a"), Rank("b"), Rank("c", 3)
+CLEAR = AllBlocksCleared()
+
+
+# Events
 
 
 def tokens(*blocks: int) -> list[int]:
@@ -38,8 +49,11 @@ def removed(*blocks: int, base: int = 100, **fields: Any) -> BlockRemoved:
 
 
 def located(*blocks: int, **fields: Any) -> BlockStored:
-    """Say where blocks are, without their tokens."""
+    """Report where blocks are, without their tokens."""
     return stored(*blocks, parent=None, token_ids=[], block_size=0, **fields)
+
+
+# Indexes
 
 
 def apply(index: BaseIndex, rank: Rank, *events: Event) -> None:
@@ -49,15 +63,29 @@ def apply(index: BaseIndex, rank: Rank, *events: Event) -> None:
         index.check()
 
 
+def apply_together(index: BaseIndex, rank: Rank, *events: Event) -> None:
+    """Apply the events as one batch, and check the index once."""
+    index.apply(rank, EventBatch(ts=0.0, events=list(events)))
+    index.check()
+
+
 def index_of(*events: Event, rank: Rank = A, **options: Any) -> Index:
     index = Index(**options)
     apply(index, rank, *events)
     return index
 
 
-def restored(index: Index) -> Index:
+def three_ranks() -> Index:
+    """A holds 2 blocks of the prompt, B holds 3 and C none; C holds another block."""
+    index = index_of(stored(0, 1))
+    apply(index, B, stored(0, 1, 2))
+    apply(index, C, stored(7, parent=None))
+    return index
+
+
+def restored(index: Index, **options: Any) -> Index:
     """The index after a restart from a snapshot; the Python one, which has none, as it is."""
-    return Index.from_bytes(index.to_bytes()) if index.backend == "native" else index
+    return Index.from_bytes(index.to_bytes(), **options) if index.backend == "native" else index
 
 
 def matched(index: BaseIndex, token_ids: Iterable[int], rank: Rank = A, **options: Any) -> int:
@@ -65,6 +93,6 @@ def matched(index: BaseIndex, token_ids: Iterable[int], rank: Rank = A, **option
     return index.match(list(token_ids), **options)[rank].blocks
 
 
-def told(index: BaseIndex, rank: Rank = A) -> dict[str, Any]:
+def counts_of(index: BaseIndex, rank: Rank = A) -> dict[str, Any]:
     statistics: dict[str, Any] = index.statistics()["ranks"][str(rank)]
     return statistics

@@ -70,17 +70,17 @@ def _salted(first: Content) -> bool:
     return any(value is not None for _, value in first[1])
 
 
-def told(found: Prefixes) -> tuple[Shape, ...]:
+def shown(walk: Prefixes) -> tuple[Shape, ...]:
     """What an index says, in the same form."""
     following: dict[int, list[int]] = defaultdict(list)
-    for row, node in enumerate(found.nodes):
+    for row, node in enumerate(walk.nodes):
         following[node.parent].append(row)
 
     def shape(row: int) -> Shape:
-        node: Any = found.nodes[row]
-        held = {(rank, name) for name in node.rows for rank in found.holders(node, name)}
-        assert node.by_medium == {name: len(found.holders(node, name)) for name in node.rows}
-        assert node.ranks == len(found.holders(node))
+        node: Any = walk.nodes[row]
+        held = {(rank, name) for name in node.rows for rank in walk.holders(node, name)}
+        assert node.by_medium == {name: len(walk.holders(node, name)) for name in node.rows}
+        assert node.ranks == len(walk.holders(node))
         assert node.children == len(following[row]) + node.left_out
         return Shape(
             node.block_size,

@@ -1,15 +1,20 @@
-"""Questions to an index in every form that tokens may have."""
+"""Questions to an index in every form that tokens may have, and all that an index shows."""
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from tests.index.index_steps import EXTRAS, RANKS, TEXTS, Told, usually
+from kvindex import Rank
+from kvindex.index.api import BaseIndex
+from tests.index.index_steps import EXTRAS, RANKS, TEXTS, Call, Drawn, Sent, usually
+
+SEED = 7
 
 
 class Query(NamedTuple):
@@ -55,17 +60,49 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 }
 
 
-def about(told: Told, block_size: int) -> Query:
+def about(drawn: Drawn, block_size: int) -> Query:
     """The prompt that an event is about."""
     options = {
-        "lora": told.lora[0] or told.lora[1],
-        "salt": told.salt,
-        "extra_keys": None if told.extras is None else told.keys(range(13)),
-        "block_size": told.odd_size or block_size,
+        "lora": drawn.lora[0] or drawn.lora[1],
+        "salt": drawn.salt,
+        "extra_keys": None if drawn.extras is None else drawn.keys(range(13)),
+        "block_size": drawn.odd_size or block_size,
     }
-    return Query(told.text, len(told.tokens), "list", options)
+    return Query(drawn.text, len(drawn.tokens), "list", options)
 
 
+def asked_about(step: Sent | Call) -> list[Query]:
+    """The prompts that a step is about."""
+    events = step.drawn if isinstance(step, Sent) else []
+    return [about(event, RANKS[step.rank]) for event in events]
+
+
+SWEEP = [
+    Query(text, 13, "list", options)
+    for text in range(len(TEXTS))
+    for options in ({}, {"lora": "lora"})
+]
+
+
+def counted(index: BaseIndex) -> dict[str, Any]:
+    """The statistics without the number of runs, which shows how the tree is kept."""
+    statistics = index.statistics()
+    del statistics["runs"]
+    return statistics
+
+
+def held(index: BaseIndex) -> dict[Rank, tuple[int, Counter[Any]]]:
+    trees = {rank: index.tree(rank) for rank in index.ranks}
+    return {rank: (len(tree), Counter(tree.walk())) for rank, tree in trees.items()}
+
+
+limits = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_blocks": st.sampled_from([None, None, 1, 3, 8, 20]),
+        "max_orphans": st.sampled_from([16_384, 16_384, 0, 1, 3]),
+    },
+)
 options = st.fixed_dictionaries(
     {},
     optional={

@@ -94,7 +94,7 @@ class Group(NamedTuple):
     window: int | None = None
 
 
-class Told(NamedTuple):
+class Drawn(NamedTuple):
     """One event as choices."""
 
     what: str
@@ -229,9 +229,9 @@ themes = st.builds(
 
 
 @cache
-def tellings(theme: Theme) -> st.SearchStrategy[Told]:
+def drawings(theme: Theme) -> st.SearchStrategy[Drawn]:
     return st.builds(
-        Told,
+        Drawn,
         what=st.sampled_from(["store"] * 20 + ["remove"] * 8 + ["locate", "locate", "clear"]),
         text=st.sampled_from(theme.texts),
         start=st.sampled_from([0, 0, 0, 1, 2, 3]),
@@ -257,11 +257,19 @@ class Edit(NamedTuple):
     put: bytes
 
 
+def damaged(data: bytes, edits: Sequence[Edit]) -> bytes:
+    copy = bytearray(data)
+    for at, cut, put in edits:
+        at %= len(copy) + 1
+        copy[at : at + cut] = put
+    return bytes(copy)
+
+
 class Sent(NamedTuple):
     """A payload of some engine, perhaps damaged on the way."""
 
     rank: Rank
-    told: list[Told]
+    drawn: list[Drawn]
     dialect: Dialect | None
     lookahead: int
     edits: list[Edit]
@@ -269,12 +277,8 @@ class Sent(NamedTuple):
     def payload(self) -> bytes:
         bigrams = self.dialect is not None and self.dialect.bigrams
         lookahead = 1 if bigrams else self.lookahead
-        events = [some.event(RANKS[self.rank], lookahead) for some in self.told]
-        payload = bytearray(_encoded(events, self.dialect))
-        for at, cut, put in self.edits:
-            at %= len(payload) + 1
-            payload[at : at + cut] = put
-        return bytes(payload)
+        events = [event.event(RANKS[self.rank], lookahead) for event in self.drawn]
+        return damaged(_encoded(events, self.dialect), self.edits)
 
 
 def _encoded(events: list[Event], dialect: Dialect | None) -> bytes:
@@ -286,21 +290,22 @@ def _encoded(events: list[Event], dialect: Dialect | None) -> bytes:
     return msgspec.msgpack.encode([1, events, None])
 
 
-edits = st.builds(
-    Edit, at=st.integers(0, 4096), cut=st.integers(0, 2), put=st.binary(min_size=1, max_size=3)
+damages = st.lists(
+    st.builds(Edit, at=st.integers(0, 2**16), cut=st.integers(0, 3), put=st.binary(max_size=4)),
+    min_size=1,
+    max_size=4,
 )
 
 
 @cache
 def sendings(theme: Theme) -> st.SearchStrategy[Sent]:
-    damage = st.lists(edits, min_size=1, max_size=3)
     return st.builds(
         Sent,
         rank=st.sampled_from(theme.ranks),
-        told=st.lists(tellings(theme), min_size=1, max_size=4),
+        drawn=st.lists(drawings(theme), min_size=1, max_size=4),
         dialect=when(theme.dialects, None, *DIALECTS.values()),
         lookahead=when(theme.lookahead, 0, 1, 2),
-        edits=usually([], None).flatmap(lambda none: damage if none is None else st.just(none))
+        edits=usually([], None).flatmap(lambda none: damages if none is None else st.just(none))
         if theme.damage
         else st.just([]),
     )

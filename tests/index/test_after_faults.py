@@ -98,8 +98,8 @@ class CacheWorld(World):
         if self.sequencer.applied.complete:
             assert held == truth
             for request in workload(5, seed=1):
-                found = self.index.match(request.token_ids)[RANK].tokens
-                assert found == self.fake.lookup(request.token_ids).tokens
+                tokens = self.index.match(request.token_ids)[RANK].tokens
+                assert tokens == self.fake.lookup(request.token_ids).tokens
         else:
             assert held.keys() <= truth.keys()
             assert all(copies <= truth[block] for block, copies in held.items())

@@ -5,7 +5,6 @@ Collected only where the native module was built (conftest.py here); CI fails wh
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,8 +31,17 @@ from kvindex.index import native, reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import CacheSettings, Event, GroupSpec, decode, decode_batch
 from tests.examples import examples
-from tests.index.index_queries import Query, about, queries
-from tests.index.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
+from tests.index.index_queries import (
+    SEED,
+    SWEEP,
+    Query,
+    asked_about,
+    counted,
+    held,
+    limits,
+    queries,
+)
+from tests.index.index_steps import RANKS, Call, Sent, calls, sendings, themes
 from tests.index.test_proofs import chain, label, sparse
 from tests.wire.test_hostile_bytes import events as hostile_events
 from tests.wire.test_hostile_bytes import nearly_stored
@@ -42,14 +50,8 @@ pytestmark = pytest.mark.property
 
 many = examples(100)
 
-SEED = 7
 ROWS = RankRows([Rank("nobody"), *reversed(RANKS)])
 LIVE = bytes(row % 2 for row in range(len(ROWS)))
-SWEEP = [
-    Query(text, 13, "list", options)
-    for text in range(len(TEXTS))
-    for options in ({}, {"lora": "lora"})
-]
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -58,18 +60,6 @@ def outcome(call: Callable[[], Any]) -> Any:
         return call()
     except KVIndexError as error:
         return type(error)
-
-
-def counted(index: BaseIndex) -> dict[str, Any]:
-    """The statistics without the one that tells how the tree is kept."""
-    statistics = index.statistics()
-    del statistics["runs"]
-    return statistics
-
-
-def held(index: BaseIndex) -> dict[Rank, tuple[int, Counter[Any]]]:
-    trees = {rank: index.tree(rank) for rank in index.ranks}
-    return {rank: (len(tree), Counter(tree.walk())) for rank, tree in trees.items()}
 
 
 def cut_off(query: Query) -> tuple[Any, dict[str, Any]]:
@@ -82,24 +72,24 @@ def answer(index: BaseIndex, query: Query) -> Any:
     match = index.match(query.tokens(), **query.options)
     shortened, others = cut_off(query)
     assert list(match) == list(index.match(shortened, **others))
-    told = {rank: match[rank] for rank in RANKS if rank in match}
+    by_rank = {rank: match[rank] for rank in RANKS if rank in match}
     hits, of_some = match.hits(ROWS), match.hits(ROWS, live=LIVE)
     for row, rank in enumerate(ROWS):
-        found = told.get(rank, RankMatch(rank=rank))
-        expected = (found.device_tokens, found.host_tokens, found.tokens)
+        entry = by_rank.get(rank, RankMatch(rank=rank))
+        expected = (entry.device_tokens, entry.host_tokens, entry.tokens)
         assert (hits.device[row], hits.host[row], hits.tokens[row]) == expected
         assert expected == tuple(sorted(expected))
-        assert of_some.tokens[row] == (found.tokens if LIVE[row] else 0)
-    return list(match), match.best, told, hits, of_some
+        assert of_some.tokens[row] == (entry.tokens if LIVE[row] else 0)
+    return list(match), match.best, by_rank, hits, of_some
 
 
 def explained(index: BaseIndex, query: Query) -> Any:
     explanation = index.explain(query.tokens(), **query.options)
     if "ranks" not in query.options and "block_size" not in query.options:
         match = index.match(query.tokens(), **query.options)
-        assert [some.match for some in explanation] == list(match)
-    for some in explanation:
-        assert some.other is None or some.other.tokens > some.match.tokens
+        assert [reason.match for reason in explanation] == list(match)
+    for reason in explanation:
+        assert reason.other is None or reason.other.tokens > reason.match.tokens
     return explanation.to_dict(), str(explanation)
 
 
@@ -123,8 +113,8 @@ class Twins:
         else:
             self.reference.apply(rank, decoded)
             self.by_batch.apply(rank, decoded)
-        told = outcome(lambda: self.by_payload.apply(rank, payload))
-        assert told is (DecodeError if decoded is DecodeError else None)
+        result = outcome(lambda: self.by_payload.apply(rank, payload))
+        assert result is (DecodeError if decoded is DecodeError else None)
 
     def take(self, step: Sent | Call) -> None:
         if isinstance(step, Sent):
@@ -139,13 +129,7 @@ class Twins:
         for twin in (self.by_payload, self.by_batch):
             assert twin.ranks == self.reference.ranks
             assert len(twin) == len(self.reference)
-            one, two = counted(twin), counted(self.reference)
-            assert one == two, [
-                (k, r, one["ranks"][r][k], two["ranks"][r][k])
-                for r in one["ranks"]
-                for k in one["ranks"][r]
-                if one["ranks"][r][k] != two["ranks"][r][k]
-            ]
+            assert counted(twin) == counted(self.reference)
             assert held(twin) == held(self.reference)
 
     def ask(self, query: Query) -> None:
@@ -156,13 +140,6 @@ class Twins:
             assert outcome(partial(explained, twin, query)) == reasons
 
 
-limits = st.fixed_dictionaries(
-    {},
-    optional={
-        "max_blocks": st.sampled_from([None, None, 1, 3, 8, 20]),
-        "max_orphans": st.sampled_from([16_384, 16_384, 0, 1, 3]),
-    },
-)
 steps = themes.flatmap(
     lambda theme: st.lists(
         st.tuples(st.one_of(*[sendings(theme)] * 9, calls), queries), min_size=4, max_size=20
@@ -180,8 +157,8 @@ def test_whatever_is_told_both_hold_and_answer_the_same(
         twins.take(step)
         twins.compare()
         twins.ask(query)
-        for told in step.told if isinstance(step, Sent) else []:
-            twins.ask(about(told, RANKS[step.rank]))
+        for question in asked_about(step):
+            twins.ask(question)
     for query in SWEEP:
         twins.ask(query)
     for rank in RANKS:
@@ -261,7 +238,7 @@ def chained(draw: st.DrawFn) -> list[Event]:
     """Sparse events of a model of windows only, under vLLM's own hashes, or nearly."""
     one_in = partial(draw, st.integers(0, 9))
     raw = draw(st.booleans())
-    told: list[Event] = []
+    events: list[Event] = []
     known: list[tuple[tuple[int, ...], str | None]] = [((), None), ((), "salt")]
     for _ in range(draw(st.integers(1, 15))):
         before, salt = draw(st.sampled_from(known))
@@ -289,23 +266,23 @@ def chained(draw: st.DrawFn) -> list[Event]:
             named = sorted({place // 2 for place in named})
             if "extra_keys" in about:
                 about["extra_keys"] = about["extra_keys"][: len(named)]
-        told.append(sparse(token_ids, *named, start=start, digests=digests, raw=raw, **about))
+        events.append(sparse(token_ids, *named, start=start, digests=digests, raw=raw, **about))
         known += [(numbers[:end], salt) for end in range(len(before) + 1, len(numbers) + 1)]
         if draw(st.booleans()):
             gone = [digests[place] if raw else label(digests[place]) for place in named]
-            told.append(BlockRemoved(block_hashes=gone, group_idx=draw(st.integers(0, 1))))
+            events.append(BlockRemoved(block_hashes=gone, group_idx=draw(st.integers(0, 1))))
         if one_in() == 0:
-            told.append(AllBlocksCleared())
-    return told
+            events.append(AllBlocksCleared())
+    return events
 
 
 @many
 @given(chained(), st.sampled_from([None, 1, 3, 6]))
 def test_what_the_engines_hash_chain_proves_is_the_same(
-    told: list[Event], most: int | None
+    events: list[Event], most: int | None
 ) -> None:
     both = [module.Index(seed=SEED, max_blocks_per_rank=most) for module in (native, reference)]
-    for event in told:
+    for event in events:
         for index in both:
             index.apply(Rank("a"), EventBatch(0.0, [event]))
             index.check()

@@ -24,8 +24,8 @@ def ending(explanation: Explanation, rank: Rank = A) -> tuple[Ending, int]:
 
 def test_a_whole_prompt() -> None:
     index = index_of(stored(0, 1))
-    for asked in (prompt(2), [*prompt(2), 7]):
-        assert ending(index.explain(asked)) == (Ending.WHOLE, 2 * SIZE)
+    for question in (prompt(2), [*prompt(2), 7]):
+        assert ending(index.explain(question)) == (Ending.WHOLE, 2 * SIZE)
     assert "every whole block" in str(index.explain(prompt(2)))
 
 
@@ -214,7 +214,7 @@ def test_orphans_and_ignored_blocks_are_noted() -> None:
 def test_ranks_are_narrowed_and_found_by_name() -> None:
     index = index_of(stored(0, 1))
     apply(index, B, stored(0))
-    assert [some.match.rank for some in index.explain(prompt(2))] == [A, B]
+    assert [reason.match.rank for reason in index.explain(prompt(2))] == [A, B]
     assert len(index.explain(prompt(2), ranks=[B])) == 1
     with pytest.raises(UnknownRankError, match="c/0 is not known; known: a/0, b/0"):
         index.explain(prompt(2))[Rank("c")]

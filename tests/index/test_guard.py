@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gc
-import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -33,39 +29,13 @@ from kvindex.index import read_batch, reference
 from kvindex.wire import encode_batch
 from tests.children import in_child
 from tests.index.index_events import A, B, prompt, stored
-from tests.live import PATIENCE
+from tests.live import PATIENCE, meanwhile
 
 pytestmark = pytest.mark.unit
 
 
 def batch(*numbers: int) -> EventBatch:
     return EventBatch(ts=0.0, events=[stored(*numbers)])
-
-
-@contextmanager
-def interrupted(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, handler: Callable[[], Any]
-) -> Iterator[None]:
-    """Have a signal's handler called once, in the middle of one of the index's functions."""
-    original = getattr(owner, name)
-    left = [True]
-
-    def function(*args: Any, **options: Any) -> Any:
-        result = original(*args, **options)
-        if left and left.pop():
-            signal.raise_signal(signal.SIGUSR1)
-        return result
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        handler()
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    monkeypatch.setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert not left, f"{name} was not called"
 
 
 def python_index() -> reference.Index:
@@ -79,14 +49,15 @@ def test_a_change_that_a_ctrl_c_cuts_short_is_never_answered_from(
 ) -> None:
     index = python_index()
     index.add(B)
+    blocks = index._ranks[B].blocks
+    extend = blocks.extend
 
-    def stop() -> None:
+    def cut_short(*args: Any, **options: Any) -> None:
+        extend(*args, **options)
         raise KeyboardInterrupt
 
-    with (
-        interrupted(monkeypatch, index._ranks[B].blocks, "extend", stop),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    monkeypatch.setattr(blocks, "extend", cut_short)
+    with pytest.raises(KeyboardInterrupt):
         index.apply(B, batch(0, 1, 2))
     for call in (partial(index.match, prompt(2)), partial(index.remove, B), index.statistics):
         with pytest.raises(InvariantError, match=r"KeyboardInterrupt .* make a new one"):
@@ -116,14 +87,11 @@ def test_only_who_uses_an_index_keeps_it() -> None:
 def test_children_have_the_index_as_it_was_though_another_thread_was_changing_it() -> None:
     index = Index()
     index.apply(B, batch(0, 1))
-    grown = [EventBatch(ts=0.0, events=[stored(*range(200))]), EventBatch(ts=0.0, events=[])]
-    started, done = threading.Event(), threading.Event()
+    grown = batch(*range(200))
 
     def change() -> None:
-        while not done.is_set():
-            index.apply(A, grown[0])
-            index.remove(A)
-            started.set()
+        index.apply(A, grown)
+        index.remove(A)
 
     def child() -> None:
         match = index.match(prompt(200))
@@ -135,15 +103,9 @@ def test_children_have_the_index_as_it_was_though_another_thread_was_changing_it
         assert index.match(prompt(3))[Rank("new")].blocks == 3
         index.check()
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        assert started.wait(PATIENCE)
+    with meanwhile(change):
         for _ in range(20):
             assert in_child(child) == 0
-    finally:
-        done.set()
-        thread.join()
     assert index.ranks == (B,)
     index.check()
 
@@ -272,26 +234,22 @@ def test_whoever_waits_for_the_index_lets_other_threads_run() -> None:
 
 @pytest.mark.skipif(kvindex.BACKEND != "native", reason="the Python index decodes in Python")
 def test_other_threads_run_while_a_long_payload_is_decoded() -> None:
-    payload = encode_batch(EventBatch(ts=0.0, events=[stored(*range(100_000))]))
-    steps, done = [0], threading.Event()
+    payload = encode_batch(batch(*range(100_000)))
+    steps = [0]
 
     def step() -> None:
-        while not done.is_set():
-            steps[0] += 1
-            time.sleep(0)  # gives the GIL away, and has it again when somebody else does
+        steps[0] += 1
+        time.sleep(0)  # gives the GIL away, and has it again when somebody else does
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # whoever has the GIL is not asked for it
-    thread = threading.Thread(target=step)
     try:
-        thread.start()
-        for _ in range(50):
-            before = steps[0]
-            read_batch(payload)
-            if steps[0] > before:
-                return
+        with meanwhile(step):
+            sys.setswitchinterval(1000.0)  # whoever has the GIL is not asked for it
+            for _ in range(50):
+                before = steps[0]
+                read_batch(payload)
+                if steps[0] > before:
+                    return
     finally:
         sys.setswitchinterval(interval)
-        done.set()
-        thread.join()
     pytest.fail("no other thread had a turn while the payload was decoded")

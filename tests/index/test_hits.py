@@ -31,25 +31,21 @@ def column(*values: int) -> array[int]:
     return array("q", [value * SIZE for value in values])
 
 
-def held_alike(*blocks: int) -> Hits:
-    held = column(*blocks)
-    return Hits(held, held, held, column(1, 0, 1, 1))
-
-
 @both
 def test_each_row_tells_what_its_rank_holds_up_to_each_tier(kind: type[BaseIndex]) -> None:
-    hits = filled(kind()).match(prompt(9)).hits(ROWS)
-    assert hits == Hits(
+    match = filled(kind()).match(prompt(9))
+    assert match.hits(ROWS) == Hits(
         column(0, 0, 2, 1), column(0, 0, 4, 1), column(0, 0, 5, 1), column(1, 0, 1, 1)
     )
 
 
 @both
-def test_rows_that_are_not_live_hold_nothing(kind: type[BaseIndex]) -> None:
-    match = filled(kind()).match(prompt(9))
+def test_rows_that_are_not_live_or_not_asked_for_hold_nothing(kind: type[BaseIndex]) -> None:
+    index, held = filled(kind()), column(0, 0, 0, 1)
+    expected = Hits(held, held, held, column(1, 0, 1, 1))
     for live in (bytes([1, 1, 0, 1]), bytearray([1, 1, 0, 9])):
-        hits = match.hits(ROWS, live)
-        assert hits == held_alike(0, 0, 0, 1)
+        assert index.match(prompt(9)).hits(ROWS, live) == expected
+    assert index.match(prompt(9), ranks=[A]).hits(ROWS) == expected
 
 
 @both
@@ -61,20 +57,17 @@ def test_a_mask_of_another_length_is_refused(kind: type[BaseIndex], live: bytes)
 
 
 @both
-def test_ranks_that_were_not_asked_for_hold_nothing(kind: type[BaseIndex]) -> None:
-    hits = filled(kind()).match(prompt(9), ranks=[A]).hits(ROWS)
-    assert hits == held_alike(0, 0, 0, 1)
-
-
-@both
 def test_rows_follow_the_index_when_its_ranks_change(kind: type[BaseIndex]) -> None:
-    index = filled(kind())
+    index, other = filled(kind()), kind()
+    other.apply(A, EventBatch(ts=0.0, events=[stored(0, 1, 2)]))
 
-    def tokens() -> array[int]:
+    def tokens(index: BaseIndex = index) -> array[int]:
         return index.match(prompt(9)).hits(ROWS).tokens
 
-    assert tokens() == column(0, 0, 5, 1)
     before = index.match(prompt(9))
+    for _ in range(2):
+        assert tokens() == column(0, 0, 5, 1)
+        assert tokens(other) == column(0, 0, 0, 3), "one list of rows serves several indexes"
     index.rename({A: B, B: A})
     assert tokens() == column(0, 0, 1, 5)
     index.remove(A)
@@ -82,15 +75,6 @@ def test_rows_follow_the_index_when_its_ranks_change(kind: type[BaseIndex]) -> N
     index.apply(NOBODY, EventBatch(ts=0.0, events=[stored(0, 1, 2)]))
     assert tokens() == column(0, 3, 1, 0)
     assert before.hits(ROWS).tokens == column(0, 0, 5, 1), "an answer does not change"
-
-
-@both
-def test_one_list_of_rows_serves_several_indexes_in_turn(kind: type[BaseIndex]) -> None:
-    one, other = filled(kind()), kind()
-    other.apply(A, EventBatch(ts=0.0, events=[stored(0, 1, 2)]))
-    for _ in range(2):
-        assert one.match(prompt(9)).hits(ROWS).tokens == column(0, 0, 5, 1)
-        assert other.match(prompt(9)).hits(ROWS).tokens == column(0, 0, 0, 3)
 
 
 @both
@@ -102,9 +86,9 @@ def test_any_number_of_rows_may_be_asked_for(kind: type[BaseIndex]) -> None:
     for rank in ranks[::3]:
         index.remove(rank)
     match: Match = index.match(prompt(9))
-    for some in (ranks, ranks[50:60], ranks[::-1], []):
-        expected = [match[rank].tokens if rank in match else 0 for rank in some]
-        assert match.hits(RankRows(some)).tokens.tolist() == expected
+    for chosen in (ranks, ranks[50:60], ranks[::-1], []):
+        expected = [match[rank].tokens if rank in match else 0 for rank in chosen]
+        assert match.hits(RankRows(chosen)).tokens.tolist() == expected
 
 
 def test_columns_are_ones_own() -> None:

@@ -12,15 +12,37 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex import BACKEND, BlockRemoved, BlockStored, CacheSettings, EventBatch, Index
+from kvindex import BACKEND, BlockRemoved, BlockStored, Index
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.index.reference import proofs
-from kvindex.wire import AllBlocksCleared
-from tests.index.index_events import SIZE, A, apply, index_of, matched, prompt, restored, told
+from tests.index.index_events import (
+    CLEAR,
+    SIZE,
+    A,
+    apply,
+    counts_of,
+    index_of,
+    matched,
+    prompt,
+    restored,
+)
+from tests.index.index_stories import (
+    Action,
+    Scene,
+    Story,
+    answers,
+    configured,
+    counts,
+    holds,
+    stories,
+    together,
+    totals,
+)
 
 pytestmark = pytest.mark.unit
 
+SEED = "vllm-none-hash"
 WINDOW = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2 * SIZE}
 
 
@@ -28,7 +50,7 @@ def chain(
     token_ids: Sequence[int],
     size: int = SIZE,
     salt: str | None = None,
-    seed: str = "vllm-none-hash",
+    seed: str = SEED,
 ) -> list[bytes]:
     """The digests of a prompt's blocks, as vLLM 0.29 and later make them."""
     digests = []
@@ -66,69 +88,136 @@ def sparse(
     )
 
 
-def proofs_of(index: BaseIndex) -> tuple[int, int]:
-    return told(index)["proofs"], told(index)["proofs_missed"]
+def labels(*blocks: int, of: int = 12) -> list[Any]:
+    digests = chain(prompt(of))
+    return [label(digests[block]) for block in blocks]
 
 
-def lower_bound(index: BaseIndex, token_ids: Sequence[int]) -> bool:
-    return index.match(list(token_ids))[A].lower_bound
+def gone(*blocks: int) -> BlockRemoved:
+    return BlockRemoved(block_hashes=labels(*blocks), group_idx=0)
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_blocks_that_an_event_names_amid_others_are_placed(raw: bool) -> None:
-    index = index_of(sparse(prompt(10), 6, 7, 9, raw=raw))
-    assert [matched(index, prompt(n)) for n in (6, 8, 9, 10)] == [0, 8, 8, 8]
-    assert not lower_bound(index, prompt(10))
-    assert proofs_of(index) == (1, 0)
-    assert told(index)["stored"] == 3
-    assert {block.depth for block in index.tree(A).walk()} == {6, 7, 9}
+def proven(proofs: int, missed: int = 0) -> Action:
+    return counts(proofs=proofs, proofs_missed=missed)
 
 
-def test_a_state_counts_at_its_own_block_only() -> None:
-    index = index_of(sparse(prompt(10), 3, 9, kv_cache_spec_kind="mamba"))
-    assert [matched(index, prompt(n)) for n in (3, 4, 9, 10)] == [0, 4, 4, 10]
+def reaches(blocks: int, count: int) -> Action:
+    """Check the blocks that are held of the prompt's first `count`."""
+    return holds(blocks, prompt(count))
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_a_chain_goes_on_from_blocks_that_nobody_named(raw: bool) -> None:
-    index = index_of(
-        sparse(prompt(6), raw=raw),  # names none
-        sparse(prompt(7), start=6, raw=raw),
+def other(number: int, blocks: int = 6, seed: str = "42") -> BlockStored:
+    """Another prompt's last two blocks, by default under another engine's hashes."""
+    token_ids = [number, *prompt(blocks)[1:]]
+    return sparse(token_ids, 4, 5, digests=chain(token_ids, seed=seed))
+
+
+LOW, WHOLE = answers(lower_bound=True), answers(lower_bound=False)
+FULL: dict[str, Any] = {
+    "kv_cache_spec_kind": "full_attention",
+    "kv_cache_spec_sliding_window": None,
+}
+MAMBA: dict[str, Any] = {"kv_cache_spec_kind": "mamba"}
+LARGE: dict[str, Any] = {"token_ids": prompt(8), "block_size": 2 * SIZE}
+
+
+def amid_others(raw: bool) -> Story:
+    return Story(
+        Scene(sparse(prompt(10), 6, 7, 9, raw=raw), proven(1), counts(stored=3)),
+        Scene(reaches(0, 6), reaches(8, 8), reaches(8, 9), reaches(8, 10), WHOLE),
+        depths(6, 7, 9),
+    )
+
+
+def from_unnamed(raw: bool) -> Story:
+    return Story(
+        Scene(sparse(prompt(6), raw=raw), sparse(prompt(7), start=6, raw=raw)),  # name none
         sparse(prompt(10), 8, 9, start=7, raw=raw),
         sparse(prompt(12), 10, 11, start=10, raw=raw),
+        Scene(reaches(12, 12), reaches(10, 10), reaches(0, 8), proven(2), WHOLE),
     )
-    assert (matched(index, prompt(12)), matched(index, prompt(10))) == (12, 10)
-    assert matched(index, prompt(8)) == 0
-    assert proofs_of(index) == (2, 0)
-    assert not lower_bound(index, prompt(12))
 
 
-def test_whole_events_and_sparse_ones_continue_each_other() -> None:
-    index = index_of(
-        sparse(prompt(2), 0, 1),
-        sparse(prompt(5), start=2),
-        sparse(prompt(7), 5, 6, start=5),
-    )
-    assert [matched(index, prompt(n)) for n in (2, 5, 7)] == [2, 2, 7]
+def depths(*blocks: int) -> Action:
+    def check(index: BaseIndex) -> None:
+        assert sorted(block.depth for block in index.tree(A).walk()) == list(blocks)
+
+    return check
 
 
-def test_a_chain_goes_on_from_a_parent_that_was_evicted() -> None:
-    digests: list[Any] = [label(digest) for digest in chain(prompt(12))]
-    index = index_of(
-        sparse(prompt(8), 6, 7),
-        BlockRemoved(block_hashes=digests[6:8], group_idx=0),
-        sparse(prompt(12), 10, 11, start=8),
-    )
-    assert (matched(index, prompt(12)), matched(index, prompt(8))) == (12, 0)
+PROVEN = {
+    "blocks that an event names amid others are placed": amid_others(raw=False),
+    "blocks named by whole digests amid others are placed": amid_others(raw=True),
+    "a state counts at its own block only": Story(
+        sparse(prompt(10), 3, 9, **MAMBA),
+        Scene(reaches(0, 3), reaches(4, 4), reaches(4, 9), reaches(10, 10)),
+    ),
+    "a chain goes on from blocks that nobody named": from_unnamed(raw=False),
+    "a chain of whole digests goes on from blocks that nobody named": from_unnamed(raw=True),
+    "whole events and sparse ones continue each other": Story(
+        Scene(sparse(prompt(2), 0, 1), sparse(prompt(5), start=2)),
+        Scene(sparse(prompt(7), 5, 6, start=5), reaches(2, 2), reaches(2, 5), reaches(7, 7)),
+    ),
+    "a chain goes on from a parent that was evicted": Story(
+        Scene(sparse(prompt(8), 6, 7), gone(6, 7), sparse(prompt(12), 10, 11, start=8)),
+        Scene(reaches(12, 12), reaches(0, 8)),
+    ),
+    "copies and removals of proven blocks count": Story(
+        Scene(sparse(prompt(6), 4, 5), sparse(prompt(6), 4, 5), gone(4, 5)),
+        Scene(reaches(6, 6), counts(duplicates=2), gone(4, 5), reaches(0, 6), totals(blocks=0)),
+    ),
+    "a salt that no named block shows leaves answers lower bounds": Story(
+        sparse(prompt(4), 2, 3, digests=chain(prompt(4), salt="tenant")),
+        Scene(proven(0, 1), reaches(0, 4), LOW),
+    ),
+    "one wrong label leaves all of an event unproven": Story(
+        msgspec.structs.replace(
+            sparse(prompt(6), 3, 4, 5), block_hashes=[*labels(3), 1, *labels(5)]
+        ),
+        Scene(proven(0, 1), counts(unplaced=3), totals(blocks=0)),
+    ),
+    "labels out of order leave all of an event unproven": Story(
+        sparse(prompt(6), 5, 4), proven(0, 1)
+    ),
+    "an engine with other hashes is given up after a few events": Story(
+        Scene(*map(other, range(20)), proven(0, 8), counts(unplaced=40), LOW),
+        Scene(sparse(prompt(6), 4, 5), proven(0, 8), reaches(0, 6)),
+    ),
+    "misses after a proof do not end the proofs": Story(
+        Scene(sparse(prompt(6), 4, 5), *(other(n, seed=SEED) for n in range(20))),
+        Scene(*[other(7777)] * 10, other(8888, seed=SEED), proven(22, 10)),
+    ),
+    "blocks that waited are placed by a later proof": Story(
+        sparse(prompt(6), 4, 5, start=2),  # its parent was never stored
+        Scene(counts(unplaced=2), proven(0), LOW),
+        Scene(sparse(prompt(6), 4, 5), reaches(6, 6), WHOLE),
+        Scene(gone(4, 5), reaches(6, 6)),  # both copies count
+    ),
+    "larger blocks of another group are labelled by the unit at their end": Story(
+        together(
+            sparse(prompt(8), 6, 7),
+            BlockStored(block_hashes=labels(7), group_idx=1, **MAMBA, **LARGE),
+        ),
+        Scene(proven(2), answers(prompt(8), tokens=8 * SIZE)),
+    ),
+    "groups of full attention need no proof": Story(
+        Scene(sparse(prompt(4), 0, 1, 2, 3, **FULL), sparse(prompt(4), 2, 3, group_idx=1)),
+        Scene(proven(0), reaches(4, 4)),
+    ),
+    "announcements in report mode full are not taken for copies": Story(
+        Scene(configured(report_mode="full"), sparse(prompt(4), 2, 3)),
+        Scene(proven(0), counts(unplaced=2)),
+    ),
+    "a clear forgets the chains": Story(
+        Scene(sparse(prompt(4), 2, 3), CLEAR, sparse(prompt(6), 4, 5, start=4)),
+        Scene(proven(1), reaches(0, 6), LOW, sparse(prompt(6), 4, 5), reaches(6, 6)),
+    ),
+}
 
 
-def test_copies_and_removals_of_proven_blocks_count() -> None:
-    digests: list[Any] = [label(digest) for digest in chain(prompt(6))]
-    removal = BlockRemoved(block_hashes=digests[4:6], group_idx=0)
-    index = index_of(sparse(prompt(6), 4, 5), sparse(prompt(6), 4, 5), removal)
-    assert (matched(index, prompt(6)), told(index)["duplicates"]) == (6, 2)
-    apply(index, A, removal)
-    assert (matched(index, prompt(6)), len(index)) == (0, 0)
+@stories(PROVEN, restarts=False)  # chains are no part of a snapshot
+def test_the_hash_chain_proves_where_blocks_belong(story: Story, way: str) -> None:
+    story.run(way)
 
 
 EDGES = [0, 255, 256, 65_535, 65_536, 2**31 - 1]
@@ -137,20 +226,21 @@ EDGES = [0, 255, 256, 65_535, 65_536, 2**31 - 1]
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 300, 5000])
 def test_each_length_of_a_tokens_pickle_is_hashed_as_python_does(size: int) -> None:
     token_ids = [(EDGES * (size // 2 + 1))[i % 6 + i // 6 % 2] for i in range(4 * size)]
-    index = index_of(sparse(token_ids, 3, size=size, kv_cache_spec_kind="mamba"))
-    assert (proofs_of(index), matched(index, token_ids)) == ((1, 0), 4)
+    index = index_of(sparse(token_ids, 3, size=size, **MAMBA))
+    proven(1)(index)
+    assert matched(index, token_ids) == 4
 
 
 @pytest.mark.parametrize("salt", ["", "s", "tenant-0", "ä" * 16, "x" * 31, "x" * 32, "x" * 255])
 def test_salted_prompts_are_proven_where_the_first_block_is_named(salt: str) -> None:
     digests = chain(prompt(4), salt=salt)
     index = index_of(sparse(prompt(4), 0, 2, 3, digests=digests, extra_keys=[(salt,), None, None]))
-    assert proofs_of(index) == (1, 0)
+    proven(1)(index)
     if salt:
         assert (matched(index, prompt(4), salt=salt), matched(index, prompt(4))) == (4, 0)
-        assert told(index)["salted"] == 3
+        assert counts_of(index)["salted"] == 3
     apply(index, A, sparse(prompt(6), 4, 5, start=4, digests=chain(prompt(6), salt=salt)))
-    assert proofs_of(index) == (2, 0)
+    proven(2)(index)
 
 
 @pytest.mark.parametrize(
@@ -168,131 +258,26 @@ def test_salted_prompts_are_proven_where_the_first_block_is_named(salt: str) -> 
 )
 def test_what_the_hashes_of_is_not_known_is_not_tried(fields: dict[str, Any]) -> None:
     index = index_of(msgspec.structs.replace(sparse(prompt(4), 2, 3), **fields))
-    assert proofs_of(index) == (0, 0)
-    assert told(index)["unplaced"] == 2
-
-
-def test_a_salt_that_no_named_block_shows_leaves_answers_lower_bounds() -> None:
-    index = index_of(sparse(prompt(4), 2, 3, digests=chain(prompt(4), salt="tenant")))
-    assert (proofs_of(index), matched(index, prompt(4))) == ((0, 1), 0)
-    assert lower_bound(index, prompt(4))
-
-
-def test_one_wrong_label_leaves_all_of_an_event_unproven() -> None:
-    event = sparse(prompt(6), 3, 4, 5)
-    hashes = [event.block_hashes[0], 1, event.block_hashes[2]]
-    index = index_of(msgspec.structs.replace(event, block_hashes=hashes))
-    assert (proofs_of(index), told(index)["unplaced"], len(index)) == ((0, 1), 3, 0)
-    out_of_order = sparse(prompt(6), 5, 4)
-    assert proofs_of(index_of(out_of_order)) == (0, 1)
-
-
-def test_an_engine_with_other_hashes_is_given_up_after_a_few_events() -> None:
-    def other(number: int) -> BlockStored:
-        token_ids = [number, *prompt(6)[1:]]
-        return sparse(token_ids, 4, 5, digests=chain(token_ids, seed="42"))
-
-    index = index_of(*map(other, range(20)))
-    assert proofs_of(index) == (0, 8)
-    assert told(index)["unplaced"] == 40
-    assert lower_bound(index, prompt(6))
-    apply(index, A, sparse(prompt(6), 4, 5))
-    assert (proofs_of(index), matched(index, prompt(6))) == ((0, 8), 0)
-
-
-def test_misses_after_a_proof_do_not_end_the_proofs() -> None:
-    index = index_of(sparse(prompt(6), 4, 5))
-    for number in range(20):
-        apply(index, A, sparse([number, *prompt(6)[1:]], 4, 5))
-    token_ids = [7777, *prompt(6)[1:]]
-    for _ in range(10):
-        apply(index, A, sparse(token_ids, 4, 5, digests=chain(token_ids, seed="42")))
-    apply(index, A, sparse([8888, *prompt(6)[1:]], 4, 5))
-    assert proofs_of(index) == (22, 10)
-
-
-def test_blocks_that_waited_are_placed_by_a_later_proof() -> None:
-    digests = chain(prompt(6))
-    unknown = sparse(prompt(6), 4, 5, start=2)  # its parent was never stored
-    index = index_of(unknown)
-    assert (told(index)["unplaced"], proofs_of(index)) == (2, (0, 0))
-    assert lower_bound(index, prompt(6))
-    apply(index, A, sparse(prompt(6), 4, 5))
-    assert matched(index, prompt(6)) == 6
-    assert not lower_bound(index, prompt(6))
-    removal = BlockRemoved(block_hashes=[label(digest) for digest in digests[4:]], group_idx=0)
-    apply(index, A, removal)
-    assert matched(index, prompt(6)) == 6, "both copies count"
-
-
-def test_larger_blocks_of_another_group_are_labelled_by_the_unit_at_their_end() -> None:
-    small = sparse(prompt(8), 6, 7)
-    units = [label(digest) for digest in chain(prompt(8))]
-    large = BlockStored(
-        block_hashes=[units[7]],
-        parent_block_hash=None,
-        token_ids=prompt(8),
-        block_size=2 * SIZE,
-        group_idx=1,
-        kv_cache_spec_kind="mamba",
-    )
-    index = Index()
-    index.apply(A, EventBatch(0.0, [small, large]))
-    index.check()
-    assert (proofs_of(index), matched(index, prompt(8)) > 0) == ((2, 0), True)
-    assert index.match(prompt(8))[A].tokens == 8 * SIZE
-
-
-def test_groups_of_full_attention_need_no_proof() -> None:
-    index = index_of(
-        sparse(
-            prompt(4),
-            0,
-            1,
-            2,
-            3,
-            kv_cache_spec_kind="full_attention",
-            kv_cache_spec_sliding_window=None,
-        )
-    )
-    apply(index, A, sparse(prompt(4), 2, 3, group_idx=1))
-    assert (proofs_of(index), matched(index, prompt(4))) == ((0, 0), 4)
-
-
-def test_announcements_in_report_mode_full_are_not_taken_for_copies() -> None:
-    index = Index()
-    index.configure(A, CacheSettings(report_mode="full"))
-    apply(index, A, sparse(prompt(4), 2, 3))
-    assert (proofs_of(index), told(index)["unplaced"]) == ((0, 0), 2)
-
-
-def test_a_clear_forgets_the_chains() -> None:
-    index = index_of(
-        sparse(prompt(4), 2, 3),
-        AllBlocksCleared(),
-        sparse(prompt(6), 4, 5, start=4),
-    )
-    assert (proofs_of(index), matched(index, prompt(6))) == ((1, 0), 0)
-    assert lower_bound(index, prompt(6))
-    apply(index, A, sparse(prompt(6), 4, 5))
-    assert matched(index, prompt(6)) == 6
+    counts(proofs=0, proofs_missed=0, unplaced=2)(index)
 
 
 @pytest.mark.skipif(BACKEND != "native", reason="the Python index has no snapshots")
 def test_a_restored_rank_proves_again_from_the_root_on() -> None:
     again = restored(index_of(sparse(prompt(4), 2, 3)))
-    assert (matched(again, prompt(4)), lower_bound(again, prompt(4))) == (4, False)
-    apply(again, A, sparse(prompt(7), start=4), sparse(prompt(9), 7, 8, start=7))
-    assert (matched(again, prompt(9)), lower_bound(again, prompt(9))) == (4, True)
-    apply(again, A, sparse(prompt(9), 7, 8))
-    assert (matched(again, prompt(9)), lower_bound(again, prompt(9))) == (9, False)
+    steps = Scene(
+        Scene(reaches(4, 4), WHOLE),
+        Scene(sparse(prompt(7), start=4), sparse(prompt(9), 7, 8, start=7), reaches(4, 9), LOW),
+        Scene(sparse(prompt(9), 7, 8), reaches(9, 9), WHOLE),
+    )
+    steps.go_on(again)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4])
 def test_proven_blocks_beyond_a_limit_are_left_out(limit: int) -> None:
     index = index_of(sparse(prompt(12), 3, 4, 8, 11), max_blocks_per_rank=limit)
     assert len(index) == limit
-    assert told(index)["ignored"] == ({"max_blocks_per_rank": 4 - limit} if limit < 4 else {})
+    ignored = {"max_blocks_per_rank": 4 - limit} if limit < 4 else {}
+    assert counts_of(index)["ignored"] == ignored
 
 
 def test_only_so_many_steps_of_chains_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +297,12 @@ def test_going_back_over_unnamed_steps_is_bounded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(proofs, "_LOOKS", 100)
     index = reference.Index()
     apply(index, A, sparse(prompt(60)))
-    last = label(chain(prompt(61))[60])
+    (last,) = labels(60, of=61)
     for _ in range(50):
         apply(index, A, sparse(prompt(61), 60, start=60))
         apply(index, A, BlockRemoved(block_hashes=[last], group_idx=0))
-    assert told(index)["orphaned"] > 25, "stores beyond that are not placed"
-    assert told(index)["stored"] >= 1
+    assert counts_of(index)["orphaned"] > 25, "stores beyond that are not placed"
+    assert counts_of(index)["stored"] >= 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -344,7 +329,7 @@ def test_random_histories_are_placed_as_the_prompts_say(seed: int) -> None:
         held.update(digests[n] for n in named)
         depths.update({digest: depth for depth, digest in enumerate(digests)})
         known.update(numbers[:n] for n in range(len(before), len(numbers) + 1))
-    found = {(b.block_hash, b.depth): b.copies for b in index.tree(A).walk()}
-    assert found == {(label(d), depths[d]): count for d, count in held.items()}
-    assert told(index)["proofs_missed"] == 0
+    placed = {(b.block_hash, b.depth): b.copies for b in index.tree(A).walk()}
+    assert placed == {(label(d), depths[d]): count for d, count in held.items()}
+    assert counts_of(index)["proofs_missed"] == 0
     assert not index.match(prompt(2))[A].lower_bound

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvindex import CacheSettings, Index, Rank
-from kvindex.wire import decode_batch, parse_live, read_recording
+from kvindex.wire import decode_batch
 from kvindex.wire.quirks import fold_hash
+from tests.captures import NAMES, live_payloads, truth
 
 pytestmark = pytest.mark.conformance
 
-CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 RANK = Rank("engine")
 
-NAMES = sorted(path.stem for path in CAPTURES.glob("*.json"))
 BROKEN = ["sglang-0.5.5", "sglang-0.5.6"]  # their events do not tell where pages are
 SOUND = [name for name in NAMES if name not in BROKEN]
 VLLM = [name for name in SOUND if name.startswith("vllm")]
 SGLANG = [name for name in SOUND if name.startswith("sglang") and not name.endswith("eagle")]
 
 
-@cache
-def payloads(name: str) -> tuple[bytes, ...]:
-    messages = read_recording(CAPTURES / f"{name}.frames")
-    return tuple(parse_live(m.frames).payload for m in messages if m.kind == "live")
-
-
-@cache
-def truth(name: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((CAPTURES / f"{name}.json").read_text())
-    return told
+def index_for(name: str, *ranks: Rank) -> Index:
+    index = Index()
+    mode: Any = "full" if name.endswith("-full") else "incremental"
+    for rank in ranks:
+        index.configure(rank, CacheSettings(report_mode=mode))
+    return index
 
 
 @cache
 def applied(name: str) -> Index:
-    index = Index()
-    if name.endswith("-full"):
-        index.configure(RANK, CacheSettings(report_mode="full"))
-    for payload in payloads(name):
+    index = index_for(name, RANK)
+    for payload in live_payloads(name):
         index.apply(RANK, payload)
     index.check()
     return index
@@ -51,10 +42,6 @@ def applied(name: str) -> Index:
 def hit(name: str, probe: dict[str, Any], tokens: list[int]) -> int:
     lora = probe.get("lora") or probe.get("extra_key")
     return applied(name).match(tokens, lora=lora, salt=probe.get("salt"))[RANK].tokens
-
-
-def test_all_recordings_are_here() -> None:
-    assert len(NAMES) == 19
 
 
 @pytest.mark.parametrize("name", VLLM)
@@ -85,7 +72,7 @@ def test_every_probe_of_vllm_is_answered_as_its_own_lookup_did(name: str) -> Non
 def test_full_attention_alone_would_overestimate_the_hybrid_model() -> None:
     name = "vllm-0.33.0-hybrid"
     index = Index()
-    for payload in payloads(name):
+    for payload in live_payloads(name):
         batch = decode_batch(payload)
         kept = [event for event in batch.events if not getattr(event, "group_idx", 0)]
         index.apply(RANK, type(batch)(ts=batch.ts, events=kept))
@@ -135,24 +122,19 @@ def test_broken_events_are_counted_by_what_is_wrong_with_them() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_payloads_and_decoded_batches_give_the_same_index(name: str) -> None:
-    decoded = Index()
-    if name.endswith("-full"):
-        decoded.configure(RANK, CacheSettings(report_mode="full"))
-    for payload in payloads(name):
+    decoded = index_for(name, RANK)
+    for payload in live_payloads(name):
         decoded.apply(RANK, decode_batch(payload))
     assert decoded.statistics() == applied(name).statistics()
     assert set(decoded.tree(RANK).walk()) == set(applied(name).tree(RANK).walk())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_interleaved_ranks_each_hold_what_one_alone_holds(name: str) -> None:
-    index = Index()
+def test_interleaved_ranks_each_hold_what_one_alone_holds_and_leave_nothing(name: str) -> None:
     ranks = [Rank("engine", dp_rank) for dp_rank in range(3)]
-    if name.endswith("-full"):
-        for rank in ranks:
-            index.configure(rank, CacheSettings(report_mode="full"))
+    index = index_for(name, *ranks)
     lag = 7  # the second and third rank run behind: residents differ all the time
-    sent = payloads(name)
+    sent = live_payloads(name)
     for step in range(len(sent) + 2 * lag):
         for rank in ranks:
             if 0 <= step - lag * rank.dp_rank < len(sent):
@@ -162,14 +144,8 @@ def test_interleaved_ranks_each_hold_what_one_alone_holds(name: str) -> None:
     assert all(set(index.tree(rank).walk()) == alone for rank in ranks)
     together, single = index.statistics(), applied(name).statistics()
     assert together["unique_blocks"] == single["unique_blocks"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_removing_the_rank_leaves_nothing(name: str) -> None:
-    index = Index()
-    for payload in payloads(name):
-        index.apply(RANK, payload)
-    index.tree(RANK).clear()
+    for rank in ranks:
+        index.tree(rank).clear()
     index.check()
-    statistics = index.statistics()
-    assert (statistics["runs"], statistics["unique_blocks"], len(index)) == (0, 0, 0)
+    left = index.statistics()
+    assert (left["runs"], left["unique_blocks"], len(index)) == (0, 0, 0)

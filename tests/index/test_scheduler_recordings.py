@@ -7,17 +7,17 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pytest
 
 from kvindex import CacheSettings, GroupSpec, Index, Rank, RankMatch
 from kvindex.wire import parse_live, read_recording
+from tests.captures import CAPTURES
 
 pytestmark = pytest.mark.conformance
 
-RECORDINGS = Path(__file__).parents[1] / "data" / "captures" / "scheduler"
+RECORDINGS = CAPTURES / "scheduler"
 RANK = Rank("engine")
 NAMES = sorted(path.name.split(".")[0] for path in RECORDINGS.glob("*.json.gz"))
 
@@ -40,10 +40,9 @@ COPIES_UNTOLD = ["hybrid-full", "bs64-16"]
 
 @cache
 def truth(name: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(
-        gzip.decompress((RECORDINGS / f"{name}.json.gz").read_bytes())
-    )
-    return told
+    with gzip.open(RECORDINGS / f"{name}.json.gz") as file:
+        loaded: dict[str, Any] = json.load(file)
+    return loaded
 
 
 def payloads(name: str) -> Iterator[bytes]:
@@ -73,8 +72,8 @@ def answers(name: str, **options: Any) -> list[tuple[RankMatch, int]]:
         }
         if len({size for _, _, size in truth(name)["groups"]}) > 1 and about["extra_keys"]:
             continue  # extra keys are told block by block, and blocks differ in size
-        found = applied(name).match(probe["tokens"][:-1], **about, **options)[RANK]
-        both.append((found, probe["hit_tokens"]))
+        pairs = applied(name).match(probe["tokens"][:-1], **about, **options)[RANK]
+        both.append((pairs, probe["hit_tokens"]))
     return both
 
 
@@ -84,23 +83,23 @@ def test_all_recordings_are_here() -> None:
 
 @pytest.mark.parametrize("name", TOLD)
 def test_the_device_holds_for_each_probe_what_the_scheduler_would_hit(name: str) -> None:
-    found = answers(name)
-    assert [match.device_tokens for match, _ in found] == [hit for _, hit in found]
+    pairs = answers(name)
+    assert [match.device_tokens for match, _ in pairs] == [hit for _, hit in pairs]
     if name != "offload-self-salt":
-        assert {match.upper_bound for match, _ in found if match.tokens} == {name == "hybrid-full"}
+        assert {match.upper_bound for match, _ in pairs if match.tokens} == {name == "hybrid-full"}
     if (
         name != "bs64-16"
     ):  # no hit ends where its entries within blocks lie, but no event tells that
-        assert not any(match.lower_bound for match, _ in found)
+        assert not any(match.lower_bound for match, _ in pairs)
 
 
 @pytest.mark.parametrize("name", PLACES_UNTOLD)
 def test_blocks_whose_place_is_never_told_make_answers_low_and_never_high(name: str) -> None:
-    found = answers(name)
-    assert all(match.device_tokens <= hit for match, hit in found)
-    right = sum(match.device_tokens == hit for match, hit in found)
-    assert (right, len(found)) == PLACES_UNTOLD[name]
-    assert all(match.lower_bound for match, _ in found)
+    pairs = answers(name)
+    assert all(match.device_tokens <= hit for match, hit in pairs)
+    right = sum(match.device_tokens == hit for match, hit in pairs)
+    assert (right, len(pairs)) == PLACES_UNTOLD[name]
+    assert all(match.lower_bound for match, _ in pairs)
     assert applied(name).statistics()["orphans"] > 0, "blocks without a place are counted"
 
 

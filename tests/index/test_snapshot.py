@@ -1,6 +1,6 @@
 """Snapshots as files and bytes: what comes along, what is refused, what a failure leaves.
 
-That a restored index goes on as the dumped one is in tests/index/test_snapshots.py.
+That a restored index goes on as the dumped one: tests/index/test_snapshots.py, and each story.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,19 +39,17 @@ from kvindex.index import (
 from kvindex.index.client.saved_state import read_saved
 from kvindex.index.snapshot_section import open_section, seal_section
 from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
-from kvindex.wire.quirks import content_hash
 from tests.index.index_events import (
     A,
     B,
     apply,
+    counts_of,
     index_of,
     located,
     matched,
     prompt,
     removed,
     stored,
-    tokens,
-    told,
 )
 
 pytestmark = [
@@ -74,6 +72,16 @@ def changed(data: bytes, at: int, to: bytes) -> bytes:
     return data[:at] + to + data[at + len(to) :]
 
 
+def flipped(data: bytes, at: int) -> bytes:
+    return changed(data, at, bytes([data[at] ^ 1]))
+
+
+def assert_refused(read: Callable[[bytes], Any], reasons: dict[str, list[bytes]]) -> None:
+    for reason, damaged in reasons.items():
+        for data in damaged:
+            assert refused(partial(read, data)) == reason, data
+
+
 def two_ranks() -> Index:
     index = index_of(stored(0, 1, 2), located(1, medium="CPU"))
     apply(index, B, stored(0), stored(8, 9))
@@ -83,7 +91,7 @@ def two_ranks() -> Index:
 # One rank
 
 
-def test_a_restored_rank_answers_as_the_dumped_one() -> None:
+def test_ranks_are_restored_one_by_one_and_under_other_names() -> None:
     index = two_ranks()
     copy = Index(seed=index.seed)
     for rank in index.ranks:
@@ -91,15 +99,10 @@ def test_a_restored_rank_answers_as_the_dumped_one() -> None:
     copy.check()
     assert copy.ranks == (A, B)
     assert list(copy.match(prompt(4))) == list(index.match(prompt(4)))
-    assert told(copy, A) == told(index, A)
-    assert told(copy, B) == told(index, B)
-
-
-def test_a_rank_may_be_restored_under_another_name() -> None:
-    index = two_ranks()
-    index.restore(Rank("c", 5), index.dump(A))
-    index.check()
-    assert matched(index, prompt(3), Rank("c", 5)) == matched(index, prompt(3), A) == 3
+    assert [counts_of(copy, rank) for rank in (A, B)] == [counts_of(index, r) for r in (A, B)]
+    copy.restore(Rank("c", 5), index.dump(A))
+    copy.check()
+    assert matched(copy, prompt(3), Rank("c", 5)) == matched(index, prompt(3), A) == 3
 
 
 def test_restoring_replaces_what_the_rank_held_and_had_learned() -> None:
@@ -109,67 +112,7 @@ def test_restoring_replaces_what_the_rank_held_and_had_learned() -> None:
     index.restore(A, section)
     index.check()
     assert matched(index, prompt(3)) == 2
-    assert told(index)["cleared"] == told(index)["orphans"] == 0
-
-
-def test_orphans_are_placed_when_their_parent_comes_after_the_restart() -> None:
-    index = index_of(stored(1, 2), located(3))
-    copy = Index.from_bytes(index.to_bytes())
-    apply(copy, A, stored(0), stored(3))
-    assert matched(copy, prompt(4)) == 4
-    assert told(copy)["orphans_attached"] == 2
-
-
-def test_orphans_beyond_the_limit_are_given_up_oldest_first_and_counted() -> None:
-    index = index_of(stored(1, 2, 3))
-    copy = Index.load(index.to_bytes(), max_orphans=2)
-    assert (told(copy)["orphans"], told(copy)["orphans_dropped"]) == (2, 1)
-    apply(copy, A, stored(0), stored(1))
-    assert matched(copy, prompt(4)) == 4
-
-
-def test_removals_after_the_restart_find_further_copies() -> None:
-    index = index_of(stored(0), stored(0), stored(0, base=900))
-    copy = Index.from_bytes(index.to_bytes())
-    for gone, left in ((100, 1), (100, 1), (900, 0)):
-        apply(copy, A, removed(0, base=gone))
-        assert matched(copy, prompt(1)) == left
-
-
-def test_siblings_wait_in_the_order_in_which_they_were_told_last() -> None:
-    told_twice, other = stored(1), stored(5, parent=100)
-    index = index_of(told_twice, other, told_twice)
-    for some in (index, Index.from_bytes(index.to_bytes(), max_blocks=2)):
-        apply(some, A, stored(0))
-    assert matched(some, tokens(0, 5)) == 2  # there was room for the first to come
-    assert matched(some, tokens(0, 1)) == 1
-
-
-def test_the_newest_block_of_a_label_is_still_the_newest() -> None:
-    index = index_of(stored(5, parent=None, base=2), stored(3, parent=None, base=4))  # both are 7
-    for some in (index, Index.from_bytes(index.to_bytes())):
-        apply(some, A, located(7, base=0, medium="CPU"))
-        assert matched(some, tokens(3), media="CPU") == 1
-        assert matched(some, tokens(5), media="CPU") == 0
-
-
-def test_torn_labels_stay_torn() -> None:
-    index = index_of(
-        stored(5, parent=None, base=2),
-        stored(3, parent=None, base=4),
-        located(7, base=0, medium="CPU"),
-        removed(7, base=0),
-    )
-    for some in (index, Index.from_bytes(index.to_bytes())):
-        apply(some, A, stored(9, parent=7))
-        assert told(some)["ignored"] == {"parent_ambiguous": 1}
-
-
-def test_that_positions_cannot_be_told_is_not_forgotten() -> None:
-    index = index_of(stored(0, block_hashes=[content_hash(tokens(0))], parent=None))
-    for some in (index, Index.from_bytes(index.to_bytes())):
-        apply(some, A, stored(9, parent=8))
-        assert told(some)["ignored"] == {"position_unknown": 2}
+    assert counts_of(index)["cleared"] == counts_of(index)["orphans"] == 0
 
 
 def test_holes_are_joined_where_only_another_rank_parted_them() -> None:
@@ -183,42 +126,27 @@ def test_holes_are_joined_where_only_another_rank_parted_them() -> None:
     assert matched(copy, prompt(4)) == 4
 
 
-def test_described_groups_come_along() -> None:
-    index = index_of(stored(0, 1, 2, 3, group_idx=1))
-    index.configure(A, CacheSettings(groups={1: GroupSpec("sliding_window", 5)}))
-    copy = Index.from_bytes(index.to_bytes())
-    other = stored(9, parent=None, kv_cache_spec_kind="full_attention", group_idx=1)
-    apply(copy, A, other, removed(0, 1, group_idx=1))
-    assert told(copy)["groups"]["1"]["sliding_window"] == 5
-    assert matched(copy, prompt(4)) == 4  # the last two are all that the window needs
+def test_orphans_beyond_the_limit_are_given_up_oldest_first_and_counted() -> None:
+    index = index_of(stored(1, 2, 3))
+    copy = Index.load(index.to_bytes(), max_orphans=2)
+    assert (counts_of(copy)["orphans"], counts_of(copy)["orphans_dropped"]) == (2, 1)
+    apply(copy, A, stored(0), stored(1))
+    assert matched(copy, prompt(4)) == 4
 
 
-def test_learned_groups_come_along_as_learned() -> None:
-    index = index_of(stored(0, kv_cache_spec_kind="mamba"))
-    copy = Index.from_bytes(index.to_bytes())
-    assert told(copy)["groups"]["0"]["kind"] == "mamba"
-    apply(copy, A, stored(0, kv_cache_spec_kind="full_attention"))
-    assert told(copy)["groups"]["0"]["kind"] == "full_attention"
-    copy.tree(A).clear()
-    assert told(copy)["groups"] == {}
-
-
-def test_a_rank_that_holds_nothing_is_still_known() -> None:
+def test_a_rank_that_holds_nothing_is_still_known_and_an_unknown_one_cannot_be_dumped() -> None:
     index = Index()
     index.add(A)
     assert Index.from_bytes(index.to_bytes()).ranks == (A,)
-
-
-def test_an_unknown_rank_cannot_be_dumped() -> None:
     with pytest.raises(UnknownRankError):
-        Index().dump(A)
+        index.dump(B)
 
 
 def test_text_of_any_code_points_comes_along() -> None:
     index = index_of(stored(0, medium="\ud800", kv_cache_spec_kind="\ud801"))
     index.apply(A, EventBatch(0.0, [], skipped=("\ud802",)))
     copy = Index.from_bytes(index.to_bytes())
-    assert told(copy) == told(index)
+    assert counts_of(copy) == counts_of(index)
     assert matched(copy, prompt(1), media="\ud800") == 1
 
 
@@ -239,7 +167,7 @@ def test_a_rank_makes_room_for_itself() -> None:
     index = index_of(stored(0, 1, 2), max_blocks=3)
     index.restore(A, index.dump(A))
     apply(index, A, stored(3))
-    assert (len(index), told(index)["ignored"]) == (3, {"max_blocks": 1})
+    assert (len(index), counts_of(index)["ignored"]) == (3, {"max_blocks": 1})
 
 
 # What is no section
@@ -249,28 +177,20 @@ def test_damaged_sections_are_refused_with_the_reason() -> None:
     index = two_ranks()
     section = index.dump(A)
     reasons = {
-        "format": [b"", b"KVIX", b"no section at all", section + b"."],
-        "truncated": [section[:-1], section[:20], section[:3]],
+        "format": [b"KVIX", b"no section at all", section + b"."],
+        "truncated": [b"", section[:-1], section[:20], section[:3]],
         "version": [changed(section, 4, b"\x01"), changed(section, 4, b"\x03")],
         "checksum": [
-            changed(section, 30, bytes([section[30] ^ 1])),
+            flipped(section, 30),
             changed(section, 6, b"\x07"),
-            changed(section, -20, b"........"),
+            changed(section, -20, b"." * 8),
         ],
-        "backend": [changed(section, -1, bytes([section[-1] ^ 1]))],
+        "backend": [flipped(section, -1)],
     }
-    reasons["format"].remove(b"")
-    reasons["truncated"].append(b"")
-    for reason, sections in reasons.items():
-        for some in sections:
-            assert refused(lambda some=some: index.restore(B, some)) == reason  # type: ignore[misc]
+    assert_refused(partial(index.restore, B), reasons)
     index.check()
     assert matched(index, prompt(3), B) == 1
-
-
-def test_a_section_of_another_seed_is_refused() -> None:
-    section = two_ranks().dump(A)
-    assert refused(lambda: Index().restore(A, section)) == "backend"
+    assert refused(lambda: Index().restore(A, section)) == "backend", "another seed"
 
 
 @pytest.mark.parametrize("text", ["DISK", "sqlx", "mamba", "TagX"])
@@ -338,24 +258,21 @@ def test_the_python_index_says_that_snapshots_need_the_native_module(tmp_path: P
 # Files
 
 
-def test_a_saved_index_is_loaded_as_it_was(tmp_path: Path) -> None:
+def test_a_saved_index_is_loaded_as_it_was_and_only_its_owner_reads_the_file(
+    tmp_path: Path,
+) -> None:
     index = two_ranks()
     path = tmp_path / "index.kvi"
+    path.write_bytes(b"before")
+    path.chmod(0o644)
     index.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     copy = Index.load(path)
     assert (copy.seed, copy.statistics()) == (index.seed, index.statistics())
     assert Index.load(str(path)).ranks == index.ranks
     assert index.to_bytes() == path.read_bytes()
     with open(path, "rb") as file:
         assert Index.load(file).ranks == index.ranks
-
-
-def test_only_its_owner_reads_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "index.kvi"
-    path.write_bytes(b"before")
-    path.chmod(0o644)
-    Index().save(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_failing_save_leaves_the_file_that_was_there(tmp_path: Path) -> None:
@@ -430,19 +347,26 @@ def test_what_is_no_snapshot_is_refused_with_the_reason() -> None:
         "truncated": [b"", data[:5], data[: HEAD - 1], data[:HEAD], data[: HEAD + 9], data[:-1]],
         "version": [changed(data, 8, b"\x02")],
         "backend": [changed(data, 10, b"\x02")],
-        "checksum": [changed(data, -1, bytes([data[-1] ^ 1])), changed(data, HEAD, b"\x05")],
+        "checksum": [flipped(data, -1), changed(data, HEAD, b"\x05")],
     }
-    for reason, snapshots in reasons.items():
-        for some in snapshots:
-            assert refused(lambda some=some: read_snapshot(some)) == reason, some  # type: ignore[misc]
+    section_length = HEAD + 1 + 4 + 8 + 4
+    reasons["truncated"].append(changed(data, section_length, b"\xff" * 7))  # of exabytes
+    reasons["checksum"].append(changed(data, HEAD + 1, b"\xff" * 4))  # as long a name
+    assert_refused(read_snapshot, reasons)
 
 
 @pytest.mark.parametrize("given", ["a", None, 5, [1], Path("a"), memoryview(bytes(8))[::2]])
 def test_what_cannot_be_bytes_is_refused_before_it_is_looked_at(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match="bytes"):
-        Index.from_bytes(given)
-    with pytest.raises(ConfigurationError, match="bytes"):
-        Index().restore(A, given)
+    for read in (Index.from_bytes, partial(Index().restore, A)):
+        with pytest.raises(ConfigurationError, match="bytes"):
+            read(given)
+
+
+@pytest.mark.parametrize("given", [None, 5, [1]], ids=str)
+def test_what_cannot_be_a_file_is_refused(given: Any) -> None:
+    for use in (Index.load, Index().save):
+        with pytest.raises(ConfigurationError, match="a path"):
+            use(given)
 
 
 def test_any_buffer_is_as_good_as_bytes() -> None:
@@ -453,57 +377,23 @@ def test_any_buffer_is_as_good_as_bytes() -> None:
         index.restore(A, kind(index.dump(A)))
 
 
-@pytest.mark.parametrize("given", [None, 5, [1]], ids=str)
-def test_what_cannot_be_a_file_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match="a path"):
-        Index.load(given)
-    with pytest.raises(ConfigurationError, match="a path"):
-        Index().save(given)
-
-
-def test_lengths_are_not_believed() -> None:
-    """A length of exabytes is a truncated file, not an allocation."""
-    data = two_ranks().to_bytes()
-    section_length = HEAD + 1 + 4 + 8 + 4
-    huge = changed(data, section_length, b"\xff" * 7)
-    assert refused(lambda: read_snapshot(huge)) == "truncated"
-    names = changed(data, HEAD + 1, b"\xff" * 4)
-    assert refused(lambda: read_snapshot(names)) == "checksum"
-
-
-def signed(write: Callable[[SnapshotWriter], None], file: BinaryIO) -> None:
-    writer = SnapshotWriter(file, seed=1)
-    write(writer)
-    writer.finish()
-
-
 def test_a_rank_that_comes_twice_is_refused() -> None:
     file = io.BytesIO()
-
-    def twice(writer: SnapshotWriter) -> None:
-        writer.add(A, b"")
-        writer._ranks.clear()
-        writer.add(A, b"")
-        writer._ranks.add(B)
-
-    signed(twice, file)
+    writer = SnapshotWriter(file, seed=1)
+    writer.add(A, b"")
+    writer._ranks.clear()
+    writer.add(A, b"")
+    writer._ranks.add(B)
+    writer.finish()
     assert refused(lambda: read_snapshot(file.getvalue())) == "content"
-
-
-def test_an_index_that_is_restored_goes_on_being_dumped() -> None:
-    index = two_ranks()
-    for _ in range(3):
-        index = Index.from_bytes(index.to_bytes())
-    index.check()
-    assert matched(index, prompt(4)) == 3
 
 
 def test_a_save_removes_what_killed_savers_left_and_nothing_else(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
     path = tmp_path / "state"
     left, written, others = (tmp_path / f".state.{end}" for end in ("abcdefgh", "ijklmnop", "txt"))
-    for one in (left, written, others):
-        one.write_bytes(b"half")
+    for file in (left, written, others):
+        file.write_bytes(b"half")
     with open(written) as living:  # another saver at work
         fcntl.flock(living, fcntl.LOCK_EX)
         Index().save(path)
@@ -513,6 +403,6 @@ def test_a_save_removes_what_killed_savers_left_and_nothing_else(tmp_path: Path)
 def test_orphans_given_up_before_a_clear_leave_no_lower_bound_after_a_restore() -> None:
     index = index_of(stored(1, 2, 3), max_orphans=2)
     assert Index.load(index.to_bytes(), max_orphans=2).match(prompt(1))[A].lower_bound
-    index.apply(A, EventBatch(ts=0.0, events=[AllBlocksCleared()]))
+    apply(index, A, AllBlocksCleared())
     assert not index.match(prompt(1))[A].lower_bound
     assert not Index.load(index.to_bytes(), max_orphans=2).match(prompt(1))[A].lower_bound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,8 +12,27 @@ from kvindex import BACKEND, Index, KVIndexError, Rank
 from kvindex.index.snapshot_section import open_section, seal_section
 from kvindex.wire.errors import SnapshotError
 from tests.examples import examples
-from tests.index.index_queries import Query, about, queries
-from tests.index.index_steps import RANKS, TEXTS, Call, Sent, calls, sendings, themes
+from tests.index.index_queries import (
+    SEED,
+    SWEEP,
+    Query,
+    asked_about,
+    counted,
+    held,
+    limits,
+    queries,
+)
+from tests.index.index_steps import (
+    RANKS,
+    Call,
+    Edit,
+    Sent,
+    calls,
+    damaged,
+    damages,
+    sendings,
+    themes,
+)
 
 pytestmark = [
     pytest.mark.property,
@@ -23,21 +41,6 @@ pytestmark = [
 
 many = examples(30)
 
-SEED = 7
-SWEEP = [
-    Query(text, 13, "list", options)
-    for text in range(len(TEXTS))
-    for options in ({}, {"lora": "lora"})
-]
-
-
-limits = st.fixed_dictionaries(
-    {},
-    optional={
-        "max_blocks": st.sampled_from([None, None, 3, 8, 20]),
-        "max_orphans": st.sampled_from([16_384, 16_384, 1, 3]),
-    },
-)
 histories = themes.flatmap(
     lambda theme: st.lists(st.one_of(*[sendings(theme)] * 9, calls), min_size=2, max_size=20)
 )
@@ -51,17 +54,6 @@ def take(index: Index, step: Sent | Call) -> None:
         index.apply(step.rank, step.payload())
     except KVIndexError:
         pass  # damaged
-
-
-def counted(index: Index) -> dict[str, Any]:
-    """The statistics without the one that tells how the tree is kept."""
-    statistics = index.statistics()
-    del statistics["runs"]
-    return statistics
-
-
-def held(index: Index) -> dict[Rank, Counter[Any]]:
-    return {rank: Counter(index.tree(rank).walk()) for rank in index.ranks}
 
 
 def answer(index: Index, query: Query) -> Any:
@@ -79,11 +71,6 @@ def assert_equal(index: Index, copy: Index, asked: list[Query]) -> None:
     assert held(copy) == held(index)
     for query in asked:
         assert answer(copy, query) == answer(index, query)
-
-
-def asked_about(step: Sent | Call) -> list[Query]:
-    told = step.told if isinstance(step, Sent) else []
-    return [about(some, RANKS[step.rank]) for some in told]
 
 
 def refusal(index: Index, rank: Rank, section: bytes) -> str | None:
@@ -159,19 +146,12 @@ def test_a_replica_that_is_restored_now_and_then_is_whole_each_time(
     assert_equal(replica, index, SWEEP)
 
 
-edits = st.lists(
-    st.tuples(st.integers(0, 2**16), st.integers(0, 3), st.binary(max_size=4)),
-    min_size=1,
-    max_size=4,
-)
-
-
 @examples(25, nightly=20_000)
-@given(histories, histories, st.lists(edits, min_size=1, max_size=8))
+@given(histories, histories, st.lists(damages, min_size=1, max_size=8))
 def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
     before: list[Sent | Call],
     after: list[Sent | Call],
-    changes: list[list[tuple[int, int, bytes]]],
+    changes: list[list[Edit]],
 ) -> None:
     index = Index(seed=SEED)
     for step in before:
@@ -180,15 +160,12 @@ def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
     for rank in index.ranks:
         body = bytes(open_section(index.dump(rank), identity))
         for change in changes:
-            forged = bytearray(body)
-            for at, cut, put in change:
-                at %= len(forged) + 1
-                forged[at : at + cut] = put
+            forged = damaged(body, change)
             copy = Index(seed=SEED)
             for step in after:
                 take(copy, step)
             expected = (counted(copy), held(copy))
-            refused = refusal(copy, rank, seal_section(bytes(forged), identity))
+            refused = refusal(copy, rank, seal_section(forged, identity))
             assert refused in (None, "content")
             if refused:
                 assert (counted(copy), held(copy)) == expected
@@ -204,11 +181,11 @@ def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
 
 
 @many
-@given(histories, st.binary(max_size=64), st.lists(edits, min_size=1, max_size=4))
+@given(histories, st.binary(max_size=64), st.lists(damages, min_size=1, max_size=4))
 def test_damaged_snapshots_are_refused(
     before: list[Sent | Call],
     noise: bytes,
-    changes: list[list[tuple[int, int, bytes]]],
+    changes: list[list[Edit]],
 ) -> None:
     index = Index(seed=SEED)
     for step in before:
@@ -218,13 +195,10 @@ def test_damaged_snapshots_are_refused(
     with pytest.raises(SnapshotError):
         load(noise)
     for change in changes:
-        damaged = bytearray(data)
-        for at, cut, put in change:
-            at %= len(damaged) + 1
-            damaged[at : at + cut] = put
-        if damaged != data:
+        other = damaged(data, change)
+        if other != data:
             with pytest.raises(SnapshotError):
-                load(damaged)
+                load(other)
     for size in range(0, len(data), 1 + len(data) // 40):
         with pytest.raises(SnapshotError):
             load(data[:size])

@@ -23,7 +23,7 @@ from kvindex.wire import BlockHash, Event
 from kvindex.wire.errors import ConfigurationError
 from tests.examples import examples
 from tests.index import index_prefixes
-from tests.index.index_model import Content, Prompt, RankModel
+from tests.index.index_model import Content, Owner, Prompt, RankModel
 
 pytestmark = pytest.mark.property
 
@@ -72,6 +72,9 @@ prompts = st.builds(
 ranks = st.integers(0, 5)
 starts = st.integers(0, 4)
 counts = st.integers(1, 5)
+wheres = st.tuples(starts, counts)  # the first block, and how many
+owners = st.tuples(media, starts)  # a medium and a group
+Where = tuple[int, int]
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -100,6 +103,9 @@ class IndexMachine(RuleBasedStateMachine):
             for prefix in prefixes
         ]
 
+    def rank(self, number: int) -> Rank:
+        return self.ranks[number % len(self.ranks)]
+
     def model(self, rank: Rank) -> RankModel:
         return self.models.setdefault(rank, RankModel())
 
@@ -111,12 +117,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.seen.append(prompt)
 
     def store_blocks(
-        self,
-        rank: Rank,
-        prompt: Prompt,
-        where: tuple[int, int],
-        owner: tuple[str, int],
-        options: dict[str, Any],
+        self, rank: Rank, prompt: Prompt, where: Where, owner: Owner, options: dict[str, Any]
     ) -> None:
         kind = RANKS[rank]
         medium, group = owner[0], owner[1] % len(kind.windows)
@@ -169,64 +170,41 @@ class IndexMachine(RuleBasedStateMachine):
 
     # Rules
 
-    @rule(number=ranks, prompt=prompts, count=counts, medium=media, apart=st.booleans())
+    @rule(rank=ranks, prompt=prompts, count=counts, medium=media, apart=st.booleans())
     def store_from_the_start(
-        self, number: int, prompt: Prompt, count: int, medium: str, apart: bool
+        self, rank: int, prompt: Prompt, count: int, medium: str, apart: bool
     ) -> None:
-        rank = self.ranks[number % len(self.ranks)]
-        for group in range(len(RANKS[rank].windows)):
-            self.store_blocks(rank, prompt, (0, count), (medium, group), {"salt_apart": apart})
+        for group in range(len(RANKS[self.rank(rank)].windows)):
+            options = {"salt_apart": apart}
+            self.store_blocks(self.rank(rank), prompt, (0, count), (medium, group), options)
 
-    @rule(number=ranks, prompt=prompts, start=starts, count=counts, medium=media, group=starts)
-    def store_anywhere(
-        self, number: int, prompt: Prompt, start: int, count: int, medium: str, group: int
-    ) -> None:
-        rank = self.ranks[number % len(self.ranks)]
-        self.store_blocks(rank, prompt, (start, count), (medium, group), {})
+    @rule(rank=ranks, prompt=prompts, where=wheres, owner=owners)
+    def store_anywhere(self, rank: int, prompt: Prompt, where: Where, owner: Owner) -> None:
+        self.store_blocks(self.rank(rank), prompt, where, owner, {})
 
     @precondition(lambda self: self.seen)
-    @rule(number=ranks, data=st.data(), start=starts, count=counts, medium=media, group=starts)
+    @rule(rank=ranks, data=st.data(), where=wheres, owner=owners, sparse=st.booleans())
     def store_more_of_a_prompt(
-        self, number: int, data: st.DataObject, start: int, count: int, medium: str, group: int
+        self, rank: int, data: st.DataObject, where: Where, owner: Owner, sparse: bool
     ) -> None:
-        rank = self.ranks[number % len(self.ranks)]
         prompt = data.draw(st.sampled_from(list(self.seen)))
-        self.store_blocks(rank, prompt, (start, count), (medium, group), {})
+        self.store_blocks(self.rank(rank), prompt, where, owner, {"sparse": sparse})
 
-    @rule(number=ranks, prompt=prompts, start=starts, size=st.sampled_from([2, 3, 4]), group=starts)
+    @rule(rank=ranks, prompt=prompts, start=starts, size=st.sampled_from([2, 3, 4]), group=starts)
     def store_in_another_block_size(
-        self, number: int, prompt: Prompt, start: int, size: int, group: int
+        self, rank: int, prompt: Prompt, start: int, size: int, group: int
     ) -> None:
-        rank = self.ranks[number % len(self.ranks)]
-        self.store_blocks(rank, prompt, (start, 2), ("GPU", group), {"block_size": size})
-
-    @precondition(lambda self: self.seen)
-    @rule(number=ranks, data=st.data(), start=starts, count=counts, medium=media, group=starts)
-    def store_sparsely(
-        self, number: int, data: st.DataObject, start: int, count: int, medium: str, group: int
-    ) -> None:
-        rank = self.ranks[number % len(self.ranks)]
-        prompt = data.draw(st.sampled_from(list(self.seen)))
-        self.store_blocks(rank, prompt, (start, count), (medium, group), {"sparse": True})
+        self.store_blocks(self.rank(rank), prompt, (start, 2), ("GPU", group), {"block_size": size})
 
     @precondition(lambda self: self.numbers)
-    @rule(number=ranks, data=st.data(), group=starts, medium=media)
-    def say_where_a_block_is(
-        self, number: int, data: st.DataObject, group: int, medium: str
-    ) -> None:
-        rank = self.ranks[number % len(self.ranks)]
+    @rule(number=ranks, data=st.data(), owner=owners)
+    def say_where_a_block_is(self, number: int, data: st.DataObject, owner: Owner) -> None:
+        rank, (medium, group) = self.rank(number), owner
         block_hash = data.draw(self.any_label(rank))
         group %= len(RANKS[rank].windows)
-        self.apply(
-            rank,
-            BlockStored(
-                block_hashes=[block_hash],
-                token_ids=[],
-                block_size=0,
-                medium=medium.lower(),
-                group_idx=group,
-            ),
-        )
+        where: dict[str, Any] = {"medium": medium.lower(), "group_idx": group}
+        event = BlockStored(block_hashes=[block_hash], token_ids=[], block_size=0, **where)
+        self.apply(rank, event)
         self.model(rank).locate(block_hash, (medium, group))
 
     @precondition(lambda self: any(model.copies for model in self.models.values()))
@@ -234,22 +212,21 @@ class IndexMachine(RuleBasedStateMachine):
     def remove_what_is_there(self, data: st.DataObject, times: int) -> None:
         rank = data.draw(st.sampled_from(sorted(r for r, m in self.models.items() if m.copies)))
         keys = sorted(self.models[rank].copies, key=repr)
-        block_hash, (medium, group) = data.draw(st.sampled_from(keys))
-        self.apply(
-            rank, BlockRemoved(block_hashes=[block_hash] * times, medium=medium, group_idx=group)
-        )
-        for _ in range(times):
-            self.models[rank].remove(block_hash, (medium, group))
+        block_hash, owner = data.draw(st.sampled_from(keys))
+        self.remove(rank, [block_hash] * times, owner)
 
     @precondition(lambda self: self.numbers)
-    @rule(number=ranks, data=st.data(), group=starts, medium=media)
-    def remove_anything(self, number: int, data: st.DataObject, group: int, medium: str) -> None:
-        rank = self.ranks[number % len(self.ranks)]
+    @rule(number=ranks, data=st.data(), owner=owners)
+    def remove_anything(self, number: int, data: st.DataObject, owner: Owner) -> None:
+        rank = self.rank(number)
         hashes = data.draw(st.lists(self.any_label(rank), min_size=1, max_size=4))
-        group %= len(RANKS[rank].windows)
+        self.remove(rank, hashes, (owner[0], owner[1] % len(RANKS[rank].windows)))
+
+    def remove(self, rank: Rank, hashes: list[BlockHash], owner: Owner) -> None:
+        medium, group = owner
         self.apply(rank, BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group))
         for block_hash in hashes:
-            self.model(rank).remove(block_hash, (medium, group))
+            self.model(rank).remove(block_hash, owner)
 
     def any_label(self, rank: Rank) -> st.SearchStrategy[BlockHash]:
         return st.integers(1, len(self.numbers) + 1).map(RANKS[rank].label)
@@ -294,9 +271,9 @@ class IndexMachine(RuleBasedStateMachine):
                 )
             except ConfigurationError:  # no rank has blocks of this size
                 match = self.index.match([])
-            for found in match:
-                before = best.get(found.rank, (0, {}))
-                best[found.rank] = max(before, (found.tokens, found.by_medium), key=lambda a: a[0])
+            for entry in match:
+                before = best.get(entry.rank, (0, {}))
+                best[entry.rank] = max(before, (entry.tokens, entry.by_medium), key=lambda a: a[0])
         return best
 
 
@@ -307,29 +284,29 @@ class ExactMachine(IndexMachine):
     def same_residents(self) -> None:
         assert list(self.index.ranks) == sorted(self.models)
         assert len(self.index) == sum(model.size() for model in self.models.values())
-        told = self.index.statistics()
+        statistics = self.index.statistics()
         for rank, model in self.models.items():
             tree = self.index.tree(rank)
-            found = {
+            resident = {
                 (block.block_hash, (block.medium, block.group_idx)): (block.copies, block.depth)
                 for block in tree.walk()
             }
-            assert found == {
+            assert resident == {
                 (h if isinstance(h, bytes) else h % 2**64, owner): held
                 for (h, owner), held in model.resident().items()
             }
             assert len(tree) == model.size()
-            assert told["ranks"][str(rank)]["orphans"] == len(model.held)
+            assert statistics["ranks"][str(rank)]["orphans"] == len(model.held)
 
     @invariant()
     def same_prefixes(self) -> None:
         if self.index.backend != "native":
             return
-        found = self.index.prefixes(10_000)
-        assert index_prefixes.told(found) == index_prefixes.expected(self.models)
-        assert (found.left_out, found.left_out_blocks) == (0, 0)
-        assert found.looked_at == len(found.nodes)
-        assert found.unique_blocks == sum(node.blocks for node in found.nodes)
+        walk = self.index.prefixes(10_000)
+        assert index_prefixes.shown(walk) == index_prefixes.expected(self.models)
+        assert (walk.left_out, walk.left_out_blocks) == (0, 0)
+        assert walk.looked_at == len(walk.nodes)
+        assert walk.unique_blocks == sum(node.blocks for node in walk.nodes)
 
     @invariant()
     def same_answers(self) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
-from threading import Barrier, Event
+from itertools import cycle
+from threading import Barrier
 from typing import Any
 
 import pytest
 
 from kvindex import DecodeError, EventBatch, Index, TokenError
 from kvindex.wire import encode_batch
-from tests.index.index_events import A, B, prompt, removed, stored, tokens
+from tests.index.index_events import A, B, apply_together, prompt, removed, stored, tokens
+from tests.live import PATIENCE, meanwhile
 
 pytestmark = pytest.mark.unit
 
@@ -21,60 +22,50 @@ READERS = 4
 LENGTH = 12
 
 
+def ask_in_threads(ask: Callable[[], object], times: int) -> None:
+    with ThreadPoolExecutor(READERS) as threads:
+        for asking in [threads.submit(ask) for _ in range(READERS * times)]:
+            asking.result(timeout=PATIENCE)
+
+
 def test_answers_during_changes_are_whole() -> None:
     index = Index()
-    index.apply(B, EventBatch(ts=0.0, events=[stored(*range(LENGTH))]))
-    grown = EventBatch(ts=0.0, events=[stored(*range(LENGTH))])
+    for rank in (A, B):
+        apply_together(index, rank, stored(*range(LENGTH)))
     cut = EventBatch(ts=0.0, events=[removed(*range(4, LENGTH))])
-    regrown = EventBatch(ts=0.0, events=[stored(*range(4, LENGTH))])
-    index.apply(A, grown)
-    start, done = Barrier(READERS + 1), Event()
+    grown = EventBatch(ts=0.0, events=[stored(*range(4, LENGTH))])
 
     def change() -> None:
-        start.wait()
-        for _ in range(300):
-            index.apply(A, cut)
-            index.apply(A, regrown)
-        done.set()
+        index.apply(A, cut)
+        index.apply(A, grown)
 
-    def ask() -> set[tuple[int, int]]:
-        start.wait()
-        answers = set()
-        while not done.is_set():
-            match = index.match(prompt(LENGTH))
-            answers.add((match[A].blocks, match[B].blocks))
-            assert len(index) in {4 + LENGTH, 2 * LENGTH}
-        return answers
+    def ask() -> None:
+        match = index.match(prompt(LENGTH))
+        assert match[A].blocks in {4, LENGTH}
+        assert match[B].blocks == LENGTH
+        assert len(index) in {4 + LENGTH, 2 * LENGTH}
 
-    with ThreadPoolExecutor(READERS + 1) as threads:
-        readers = [threads.submit(ask) for _ in range(READERS)]
-        threads.submit(change).result(timeout=30)
-        answers = set().union(*(reader.result(timeout=30) for reader in readers))
-    assert answers <= {(4, LENGTH), (LENGTH, LENGTH)}
+    with meanwhile(change):
+        ask_in_threads(ask, 500)
     index.check()
 
 
 def test_ranks_may_come_and_go_while_others_are_asked_for() -> None:
     index = Index()
-    index.apply(B, EventBatch(ts=0.0, events=[stored(0, 1)]))
-    start, done = Barrier(2), Event()
+    apply_together(index, B, stored(0, 1))
 
     def come_and_go() -> None:
-        start.wait()
-        for _ in range(500):
-            index.apply(A, EventBatch(ts=0.0, events=[stored(0, 1, 2)]))
-            index.remove(A)
-        done.set()
+        index.apply(A, EventBatch(ts=0.0, events=[stored(0, 1, 2)]))
+        index.remove(A)
 
-    with ThreadPoolExecutor(1) as threads:
-        going = threads.submit(come_and_go)
-        start.wait()
-        while not done.is_set():
-            match = index.match(prompt(3))
-            assert match[B].blocks == 2
-            assert A not in match or match[A].blocks in {0, 3}
-            assert set(index.ranks) <= {A, B}
-        going.result(timeout=30)
+    def ask() -> None:
+        match = index.match(prompt(3))
+        assert match[B].blocks == 2
+        assert A not in match or match[A].blocks in {0, 3}
+        assert set(index.ranks) <= {A, B}
+
+    with meanwhile(come_and_go):
+        ask_in_threads(ask, 500)
     index.check()
     assert index.ranks == (B,)
 
@@ -111,9 +102,8 @@ def test_long_payloads_and_prompts_of_many_threads_do_not_meet() -> None:
 @pytest.mark.parametrize("size", [40, 5_000])
 def test_a_list_that_another_thread_changes_is_read_as_it_is_or_refused(size: int) -> None:
     index = Index()
-    index.apply(A, EventBatch(0.0, [stored(*range(LENGTH))]))
+    apply_together(index, A, stored(*range(LENGTH)))
     shared: list[Any] = tokens(*range(size))
-    done = Event()
 
     def shrink() -> None:
         del shared[len(shared) // 3 :]
@@ -124,28 +114,16 @@ def test_a_list_that_another_thread_changes_is_read_as_it_is_or_refused(size: in
     def spoil() -> None:
         shared[-1:] = ["word", 2**70, None]
 
-    changes: list[Callable[[], None]] = [shrink, grow, shared.clear, grow, spoil, shrink, grow]
-
-    def change() -> None:
-        for turn in count():
-            if done.is_set():
-                return
-            changes[turn % len(changes)]()
+    changes = cycle([shrink, grow, shared.clear, grow, spoil, shrink, grow])
 
     def ask() -> None:
-        for _ in range(300):
-            try:
-                assert index.match(shared)[A].blocks in range(LENGTH + 1)
-            except TokenError:
-                pass
+        try:
+            assert index.match(shared)[A].blocks in range(LENGTH + 1)
+        except TokenError:
+            pass
 
-    with ThreadPoolExecutor(READERS + 1) as threads:
-        changing = threads.submit(change)
-        asking = [threads.submit(ask) for _ in range(READERS)]
-        for some in asking:
-            some.result(timeout=60)
-        done.set()
-        changing.result(timeout=30)
+    with meanwhile(lambda: next(changes)()):
+        ask_in_threads(ask, 300)
     assert index.match(prompt(LENGTH))[A].blocks == LENGTH
 
 

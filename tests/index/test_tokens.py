@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import UserDict, UserList
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -18,13 +18,14 @@ from kvindex.wire.errors import TokenError
 from tests.index.index_events import (
     A,
     B,
+    apply_together,
+    counts_of,
     index_of,
     matched,
     prompt,
     removed,
     restored,
     stored,
-    told,
 )
 
 pytestmark = pytest.mark.unit
@@ -68,17 +69,21 @@ def test_every_form_of_the_same_tokens_matches_alike(name: str) -> None:
     assert index.match(FORMS[name])[A].blocks == 3
 
 
+def test_arrays_of_numpy_match() -> None:
+    np = pytest.importorskip("numpy")
+    if TYPE_CHECKING:
+        import numpy as np
+    index = index_of(stored(0, 1, 2))
+    assert index.match(np.array(TOKENS))[A].blocks == 3
+    assert index.match(np.array(TOKENS, dtype=np.uint32))[A].blocks == 3
+
+
 def test_a_range_matches() -> None:
     index = index_of(stored(0, token_ids=list(range(5, 9))))
     assert index.match(range(5, 20))[A].blocks == 1
 
 
-@pytest.mark.parametrize("code", "iIlLqQ")
-def test_an_empty_buffer_matches_nothing(code: str) -> None:
-    assert index_of(stored(0)).match(array(code))[A].blocks == 0
-
-
-@pytest.mark.parametrize("empty", [[], (), range(0)], ids=repr)
+@pytest.mark.parametrize("empty", [[], (), range(0), *(array(code) for code in "iIlLqQ")], ids=repr)
 def test_an_empty_prompt_matches_nothing(empty: Any) -> None:
     assert index_of(stored(0)).match(empty)[A].blocks == 0
 
@@ -146,8 +151,8 @@ def test_text_is_a_token_once_a_rank_has_stored_such() -> None:
     index = index_of(stored(0))
     payload = encode([["BlockStored", [7], None, TEXT, 4, None]])
     index.apply(B, payload)
-    assert told(index, B)["stored_text"] == 1
-    assert told(index, A)["stored_text"] == 0
+    assert counts_of(index, B)["stored_text"] == 1
+    assert counts_of(index, A)["stored_text"] == 0
     assert index.match(TEXT)[B].blocks == 1
     index.apply(B, EventBatch(ts=0.0, events=[AllBlocksCleared()]))
     assert index.match(TEXT)[B].blocks == 0, "it still is an engine that tells text"
@@ -163,14 +168,14 @@ def test_text_in_a_typed_event_and_after_a_restart_from_a_snapshot() -> None:
 
 
 def test_text_can_always_be_asked_as_the_int_that_stands_for_it() -> None:
-    asked = [text_token("sha256:ab"), 2, 3, 4]
-    assert index_of(stored(0)).match(asked)[A].blocks == 0
-    assert index_of(stored(0, token_ids=TEXT)).match(asked)[A].blocks == 1
+    question = [text_token("sha256:ab"), 2, 3, 4]
+    assert index_of(stored(0)).match(question)[A].blocks == 0
+    assert index_of(stored(0, token_ids=TEXT)).match(question)[A].blocks == 1
 
 
 def test_large_tokens_that_stand_for_no_text_are_not_taken_for_it() -> None:
     index = index_of(stored(0, token_ids=[2**63, 2**62 - 1, 2**32, 1]))
-    assert told(index)["stored_text"] == 0
+    assert counts_of(index)["stored_text"] == 0
 
 
 class Counted(list[int]):
@@ -179,9 +184,9 @@ class Counted(list[int]):
     taken = 0
 
     def __getitem__(self, item: Any) -> Any:
-        found = super().__getitem__(item)
-        self.taken += len(found) if isinstance(item, slice) else 1
-        return found
+        items = super().__getitem__(item)
+        self.taken += len(items) if isinstance(item, slice) else 1
+        return items
 
 
 def test_a_short_match_neither_packs_nor_hashes_a_long_prompt(
@@ -202,20 +207,13 @@ def test_a_short_match_neither_packs_nor_hashes_a_long_prompt(
     assert long_prompt.taken <= 1_024
 
 
-def test_a_prompt_that_matches_nothing_costs_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = index_of(stored(1, parent=None))
-    long_prompt = Counted(prompt(4_000))
-    assert index.match(long_prompt)[A].blocks == 0
-    assert long_prompt.taken <= 1_024
-
-
-def test_a_hole_ends_the_walk() -> None:
-    index = index_of(stored(*range(1_000)))
-    holes = removed(*range(1, 1_000, 2))
-    index.apply(A, EventBatch(ts=0.0, events=[holes]))
-    long_prompt = Counted(prompt(1_000))
-    assert index.match(long_prompt)[A].blocks == 1
-    assert long_prompt.taken <= 1_024
+def test_a_prompt_that_meets_nothing_or_a_hole_is_not_read_further() -> None:
+    nothing, holes = index_of(stored(1, parent=None)), index_of(stored(*range(1_000)))
+    apply_together(holes, A, removed(*range(1, 1_000, 2)))
+    for index, blocks in ((nothing, 0), (holes, 1)):
+        long_prompt = Counted(prompt(4_000))
+        assert index.match(long_prompt)[A].blocks == blocks
+        assert long_prompt.taken <= 1_024
 
 
 def test_long_prompts_are_packed_across_chunks() -> None:

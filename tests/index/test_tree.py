@@ -7,14 +7,16 @@ from random import Random
 
 import pytest
 
-from kvindex import BACKEND, AllBlocksCleared, ConfigurationError, Index, Rank
+from kvindex import ConfigurationError, Index, Rank
 from kvindex.index import reference
+from kvindex.index.api import BaseIndex
 from kvindex.index.keys import Namespace
 from kvindex.index.reference.blocks import Block, Blocks, Budget, Place
 from kvindex.index.reference.keys import KeyMaker
 from kvindex.wire import Event
 from kvindex.wire.errors import InvariantError
-from tests.index.index_events import A, B, apply, index_of, prompt, removed, stored
+from tests.index.index_events import CLEAR, A, B, apply, index_of, prompt, removed, stored
+from tests.index.index_stories import Action, Scene, Story, cleared, counts, of, stories, totals
 
 pytestmark = pytest.mark.unit
 
@@ -83,47 +85,96 @@ def test_pruning_drops_what_nobody_holds() -> None:
     assert world.kept == (6, 6)
 
 
+def shape(runs: int, blocks: int) -> Action:
+    """Check the size of the tree; each block of the Python index is a run."""
+
+    def check(index: BaseIndex) -> None:
+        native = index.backend == "native"
+        totals(runs=runs if native else blocks, unique_blocks=blocks)(index)
+
+    return check
+
+
+SIX = stored(*range(6))
+SHAPES = {
+    "one prompt is one run however long": Story(
+        *(stored(block) for block in range(8)), shape(1, 8)
+    ),
+    "prompts split where they part and join when one goes": Story(
+        Scene(SIX, stored(7, 8, 9, parent=102), shape(2, 9)),
+        Scene(removed(7, 8, 9), shape(1, 6)),
+    ),
+    "owners split where they part and join when they agree": Story(
+        Scene(SIX, of(B, stored(0, 1, 2)), shape(2, 6)),
+        Scene(of(B, stored(3, 4, 5)), shape(1, 6)),
+        Scene(of(B, removed(3, 4, 5)), shape(2, 6), of(B, removed(0, 1, 2)), shape(1, 6)),
+    ),
+    "a hole splits in three and filling it joins again": Story(
+        Scene(SIX, removed(2), shape(3, 6), stored(2), shape(1, 6))
+    ),
+    "a hole keeps its place only while something is behind it": Story(
+        Scene(SIX, removed(*range(5)), shape(2, 6)),  # a run of holes and the last block
+        Scene(removed(5), shape(0, 0)),
+    ),
+    "blocks that are left out leave no run": Story(
+        Scene(SIX, stored(7, 8, parent=101), shape(1, 6)), max_blocks=6
+    ),
+}
+
+MUCH = Scene(
+    Scene(stored(0, 1, 2, 3), stored(2, medium="CPU"), stored(9, lora_name="l")),
+    Scene(stored(30, 31, parent=None, lora_name="l"), stored(1)),
+)
+NOTHING = Scene(totals(runs=0, unique_blocks=0, blocks=0, orphans=0))
+LEFT = {
+    "nothing is left after removals": Story(
+        Scene(MUCH, removed(0, 3, 2, 1), removed(2, medium="CPU"), removed(1)),
+        Scene(removed(31, 30, 9), NOTHING),
+    ),
+    "nothing is left after a clear of the device and a removal on the host": Story(
+        Scene(MUCH, CLEAR, removed(2, medium="CPU"), NOTHING)
+    ),
+    "nothing is left after the tree is cleared": Story(Scene(MUCH, cleared, NOTHING)),
+    "nothing is left after the rank is removed": Story(
+        Scene(MUCH, lambda index: index.remove(A), NOTHING)
+    ),
+}
+
+
+@stories(SHAPES | LEFT)
+def test_runs_follow_from_what_is_resident(story: Story, way: str) -> None:
+    story.run(way)
+
+
+def test_removals_in_any_order_leave_nothing() -> None:
+    for order in permutations(range(4)):
+        index = index_of(stored(0, 1, 2, 3))
+        apply(index, B, stored(0, 1), stored(7, 8, parent=101))
+        apply(index, A, *(removed(block) for block in order))
+        shape(2, 4)(index)
+
+
 def history(seed: int) -> list[tuple[Rank, Event]]:
-    """Stores of blocks 0…11 by two ranks, one removal of 5 and 6, in some order that is allowed."""
+    """Stores of blocks 0…11 and of a branch, in some order, and then a removal of 5 and 6."""
     random = Random(seed)
     cuts = sorted(random.sample(range(1, 12), 3))
     parts = list(zip([0, *cuts], [*cuts, 12], strict=True))
     events: list[tuple[Rank, Event]] = []
     for rank in (A, B):
-        random.shuffle(parts)
-        events += [(rank, stored(*range(*part))) for part in parts]
+        stores = [*(stored(*range(*part)) for part in parts), stored(20, 21, parent=102)]
+        random.shuffle(stores)
+        events += [(rank, event) for event in stores]
     return [*events, (A, removed(6, 5) if seed % 2 else removed(5, 6))]
 
 
 def test_the_runs_of_an_index_do_not_show_its_history() -> None:
-    shapes = set()
     for seed in range(20):
         index = Index()
         for rank, event in history(seed):
             apply(index, rank, event)
-        assert [rank_match.blocks for rank_match in index.match(prompt(12))] == [12, 5]
-        statistics = index.statistics()
-        shapes.add((statistics["runs"], statistics["unique_blocks"]))
-    assert shapes == {(3 if BACKEND == "native" else 12, 12)}
-
-
-@pytest.mark.parametrize("way", ["removals", "clear event", "clear tree", "remove rank"])
-def test_nothing_is_left_once_everything_is_gone(way: str) -> None:
-    index = index_of(stored(0, 1, 2, 3), stored(2, medium="CPU"), stored(9, lora_name="l"))
-    apply(index, A, stored(30, 31, parent=None, lora_name="l"), stored(1))
-    if way == "removals":
-        gone = [removed(0, 3, 2, 1), removed(2, medium="CPU"), removed(1), removed(31, 30, 9)]
-        apply(index, A, *gone)
-    elif way == "clear event":
-        apply(index, A, AllBlocksCleared(), removed(2, medium="CPU"))  # the host is not cleared
-    elif way == "clear tree":
-        index.tree(A).clear()
-    else:
-        index.remove(A)
-    index.check()
-    statistics = index.statistics()
-    assert (statistics["runs"], statistics["unique_blocks"], statistics["blocks"]) == (0, 0, 0)
-    assert (statistics["orphans"], len(index)) == (0, 0)
+        assert [entry.blocks for entry in index.match(prompt(12))] == [12, 5]
+        shape(4, 14)(index)
+        counts(orphans=0)(index)
 
 
 def test_no_namespace_is_left_once_everything_is_gone() -> None:

@@ -102,8 +102,8 @@ def test_the_example_takes_an_endpoint(name: str) -> None:
 
 def test_a_router_that_starts_again_replays_what_it_missed_and_notices_a_new_engine() -> None:
     out = run(ROOT / "examples" / "07_warm_restart.py")
-    found = re.findall(r"(\d+) batches replayed, (\d) restarts, complete (\w+)", out)
-    (first, *cold), (again, *warm), (_, *anew) = found
+    lives = re.findall(r"(\d+) batches replayed, (\d) restarts, complete (\w+)", out)
+    (first, *cold), (again, *warm), (_, *anew) = lives
     assert 0 < int(again) < int(first) / 5
     assert (cold, warm, anew) == (["0", "True"], ["0", "True"], ["1", "True"])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,22 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@contextmanager
+def joined(code: str, path: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose replica has joined; the code says "joined" first."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", JOIN + code, path]
+    with (
+        subprocess.Popen(
+            command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
+        ) as process,
+        ended_after(process),
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "joined\n"
+        yield process
+
+
 @needs_ring
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_process_that_does_not_close_its_replica_ends_well(ending: str, tmp_path: Path) -> None:
@@ -68,20 +86,10 @@ def test_a_replica_that_joined_anew_leaves_when_its_process_ends(
     path = str(tmp_path / "fanout")
     server = FanOut((), path)
     try:
-        with (
-            subprocess.Popen(
-                [sys.executable, "-c", JOIN + AGAIN, path],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            ) as process,
-            ended_after(process),
-        ):
-            assert process.stdout is not None
-            assert process.stdout.readline() == "joined\n"
+        with joined(AGAIN, path) as process:
             server.close()
             server = FanOut((), path)
+            assert process.stdout is not None
             assert process.stdout.readline() == "again\n"
             wait_until(lambda: server.statistics()["joined"] == 1, "the replica has joined anew")
             process.communicate("\n", timeout=PATIENCE)
@@ -122,18 +130,7 @@ print("fine")
 def test_a_replica_is_collected_inside_a_lock_that_its_thread_wants(tmp_path: Path) -> None:
     path = str(tmp_path / "fanout")
     with FanOut((), path) as server:
-        with (
-            subprocess.Popen(
-                [sys.executable, "-c", JOIN + COLLECTED, path],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            ) as process,
-            ended_after(process),
-        ):
-            assert process.stdout is not None
-            assert process.stdout.readline() == "joined\n"
+        with joined(COLLECTED, path) as process:
             server.close()
             out, err = process.communicate(timeout=PATIENCE)
         assert (process.returncode, out) == (0, "fine\n"), err

@@ -78,21 +78,13 @@ def test_no_argument_of_the_root_is_untyped(name: str) -> None:
     functions = [*public_functions(owner), *([owner.__init__] if inspect.isclass(owner) else ())]
     for function in functions:
         if inspect.isfunction(function) and function.__module__.startswith("kvindex"):
-            found = {key: hint for key, hint in hints(function).items() if key != "return"}
-            assert Any not in found.values(), function.__qualname__
+            named = {key: hint for key, hint in hints(function).items() if key != "return"}
+            assert Any not in named.values(), function.__qualname__
 
 
 def test_every_error_is_had_where_it_is_raised() -> None:
-    queue_errors = {
-        "PeerDiedError",
-        "QueueClosedError",
-        "QueueTimeoutError",
-        "ReaderDiedError",
-        "ReaderEvictedError",
-        "SegmentError",
-        "WaitCancelledError",
-        "WriterDiedError",
-    }
+    queue_errors = {"PeerDiedError", "QueueClosedError", "QueueTimeoutError", "ReaderDiedError"}
+    queue_errors |= {"ReaderEvictedError", "SegmentError", "WaitCancelledError", "WriterDiedError"}
     routing_errors = {"DuplicateBookingError", "NoCandidateError", "UnknownBookingError"}
     server_errors = {"EndpointRefusedError", "QueryError", "RegistrationError"}
     elsewhere = queue_errors | routing_errors | server_errors
@@ -124,6 +116,8 @@ def test_the_options_that_are_passed_on_are_those_of_the_receiver() -> None:
 
 
 @pytest.mark.parametrize("taker", [kvindex.connect, kvindex.Client, kvindex.EventStream])
-def test_an_option_that_nobody_has_is_refused(taker: Any) -> None:
+def test_an_option_or_a_value_that_does_not_exist_is_refused(taker: Any) -> None:
     with pytest.raises(TypeError, match="prob_interval"):
         taker((), prob_interval=1.0)
+    with pytest.raises(ValueError, match="on_loss"):
+        taker((), on_loss="drop")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from typing_extensions import Unpack, assert_type
@@ -45,6 +46,7 @@ from kvindex import (
     StreamItem,
     TokenError,
     TokenIds,
+    Trust,
     UnknownRankError,
     Worker,
     ZmqEventPublisher,
@@ -89,10 +91,15 @@ def tokens_held(client: Client, token_ids: TokenIds, **options: Unpack[MatchOpti
 def any_tokens(client: Client, index: Index) -> None:
     """Pass prompts as whatever holds integers."""
     data = array.array("i", [1, 2, 3])
+    sequence: Sequence[int] = (1, 2)
     for answer in (client.match([1, 2]), client.match(range(9)), client.match(data)):
+        assert_type(answer, Match)
+    for answer in (client.match(sequence), client.match((1, 2)), client.match(deque([1, 2]))):
         assert_type(answer, Match)
     assert_type(index.match(memoryview(data)), Match)
     assert_type(client.match_many([[1, 2], [3]]), list[Match])
+    trust = {Rank("a"): Trust(State.LIVE, True, 0)}
+    assert_type(index.match([1, 2], trust=trust), Match)
     for ending in client.explain([1, 2, 3]):
         assert_type(ending, RankExplanation)
     print(tokens_held(client, data, lora=3, block_size=16))
@@ -102,7 +109,12 @@ def mistakes(client: Client) -> None:
     connect(WORKERS, on_loss="forget")  # type: ignore[arg-type]
     connect(WORKERS, prob_interval=1.0)  # type: ignore[call-arg]
     client.match(5)  # type: ignore[arg-type]
+    client.match("text")  # type: ignore[arg-type]
+    client.match([1.0])  # type: ignore[arg-type]
+    client.match([[1]])  # type: ignore[arg-type]
     client.match([1], model="a")  # type: ignore[call-arg]
+    client.match_many([[1]], medium="GPU")  # type: ignore[call-arg]
+    EventStream(WORKERS, prob_interval=1.0)  # type: ignore[call-arg]
     tokens_held(client, [1], block_sise=16)  # type: ignore[call-arg]
 
 

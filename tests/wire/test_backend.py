@@ -51,21 +51,20 @@ def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [Unloadable(), *sys.meta_path])
 
 
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("wanted", [None, "", "native"])
-def test_native_runs_where_it_is_built(wanted: str | None) -> None:
-    assert choose_backend(wanted) == "native"
+CHOSEN = [
+    *[("built", wanted, "native") for wanted in (None, "", "native")],
+    *[("missing", wanted, "python") for wanted in (None, "", "python")],
+    ("unloadable", "python", "python"),  # which never loads the native module
+]
 
 
-@pytest.mark.usefixtures("unloadable")
-def test_python_wanted_never_loads_the_native_module() -> None:
-    assert choose_backend("python") == "python"
-
-
-@pytest.mark.usefixtures("missing")
-@pytest.mark.parametrize("wanted", [None, ""])
-def test_python_runs_where_native_was_not_built(wanted: str | None) -> None:
-    assert choose_backend(wanted) == "python"
+@pytest.mark.parametrize(("state", "wanted", "backend"), CHOSEN)
+def test_native_runs_where_it_is_built_unless_python_is_wanted(
+    state: str, wanted: str | None, backend: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(state)
+    assert choose_backend(wanted) == backend
+    assert (explain_fallback(wanted) == "") == (backend == "native" or wanted == "python")
 
 
 @pytest.mark.usefixtures("missing")
@@ -76,15 +75,13 @@ def test_native_wanted_but_missing_says_how_to_get_it() -> None:
 
 
 @pytest.mark.usefixtures("unloadable")
-def test_native_wanted_but_unloadable_says_why() -> None:
-    with pytest.raises(ImportError, match="undefined symbol: planted"):
-        choose_backend("native")
-
-
-@pytest.mark.usefixtures("unloadable")
 def test_a_module_that_cannot_be_loaded_is_not_passed_over_silently() -> None:
-    with pytest.warns(RuntimeWarning, match="undefined symbol: planted"):
+    reason = "undefined symbol: planted"
+    with pytest.raises(ImportError, match=reason):
+        choose_backend("native")
+    with pytest.warns(RuntimeWarning, match=reason):
         assert choose_backend(None) == "python"
+    assert reason in explain_fallback(None)
 
 
 @pytest.mark.parametrize("wanted", ["Native", "cython", " python"])
@@ -126,21 +123,6 @@ def test_sources_that_hide_an_installed_native_build_are_told(
     assert "pip install -e ." in reason
     built.unlink()  # a record of a file that is gone hides nothing
     assert "hide" not in explain_fallback("")
-
-
-@pytest.mark.usefixtures("unloadable")
-def test_a_module_that_cannot_be_loaded_is_told_with_the_reason() -> None:
-    assert "undefined symbol: planted" in explain_fallback(None)
-
-
-@pytest.mark.usefixtures("missing")
-def test_python_that_was_asked_for_needs_no_explanation() -> None:
-    assert explain_fallback("python") == ""
-
-
-@pytest.mark.usefixtures("built")
-def test_native_needs_no_explanation() -> None:
-    assert explain_fallback(None) == ""
 
 
 def not_installed(name: str) -> Installed:

@@ -82,43 +82,33 @@ def test_only_the_oldest_batches_lack_the_rank(name: str) -> None:
     assert len(raw(name, dp_rank=3)) == (2 if name in ("vllm-0.9.0", "sglang-0.4.6") else 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "gained"),
-    [
-        ("vllm-0.24.0", set()),
-        ("vllm-0.26.0", {"locality"}),
-        ("vllm-0.29.0", {"locality", "ownership"}),
-        ("vllm-0.30.0", {"locality", "ownership", "session_id"}),
-        ("vllm-0.33.0", {"locality", "ownership", "session_id", "lookahead_token_ids"}),
-    ],
-)
-def test_vllm_maps_gain_fields_by_version(name: str, gained: set[str]) -> None:
-    base = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"}
-    base |= {"medium", "lora_name"}
-    kinds = {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}
-    _, events, _ = raw(name, STORED, BARE, REMOVED, BARE_REMOVED)
-    assert events[0].keys() == base | kinds | gained
-    assert events[1].keys() == base
-    removed = {"type", "block_hashes", "medium", "group_idx"} | (gained & {"locality", "ownership"})
-    assert events[2].keys() == removed
-    assert events[3].keys() == {"type", "block_hashes", "medium"}
+BASE = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"}
+REMOVAL = {"type", "block_hashes", "medium"}
+VLLM = {"medium", "lora_name"}  # in every store
+KINDS = {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}
+GAINED: dict[str, set[str]] = {
+    "vllm-0.24.0": set(),
+    "vllm-0.26.0": {"locality"},
+    "vllm-0.29.0": {"locality", "ownership"},
+    "vllm-0.30.0": {"locality", "ownership", "session_id"},
+    "vllm-0.33.0": {"locality", "ownership", "session_id", "lookahead_token_ids"},
+    "sglang-0.5.20": set(),
+    "sglang-0.5.22": {"lora_name"},
+    "sglang-0.5.23": {"lora_name"},
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "gained"),
-    [
-        ("sglang-0.5.20", set()),
-        ("sglang-0.5.22", {"lora_name"}),
-        ("sglang-0.5.23", {"lora_name"}),
-    ],
-)
-def test_sglang_maps_gain_fields_by_version(name: str, gained: set[str]) -> None:
-    base = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"}
+@pytest.mark.parametrize("name", GAINED)
+def test_maps_gain_fields_by_version(name: str) -> None:
+    gained = GAINED[name]
     _, events, _ = raw(name, STORED, BARE, REMOVED, BARE_REMOVED)
-    assert events[0].keys() == base | {"medium", "cache_salt", "session_id"} | gained
-    assert events[1].keys() == base
-    assert events[2].keys() == {"type", "block_hashes", "medium"}
-    assert events[3].keys() == {"type", "block_hashes"}
+    keys = [event.keys() for event in events]
+    if name.startswith("vllm"):
+        removed = REMOVAL | {"group_idx"} | (gained & {"locality", "ownership"})
+        assert keys == [BASE | VLLM | KINDS | gained, BASE | VLLM, removed, REMOVAL]
+    else:
+        salted = BASE | {"medium", "cache_salt", "session_id"} | gained
+        assert keys == [salted, BASE, REMOVAL, REMOVAL - {"medium"}]
 
 
 def test_sglang_0_5_18_puts_the_salt_into_a_map_after_the_fields() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,13 +21,12 @@ from kvindex.wire import (
     parse_live,
     parse_replay,
     parse_replay_request,
-    read_recording,
 )
 from kvindex.wire.errors import DecodeError
+from tests.captures import live_payloads
 
 pytestmark = pytest.mark.property
 
-CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 NAMES = ["sglang-0.5.12-eagle", "sglang-0.5.23", "vllm-0.20.0", "vllm-0.33.0", "vllm-0.12.0-bytes"]
 
 FIELDS = [
@@ -90,11 +88,7 @@ def real_payloads() -> tuple[bytes, ...]:
     """A few short payloads of each recording."""
     chosen: list[bytes] = []
     for name in NAMES:
-        messages = read_recording(CAPTURES / f"{name}.frames")
-        live = [parse_live(message.frames) for message in messages if message.kind == "live"]
-        short = sorted(
-            {frame.payload for frame in live}, key=lambda payload: (len(payload), payload)
-        )
+        short = sorted(set(live_payloads(name)), key=lambda payload: (len(payload), payload))
         chosen += short[:: max(1, len(short) // 6)][:6]
     return tuple(chosen)
 

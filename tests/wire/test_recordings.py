@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,15 +17,13 @@ from kvindex.wire import (
     decode_batch,
     dialect,
     encode_batch,
-    parse_live,
     parse_replay,
     read_recording,
 )
 from kvindex.wire.quirks import is_content_hash, is_root_parent
+from tests.captures import CAPTURES, NAMES, live_payloads, truth
 
 pytestmark = pytest.mark.conformance
-
-CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 
 DIALECT_OF = {
     "sglang-0.4.10": "sglang-0.4.8",
@@ -56,14 +51,6 @@ every_recording = pytest.mark.parametrize("name", DIALECT_OF)
 
 
 @cache
-def live_payloads(name: str) -> tuple[bytes, ...]:
-    messages = read_recording(CAPTURES / f"{name}.frames")
-    frames = [parse_live(message.frames) for message in messages if message.kind == "live"]
-    assert [frame.seq for frame in frames] == list(range(len(frames)))
-    return tuple(frame.payload for frame in frames)
-
-
-@cache
 def batches(name: str) -> tuple[EventBatch, ...]:
     return tuple(map(decode_batch, live_payloads(name)))
 
@@ -80,18 +67,12 @@ def stores(name: str) -> Iterator[BlockStored]:
                 yield event
 
 
-@cache
-def truth(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((CAPTURES / f"{name}.json").read_text())
-    return loaded
-
-
 def block_size_of(name: str) -> int:
     return int(truth(name)["block_size" if "block_size" in truth(name) else "page_size"])
 
 
 def test_no_recording_is_left_out() -> None:
-    assert {path.stem for path in CAPTURES.glob("*.frames")} == set(DIALECT_OF)
+    assert sorted(DIALECT_OF) == NAMES
 
 
 @every_recording
