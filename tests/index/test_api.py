@@ -462,7 +462,7 @@ def test_statistics_count_by_reason() -> None:
     assert [statistics["ranks"]["a/0"][name] for name in counted] == [3, 1, 1, 1, 1, 1]
     group = {
         "kind": "full_attention",
-        "told": False,
+        "known": False,
         "sliding_window": None,
         "attention_chunk_size": None,
         "block_size": SIZE,

@@ -163,7 +163,7 @@ def test_groups_are_learned_from_the_events() -> None:
     index = hybrid()
     assert told(index)["groups"]["1"] == {
         "kind": "sliding_window",
-        "told": True,
+        "known": True,
         "sliding_window": SIZE + 1,
         "attention_chunk_size": None,
         "block_size": SIZE,
@@ -205,7 +205,7 @@ def test_untold_groups_are_answered_by_the_one_that_reaches_furthest_and_flagged
     apply(index, A, removed(0, 1, group_idx=1))
     found = index.match(prompt(6))[A]
     assert (found.blocks, found.upper_bound) == (6, True)
-    assert not told(index)["groups"]["1"]["told"]
+    assert not told(index)["groups"]["1"]["known"]
     assert "groups={...}" in told(index)["advice"][0]
     index.configure(A, CacheSettings(groups={0: FULL, 1: window(SIZE + 1)}))
     found = index.match(prompt(6))[A]
