@@ -27,14 +27,11 @@ class Prediction(NamedTuple):
 
 
 class Predictions:
-    """The blocks that ranks were sent a moment ago.
+    """The blocks of prompts that were sent to ranks a moment ago.
 
     They lie in an index of their own, apart from the blocks that events reported. A prediction
-    lasts from the booking until so many seconds after its first token (by then, the engine's event
-    must have come), or until the booking is cancelled.
-
-    Args:
-        seconds: how long after the first token.
+    lasts from the booking until so many `seconds` after its first token (by then, the engine must
+    have sent its event), or until the booking is cancelled.
 
     Thread safety: a router calls it under its lock.
     """
@@ -53,7 +50,7 @@ class Predictions:
         None if there is no whole block.
 
         Raises:
-            TokenError: one of the tokens is none; an index checks only the tokens that it needs.
+            TokenError: a token is none; an index checks only the tokens that it needs.
         """
         blocks = len(request.token_ids) // block_size
         if not blocks:

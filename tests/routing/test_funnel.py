@@ -61,7 +61,7 @@ def test_what_another_rank_holds_is_attainable_though_not_chosen() -> None:
     [
         (HELD, ""),
         (HELD - 10, ""),  # less than a fifth: nothing to worry about
-        (None, "does not say how many tokens it found cached"),
+        (None, "does not report how many tokens it found cached"),
         (0, "finds nothing cached"),
         (BLOCK, "finds less than its events reported"),
         (10 * BLOCK, "finds what other ranks hold"),

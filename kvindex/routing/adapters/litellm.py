@@ -13,7 +13,12 @@ from typing import Any, TypeAlias
 from litellm.integrations.custom_logger import CustomLogger
 
 from kvindex.routing import Router, reads_cache
-from kvindex.routing.adapters.litellm_calls import CallId, booking_of, cancel_with, tell_first_token
+from kvindex.routing.adapters.litellm_calls import (
+    CallId,
+    booking_of,
+    cancel_with,
+    report_first_token,
+)
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_ranks
@@ -34,19 +39,18 @@ class KVAwareCallback(CustomLogger):
 
     Where a request's tokens or a deployment's ranks are unknown, LiteLLM chooses among all.
     `counts` has the reason: "no tokens", or the error's name; the first of each is logged. It also
-    counts the "routed" requests and, of these, the "overruled": LiteLLM sent them elsewhere in the
-    end.
+    counts the "routed" requests and, of these, the "overruled", which LiteLLM sent elsewhere.
 
-    A booking ends when the answer is whole, or the attempt fails. LiteLLM reports no call
-    that is cancelled or stream that is left: that booking ends when Python frees the call.
+    A booking ends when the answer is whole, or the attempt fails. LiteLLM does not report calls
+    that are cancelled and streams that are left: their bookings end when Python frees the call.
 
     Args:
         router: chooses among the ranks.
-        tokenize: gets the request as LiteLLM has it: "model" (the group's name), "messages", and
-            more if the request has it, such as "tools". Where it returns None, LiteLLM chooses.
+        tokenize: receives the request as LiteLLM has it: "model" (the group's name), "messages",
+            and options such as "tools". Where it returns None, LiteLLM chooses.
         ranks: the worker or rank of a deployment, by the deployment's id.
 
-    Thread safety: of one event loop. LiteLLM asks it in asynchronous calls only.
+    Thread safety: of one event loop; LiteLLM calls it in asynchronous calls only.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class KVAwareCallback(CustomLogger):
         super().__init__()
         self.router = router
         self.counts: Counter[str] = Counter()
-        self.number = id(self)  # LiteLLM takes loggers whose numbers are equal for one
+        self.number = id(self)  # LiteLLM keeps only one of several loggers with equal fields
         self._tokenize = tokenize
         self._names = dict(ranks or {})
 
@@ -96,7 +100,7 @@ class KVAwareCallback(CustomLogger):
             self.counts["overruled"] += 1
             return booking.cancel()
         if kwargs.get("stream"):
-            tell_first_token(kwargs["litellm_logging_obj"], booking)
+            report_first_token(kwargs["litellm_logging_obj"], booking)
         if len(ranks) == 1:
             return None
         header = {"X-data-parallel-rank": str(booking.rank.dp_rank - ranks[0].dp_rank)}
@@ -105,7 +109,7 @@ class KVAwareCallback(CustomLogger):
     async def async_post_call_success_deployment_hook(
         self, request_data: Any, response: Any, call_type: Any
     ) -> None:
-        """End the booking of an answer that came in one piece."""
+        """End the booking of an answer in one piece."""
         self._end(request_data, response)
 
     async def async_post_call_failure_deployment_hook(self, request_data: Any, *_: Any) -> None:
@@ -149,9 +153,9 @@ class KVAwareCallback(CustomLogger):
         booking = booking_of(request, self.router)
         if booking is not None and answer is not None:
             details = getattr(getattr(answer, "usage", None), "prompt_tokens_details", None)
-            asked = {**request, **(request.get("optional_params") or {})}
+            options = {**request, **(request.get("optional_params") or {})}
             # Of several answers vLLM reports the last one's hit: the blocks of the first.
-            one = asked.get("n") in (None, 1)
-            booking.finish(getattr(details, "cached_tokens", None) if one else None)
+            is_single = options.get("n") in (None, 1)
+            booking.finish(getattr(details, "cached_tokens", None) if is_single else None)
         elif booking is not None:
             booking.cancel()

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvindex.routing import Booking, Router, UnknownBookingError
 
-__all__ = ["CallId", "booking_of", "cancel_with", "tell_first_token"]
+__all__ = ["CallId", "booking_of", "cancel_with", "report_first_token"]
 
 
 class CallId(str):
@@ -42,12 +42,12 @@ def _cancel_soon(loop: asyncio.AbstractEventLoop, booking: Booking) -> None:
         loop.call_soon_threadsafe(booking.cancel)
 
 
-def tell_first_token(call: Any, booking: Booking) -> None:
+def report_first_token(call: Any, booking: Booking) -> None:
     """Make LiteLLM's record of a call notify a booking of the stream's first chunk."""
-    tell, itself = type(call).update_completion_start_time, weakref.proxy(call)
+    update, record = type(call).update_completion_start_time, weakref.proxy(call)
 
-    def told(completion_start_time: Any) -> None:
+    def report(completion_start_time: Any) -> None:
         booking.first_token()
-        tell(itself, completion_start_time)
+        update(record, completion_start_time)
 
-    call.update_completion_start_time = told
+    call.update_completion_start_time = report
