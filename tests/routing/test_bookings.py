@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from kvindex import Rank
 from kvindex.routing import Booking, Load, NoCandidateError, Router, Stage
 from tests.examples import examples
-from tests.routing.routing_fleet import BLOCK, PROMPT, Clock, fleet, hold
+from tests.routing.fleet import BLOCK, PROMPT, Clock, fleet, hold
 
 pytestmark = pytest.mark.property
 
