@@ -98,7 +98,7 @@ class Booking:
 
     def first_token(self) -> None:
         """Report the first token: the prefill is done. Idempotent."""
-        self._bookings.first_token(self)
+        self._bookings.report(self, self._bookings.end_prefill)
 
     def output(self, tokens: int = 1) -> None:
         """Report that so many more tokens were generated; the first of them ends the prefill.
@@ -109,7 +109,7 @@ class Booking:
         count = _token_count(tokens)
         if count is None:
             raise ConfigurationError(f"output of {tokens!r} tokens; give a number from 0")
-        self._bookings.output(self, count)
+        self._bookings.report(self, self._bookings.add_output, count)
 
     def finish(self, cached_tokens: int | None = None) -> None:
         """Release the load: the request has its answer. Idempotent.
@@ -123,13 +123,13 @@ class Booking:
                 all the same.
         """
         count = _token_count(cached_tokens)
-        self._bookings.end(self, Stage.FINISHED, count)
+        self._bookings.report(self, self._bookings.end, Stage.FINISHED, count)
         if count is None and cached_tokens is not None:
             raise ConfigurationError(f"cached_tokens is {cached_tokens!r}; give a number from 0")
 
     def cancel(self) -> None:
         """Release the load: the request ends without an answer. Idempotent."""
-        self._bookings.end(self, Stage.CANCELLED)
+        self._bookings.report(self, self._bookings.end, Stage.CANCELLED, None)
 
     def __enter__(self) -> Booking:
         return self
@@ -169,7 +169,7 @@ class Bookings:
         clock: returns monotonic seconds.
         expires_after: seconds without a report after which a booking expires.
 
-    Thread safety: `first_token`, `output` and `end` from any thread; the rest under the lock.
+    Thread safety: any thread may call `report`; the rest runs under the lock.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Bookings:
             oldest = next(iter(self._open.values()))
             if now - oldest._touched_at < self._expires_after:
                 break
-            self._end(oldest, Stage.EXPIRED, None, now)
+            self.end(oldest, now, Stage.EXPIRED, None)
         if self._predictions is not None:
             self._predictions.expire(now)
 
@@ -254,46 +254,21 @@ class Bookings:
         ended = {str(stage): count for stage, count in self._ended.items()}
         return {"open": len(self._open), **ended, "late": self._late}
 
-    def first_token(self, booking: Booking) -> None:
-        """See `Booking.first_token`."""
+    def report(self, booking: Booking, change: Callable[..., None], *details: Any) -> None:
+        """Call `change(booking, now, *details)` if the booking is open."""
         with self._lock:
             now = self._clock()
-            if self._note_report(booking, now):
-                self._end_prefill(booking, now)
-
-    def output(self, booking: Booking, tokens: int) -> None:
-        """See `Booking.output`."""
-        with self._lock:
-            now = self._clock()
-            if not self._note_report(booking, now):
+            if self._open.get(booking.request_id) is not booking:
+                self._late += booking.stage is Stage.EXPIRED
                 return
-            if tokens:
-                self._end_prefill(booking, now)
-            booking.output_tokens += tokens
-            load, blocks = booking._load, _blocks(booking)
-            if blocks != load.decode_blocks:
-                self._count(booking, load._replace(decode_blocks=blocks), now)
-
-    def end(self, booking: Booking, stage: Stage, cached_tokens: int | None = None) -> None:
-        """See `Booking.finish` and `Booking.cancel`."""
-        with self._lock:
-            now = self._clock()
-            if self._note_report(booking, now):
-                self._end(booking, stage, cached_tokens, now)
+            booking._touched_at = now
+            self._open.move_to_end(booking.request_id)
+            change(booking, now, *details)
 
     def _new_id(self) -> str:
         while (request_id := f"kvindex-{next(self._numbers)}") in self._open:
             pass
         return request_id
-
-    def _note_report(self, booking: Booking, now: float) -> bool:
-        """Note a report on a booking; return whether it is open."""
-        if self._open.get(booking.request_id) is not booking:
-            self._late += booking.stage is Stage.EXPIRED
-            return False
-        booking._touched_at = now
-        self._open.move_to_end(booking.request_id)
-        return True
 
     def _count(self, booking: Booking, load: Load, now: float) -> None:
         """Set a booking's load on the board: all of it or, interrupted, nothing."""
@@ -305,7 +280,8 @@ class Bookings:
             booking._load = before
             raise
 
-    def _end_prefill(self, booking: Booking, now: float) -> None:
+    def end_prefill(self, booking: Booking, now: float) -> None:
+        """Release a booking's queued tokens, at its first token."""
         if booking.stage is not Stage.CHOSEN:
             return
         self._count(booking, booking._load._replace(queued_tokens=0), now)
@@ -313,7 +289,17 @@ class Bookings:
         self.rate.measure(booking.decision.work_ahead, now - booking._booked_at)
         self._end_prediction(booking, now, at_once=False)
 
-    def _end(self, booking: Booking, stage: Stage, cached_tokens: int | None, now: float) -> None:
+    def add_output(self, booking: Booking, now: float, tokens: int) -> None:
+        """Count the blocks of more generated tokens."""
+        if tokens:
+            self.end_prefill(booking, now)
+        booking.output_tokens += tokens
+        load, blocks = booking._load, _blocks(booking)
+        if blocks != load.decode_blocks:
+            self._count(booking, load._replace(decode_blocks=blocks), now)
+
+    def end(self, booking: Booking, now: float, stage: Stage, cached_tokens: int | None) -> None:
+        """Release a booking's load, and count how it ended."""
         self._count(booking, _NOTHING, now)
         self._end_prediction(booking, now, at_once=stage is not Stage.FINISHED)
         booking.stage = stage

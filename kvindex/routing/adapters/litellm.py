@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,13 +14,7 @@ from typing import Any, TypeAlias
 
 from litellm.integrations.custom_logger import CustomLogger
 
-from kvindex.routing import Router, reads_cache
-from kvindex.routing.adapters.litellm_calls import (
-    CallId,
-    booking_of,
-    cancel_with,
-    report_first_token,
-)
+from kvindex.routing import Booking, Router, UnknownBookingError, reads_cache
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_ranks
@@ -91,7 +87,7 @@ class KVAwareCallback(CustomLogger):
 
     async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> Any:
         """Send the engine its rank, and report the first token to the booking."""
-        if (booking := booking_of(kwargs, self.router)) is None:
+        if (booking := _booking_of(kwargs, self.router)) is None:
             return None
         ranks: list[Rank] = []
         with suppress(UnknownRankError):  # the rank has left the index
@@ -100,7 +96,7 @@ class KVAwareCallback(CustomLogger):
             self.counts["overruled"] += 1
             return booking.cancel()
         if kwargs.get("stream"):
-            report_first_token(kwargs["litellm_logging_obj"], booking)
+            _report_first_token(kwargs["litellm_logging_obj"], booking)
         if len(ranks) == 1:
             return None
         header = {"X-data-parallel-rank": str(booking.rank.dp_rank - ranks[0].dp_rank)}
@@ -135,7 +131,7 @@ class KVAwareCallback(CustomLogger):
 
     def _book(self, token_ids: Any, request: dict[str, Any], ranks: set[Rank]) -> Rank:
         body = {**request, **(request.get("extra_body") or {})}
-        call_id = CallId(request.get("litellm_call_id") or uuid.uuid4())
+        call_id = _CallId(request.get("litellm_call_id") or uuid.uuid4())
         booking = self.router.reserve(
             token_ids,
             request_id=str(call_id),
@@ -144,13 +140,13 @@ class KVAwareCallback(CustomLogger):
             ranks=None if len(ranks) == len(self.router.ranks) else ranks,
         )
         request["litellm_call_id"] = call_id
-        cancel_with(call_id, booking)
+        _cancel_with(call_id, booking)
         self.counts["routed"] += 1
         return booking.rank
 
     def _end(self, request: Mapping[str, Any], answer: Any = None) -> None:
         """Finish a request's booking if it is open; cancel it if there is no answer."""
-        booking = booking_of(request, self.router)
+        booking = _booking_of(request, self.router)
         if booking is not None and answer is not None:
             details = getattr(getattr(answer, "usage", None), "prompt_tokens_details", None)
             options = {**request, **(request.get("optional_params") or {})}
@@ -159,3 +155,43 @@ class KVAwareCallback(CustomLogger):
             booking.finish(getattr(details, "cached_tokens", None) if is_single else None)
         elif booking is not None:
             booking.cancel()
+
+
+# LiteLLM has no hooks for the beginning of a stream, and for the end of an abandoned call.
+
+
+class _CallId(str):
+    """LiteLLM's id of a call. Only the call holds it, so Python frees it with the call."""
+
+
+def _booking_of(request: Mapping[str, Any], router: Router) -> Booking | None:
+    """Return the open booking of a call; None if it has none."""
+    with suppress(UnknownBookingError):
+        return router.booking(request.get("litellm_call_id") or "")
+    return None
+
+
+def _cancel_with(call_id: _CallId, booking: Booking) -> None:
+    """Cancel a booking when its call is freed: if it was cancelled, or its stream left.
+
+    Python frees some calls at once, and others when it next collects garbage, even in the middle
+    of the router's own work. So the event loop cancels later, and not this call at once.
+    """
+    finalizer = weakref.finalize(call_id, _cancel_soon, asyncio.get_running_loop(), booking)
+    finalizer.atexit = False
+
+
+def _cancel_soon(loop: asyncio.AbstractEventLoop, booking: Booking) -> None:
+    with suppress(RuntimeError):  # the loop is closed: the booking expires
+        loop.call_soon_threadsafe(booking.cancel)
+
+
+def _report_first_token(call: Any, booking: Booking) -> None:
+    """Make LiteLLM's record of a call notify a booking of the stream's first chunk."""
+    update, record = type(call).update_completion_start_time, weakref.proxy(call)
+
+    def report(completion_start_time: Any) -> None:
+        booking.first_token()
+        update(record, completion_start_time)
+
+    call.update_completion_start_time = report
