@@ -35,10 +35,11 @@ if importlib.util.find_spec("ray") is not None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let Ray warn of itself, which is no error of ours."""
+    """Let other packages warn of themselves, which is no error of ours."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.name.startswith("test_ray"):
-            item.add_marker(pytest.mark.filterwarnings("default"))
+        if item.path.parent == Path(__file__).parent:
+            action = "default" if item.path.name.startswith("test_ray") else "ignore"
+            item.add_marker(pytest.mark.filterwarnings(action))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,10 +20,7 @@ from kvindex.routing.adapters.litellm import KVAwareCallback
 from tests.routing.adapters.litellm_fleet import HELD, PROMPT, Fleet
 from tests.routing.adapters.loop import until
 
-pytestmark = [
-    pytest.mark.adapter,
-    pytest.mark.filterwarnings("ignore"),
-]  # of LiteLLM and what it imports
+pytestmark = pytest.mark.adapter
 
 Start = Callable[..., Awaitable[Fleet]]
 

@@ -26,10 +26,7 @@ from tests.routing.adapters.litellm_fleet import Fleet, chat, deployment, serve
 from tests.routing.adapters.loop import run, until
 from tests.routing.adapters.openai_server import Server, tokens_of
 
-pytestmark = [
-    pytest.mark.adapter,
-    pytest.mark.filterwarnings("ignore"),
-]  # of LiteLLM and what it imports
+pytestmark = pytest.mark.adapter
 
 HANDLERS = """
 from tests.routing.adapters import test_litellm_proxy

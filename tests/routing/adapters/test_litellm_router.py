@@ -18,10 +18,7 @@ from kvindex import Rank
 from tests.routing.adapters.litellm_fleet import HELD, Fleet, deployment
 from tests.routing.adapters.openai_server import tokens_of
 
-pytestmark = [
-    pytest.mark.adapter,
-    pytest.mark.filterwarnings("ignore"),
-]  # of LiteLLM and what it imports
+pytestmark = pytest.mark.adapter
 
 Start = Callable[..., Awaitable[Fleet]]
 

@@ -1,4 +1,4 @@
-"""Ray's own `KVTokenTracker`, unchanged, over kvindex's `SelectionService`: no cluster needed."""
+"""Ray's own `KVAwareRouter` and its `KVTokenTracker`, unchanged, over our `SelectionService`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ import pytest
 
 pytest.importorskip("ray", reason="needs kvindex[ray]")
 
+from ray import serve
 from ray.llm._internal.serve.routing_policies.kv_aware.kv_token_tracker import (
     KVTokenTracker,
     get_worker_id,
 )
+from ray.serve.config import RequestRouterConfig
 
 from kvindex import Rank
 from kvindex.routing import Load
 from kvindex.routing.adapters.ray_llm import SelectionService, install
 from kvindex.testing import FakeEngine
-from tests.live import PATIENCE
+from tests.live import PATIENCE, until
+from tests.routing.adapters import ray_llm_apps
 from tests.routing.adapters.ray_llm_apps import events_of, kv_event_metadata
 from tests.routing.adapters.traffic import BLOCKS, REQUESTS, in_turn
 
 pytestmark = pytest.mark.adapter
 
 PROMPT = list(range(100))
+KV_AWARE_ROUTER = "ray.llm._internal.serve.routing_policies.kv_aware.kv_aware_router.KVAwareRouter"
 
 
 class Ingress:
@@ -247,3 +251,46 @@ def test_ranks_without_an_endpoint_follow_at_the_next_ports() -> None:
         for rank in range(3)
     ]
     service.close()
+
+
+def test_rays_router_finds_more_than_turns_do_and_every_ingress_has_all_load_back(
+    cluster: None,
+) -> None:
+    """In a real cluster: two ingresses, two replicas."""
+    pytest.importorskip("pyarrow", reason="Ray's KVAwareRouter needs it")
+    server = serve.deployment(ray_llm_apps.LLMServer).options(
+        num_replicas=2,
+        ray_actor_options={"num_cpus": 0},
+        request_router_config=RequestRouterConfig(
+            request_router_class=KV_AWARE_ROUTER, request_routing_stats_period_s=0.1
+        ),
+        graceful_shutdown_timeout_s=0.1,
+    )
+    ingress = serve.deployment(ray_llm_apps.Ingress).options(
+        name="LLMRouter",
+        num_replicas=2,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=0.1,
+    )
+    handle: Any = serve.run(ingress.bind(server.bind()), name="llm", route_prefix=None)
+
+    def states() -> list[dict[str, Any]]:
+        results: list[dict[str, Any]] = handle.broadcast("state").results(timeout_s=PATIENCE)
+        return results
+
+    until(lambda: [state["live"] for state in states()] == [2, 2])
+    hits = tokens = 0
+    for request in REQUESTS:
+        served = handle.remote(list(request.token_ids), list(request.new_tokens))
+        hit_tokens, prompt_tokens = served.result(timeout_s=PATIENCE)
+        hits, tokens = hits + hit_tokens, tokens + prompt_tokens
+    hit_rate = hits / tokens
+    print(f"hit rate {hit_rate:.3f}, in turn {in_turn():.3f}")
+    assert hit_rate > in_turn() + 0.03
+    until(lambda: [state["busy"] for state in states()] == [0, 0])
+    for state in states():
+        assert state["service"] == "kvindex.routing.adapters.ray_llm"
+        assert state["bookings"]["finished"] + state["bookings"]["cancelled"] > 0
+    # Each of them has booked what it chose itself, and what the other one chose.
+    assert sum(state["bookings"]["finished"] for state in states()) > len(REQUESTS)
+    serve.delete("llm")
