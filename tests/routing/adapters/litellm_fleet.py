@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import litellm
@@ -77,6 +77,10 @@ class Fleet:
         await until(lambda: "open" not in self.bookings())
         assert all(self.router.load(rank) == (0, 0, 0) for rank in self.client.ranks)
         assert self.bookings() == ended
+
+
+Start = Callable[..., Awaitable[Fleet]]
+"""The fixture `start`: `start` below, without its stack."""
 
 
 async def serve(stack: contextlib.AsyncExitStack, size: int, **server: Any) -> Any:

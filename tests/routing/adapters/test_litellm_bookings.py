@@ -17,12 +17,10 @@ import openai
 
 from kvindex.routing import Router
 from kvindex.routing.adapters.litellm import KVAwareCallback
-from tests.routing.adapters.litellm_fleet import HELD, PROMPT, Fleet
+from tests.routing.adapters.litellm_fleet import HELD, PROMPT, Fleet, Start
 from tests.routing.adapters.loop import until
 
 pytestmark = pytest.mark.adapter
-
-Start = Callable[..., Awaitable[Fleet]]
 
 
 async def test_the_cached_tokens_that_engines_report_reach_the_funnel(start: Start) -> None:

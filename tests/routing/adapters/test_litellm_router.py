@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,12 +15,10 @@ import litellm
 from litellm.integrations.custom_logger import CustomLogger
 
 from kvindex import Rank
-from tests.routing.adapters.litellm_fleet import HELD, Fleet, deployment
+from tests.routing.adapters.litellm_fleet import HELD, Fleet, Start, deployment
 from tests.routing.adapters.openai_server import tokens_of
 
 pytestmark = pytest.mark.adapter
-
-Start = Callable[..., Awaitable[Fleet]]
 
 
 async def test_a_request_goes_to_the_deployment_that_holds_its_prompt(start: Start) -> None:
