@@ -163,14 +163,14 @@ def choose_in_python(
     given = 0.0
     for row in rows:  # sum() rounds otherwise than C++ does, from Python 3.12 on
         given += loads.given[row]
-    mean = given / len(rows) if 0.0 < given < math.inf else math.inf
+    mean = given / len(rows) if 0.0 < given < math.inf else 0.0  # 0 too where it underflows
     costs[:] = array("d", [math.inf]) * len(usable)
     order, kept, attainable = {}, [], 0
     for row in rows:
         device, host, tokens = hits.device[row], hits.host[row], hits.tokens[row]
         credited = weights.device * device + weights.host * (host - device)
         credited += weights.storage * (tokens - host)
-        churned = weights.churn * max(0.0, loads.given[row] / mean - 1.0)
+        churned = weights.churn * max(0.0, loads.given[row] / mean - 1.0) if mean > 0.0 else 0.0
         missing = (price + churned) * (prompt_tokens - credited)
         work = max(0.0, weights.queued * loads.queued[row] + missing)
         cost = work + weights.decode * loads.decode[row] + weights.request * loads.open[row]

@@ -105,6 +105,7 @@ questions = st.builds(
 
 @given(questions)
 @example(question([], [], b""))
+@example(question([(0, 0, 0)] * 2, [(0.0, 0.0, 0.0, 5e-324), (0.0,) * 4], b"\1\1"))  # no mean
 def test_both_choose_the_same_row_at_the_same_cost(query: Question) -> None:
     chosen = answer_of(query)
     usable = [row for row, may_be in enumerate(query.usable) if may_be]
