@@ -26,6 +26,7 @@ from kvindex.routing.adapters.ray_llm import SelectionService, install
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, until
 from tests.routing.adapters import ray_llm_apps
+from tests.routing.adapters.loop import run
 from tests.routing.adapters.ray_llm_apps import events_of, kv_event_metadata
 from tests.routing.adapters.traffic import BLOCKS, REQUESTS, in_turn
 
@@ -116,6 +117,14 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             return started
 
         yield start
+        run(cancel_trackers())
+
+
+async def cancel_trackers() -> None:
+    """Cancel the tasks of Ray's trackers, which have no end of their own."""
+    for task in asyncio.all_tasks():
+        if "KVTokenTracker" in repr(task.get_coro()):
+            task.cancel()
 
 
 async def serve_all(
