@@ -7,6 +7,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from operator import index, sub
 from typing import Any, Final
 
@@ -47,6 +48,7 @@ OTHER_ROUTER: Final = "another router"
 _NOTHING: Final = Load()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Booking:
     """One request's load on the rank that was chosen for it.
 
@@ -62,34 +64,15 @@ class Booking:
     Thread safety: any thread may call every method.
     """
 
-    __slots__ = (
-        "_booked_at",
-        "_bookings",
-        "_load",
-        "_prediction",
-        "_touched_at",
-        "decision",
-        "output_tokens",
-        "request_id",
-        "stage",
-    )
-
-    def __init__(
-        self,
-        bookings: Bookings,
-        request_id: str,
-        decision: Decision,
-        prediction: Prediction | None,
-        now: float,
-    ) -> None:
-        self._bookings = bookings
-        self.request_id = request_id
-        self.decision = decision
-        self.stage = Stage.CHOSEN
-        self.output_tokens = 0
-        self._booked_at = self._touched_at = now
-        self._load = _NOTHING  # as the board counts it
-        self._prediction = prediction  # until its end is scheduled
+    _bookings: Bookings
+    request_id: str
+    decision: Decision
+    _prediction: Prediction | None  # until its end is scheduled
+    _booked_at: float
+    _touched_at: float
+    stage: Stage = Stage.CHOSEN
+    output_tokens: int = 0
+    _load: Load = _NOTHING  # as the board counts it
 
     @property
     def rank(self) -> Rank:
@@ -217,7 +200,8 @@ class Bookings:
         sent = None
         if self._predictions is not None and request is not None:
             sent = self._predictions.prepare(decision.rank, request, decision.block_size)
-        booking = Booking(self, request_id, decision, None if sent is None else sent[0], now)
+        prediction = None if sent is None else sent[0]
+        booking = Booking(self, request_id, decision, prediction, now, now)
         self._open[request_id] = booking  # first, so that all that follows ends with it
         new_tokens = decision.new_tokens
         self._loads.give(decision.rank, new_tokens, now)

@@ -194,22 +194,14 @@ class Fleet:
         return self._names.find(name)
 
     def row(self, name: RankName) -> int:
-        """Return the row of the one rank that a name stands for. O(1).
-
-        Raises:
-            UnknownRankError: it is not known, or the name stands for several.
-        """
+        """Return the row of the rank that a name stands for; raises UnknownRankError. O(1)."""
         ranks = self._names.find(name)
         if len(ranks) > 1:
             raise UnknownRankError(name, ranks, ambiguous=True)
         return self.row_of[ranks[0]]
 
     def mask(self, names: Iterable[RankName] | RankName) -> bytearray:
-        """Return a byte for each row: 1 if one of the names stands for its rank.
-
-        Raises:
-            UnknownRankError: a name stands for no rank.
-        """
+        """Return a byte for each row: 1 if a name stands for its rank; raises UnknownRankError."""
         mask = bytearray(len(self.ranks))
         for name in [names] if isinstance(names, (str, Rank)) else names:  # a Rank is a tuple, too
             for rank in self._names.find(name):

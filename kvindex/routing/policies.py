@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -298,52 +299,40 @@ class Candidate(NamedTuple):
     usable: bool
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Decision:
     """The rank for one request, the tokens it will find cached, and why this rank.
 
     Attributes:
-        rank: where to send the request.
         policy: the name of the policy that chose.
-        prompt_tokens: tokens of the prompt.
-        tokens: those that the rank will find cached, never the last one.
-        predicted_tokens: those of them that no event has confirmed (see `Router`'s `predict`).
+        predicted_tokens: those of `tokens` that no event has confirmed (see `Router`'s `predict`).
         reads_cache: whether the engine will read its cache. If not, no rank counts as holding
             anything.
 
     Thread safety: immutable.
     """
 
-    __slots__ = (
-        "_candidates",
-        "_choice",
-        "_live",
-        "policy",
-        "predicted_tokens",
-        "prompt_tokens",
-        "rank",
-        "reads_cache",
-        "tokens",
-    )
+    policy: str
+    reads_cache: bool
+    predicted_tokens: int
+    _candidates: Candidates  # with loads that do not change any more
+    _choice: Choice
+    _live: bytes
 
-    def __init__(
-        self,
-        policy: str,
-        candidates: Candidates,
-        choice: Choice,
-        live: bytes,
-        confirmed: Hits,
-        reads_cache: bool,
-    ) -> None:
-        row = choice.row
-        self.policy = policy
-        self.rank = candidates.ranks[row]
-        self.prompt_tokens = candidates.prompt_tokens
-        self.tokens = candidates.hits.tokens[row]
-        self.predicted_tokens = self.tokens - confirmed.tokens[row]
-        self.reads_cache = reads_cache
-        self._candidates = candidates  # with loads that do not change any more
-        self._choice = choice
-        self._live = live
+    @property
+    def rank(self) -> Rank:
+        """Where to send the request."""
+        return self._candidates.ranks[self._choice.row]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self._candidates.prompt_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Those that the rank will find cached, never the last one."""
+        return self._candidates.hits.tokens[self._choice.row]
 
     @property
     def new_tokens(self) -> int:

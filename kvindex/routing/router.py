@@ -63,6 +63,9 @@ class Router:
     `OnlyLive`). One whose publisher is not connected is chosen only if there is no other: its
     engine is probably down. A prompt's last token never counts as held: the engine computes it.
 
+    A rank is named by "a/0", or by its worker's name if that has one rank. `UnknownRankError` is
+    raised for a name that stands for no rank, or for several where one is meant.
+
     Args:
         source: a `Client`, a `Replica`, or an `Index`.
         policy: a policy, or the name of one of `POLICIES`.
@@ -139,7 +142,6 @@ class Router:
 
         Raises:
             NoCandidateError: no rank is known, or filters refuse all.
-            UnknownRankError: one of `ranks` is not known.
             TokenError, ConfigurationError: as `Index.match`.
             ClosedError: the client or replica was closed.
 
@@ -183,8 +185,7 @@ class Router:
     ) -> Booking:
         """Book a request on a rank that was chosen elsewhere; filters do not judge it.
 
-        Args and Raises: as `reserve`, and
-            UnknownRankError: the rank is not known, or a worker's name stands for several.
+        Args and Raises: as `reserve`.
         """
         request = RoutedRequest(token_ids, **options)
         standing, match = ask(self._source, request)
@@ -209,13 +210,13 @@ class Router:
         The booking is load only: decisions and the funnel count this router's own requests.
 
         Args:
-            rank: as for `place`.
+            rank: where the request is.
             prompt_tokens: tokens of the prompt.
             new_tokens: those that the rank has to prefill, by the other router's decision.
             request_id: as for `place`.
 
         Raises:
-            UnknownRankError, DuplicateBookingError: as `place`.
+            DuplicateBookingError: an open booking has this id.
             ConfigurationError: more tokens are new than the prompt has, or fewer than none.
         """
         if not 0 <= new_tokens <= prompt_tokens:
@@ -249,7 +250,7 @@ class Router:
         if not (0 <= choice.row < len(usable) and usable[choice.row]):
             raise ConfigurationError(f"policy {name!r} chose row {choice.row}, which is not usable")
         self._decisions += 1
-        return Decision(name, candidates, choice, fleet.live, confirmed, request.reads_cache)
+        return _decision(name, candidates, choice, fleet, confirmed, request.reads_cache)
 
     def _hits(self, request: RoutedRequest, match: Match, fleet: Fleet) -> tuple[Hits, Hits]:
         """Return the ranks' hits, with predicted tokens and without."""
@@ -285,15 +286,11 @@ class Router:
         return self._eligible.drained
 
     def drain(self, rank: RankName) -> None:
-        """Send a rank (or all ranks of a worker) no more requests; open requests go on.
-
-        Raises:
-            UnknownRankError: the rank is not known.
-        """
+        """Send a rank (or all ranks of a worker) no more requests; open requests go on."""
         self._change_drained(frozenset.union, rank)
 
     def undrain(self, rank: RankName) -> None:
-        """Send a rank (or all ranks of a worker) requests again. Raises as `drain`."""
+        """Send a rank (or all ranks of a worker) requests again."""
         self._change_drained(frozenset.difference, rank)
 
     def _change_drained(self, change: Callable[..., frozenset[Rank]], rank: RankName) -> None:
@@ -321,7 +318,6 @@ class Router:
             age: seconds since this was true.
 
         Raises:
-            UnknownRankError: the rank is not known, or a worker's name stands for several.
             ConfigurationError: age is negative, or a gauge is no number from 0.
         """
         for gauge in (queued_tokens, open_requests):
@@ -339,11 +335,7 @@ class Router:
                 self._old_gauges += 1
 
     def load(self, rank: RankName) -> Load:
-        """Return a rank's load.
-
-        Raises:
-            UnknownRankError: the rank is not known, or a worker's name stands for several.
-        """
+        """Return a rank's load."""
         with self._lock:
             fleet, now = self._refresh(look(self._source))
             return self._loads.load(fleet.ranks[fleet.row(rank)], now)
@@ -401,6 +393,18 @@ class Router:
         return f"<Router of {ranks} ranks by {self.policy.name!r}: {bookings} open bookings>"
 
 
+def _decision(
+    policy: str,
+    candidates: Candidates,
+    choice: Choice,
+    fleet: Fleet,
+    confirmed: Hits,
+    reads_cache: bool,
+) -> Decision:
+    predicted = candidates.hits.tokens[choice.row] - confirmed.tokens[choice.row]
+    return Decision(policy, reads_cache, predicted, candidates, choice, fleet.live)
+
+
 def _placed(
     policy: str,
     rank: RankName,
@@ -412,4 +416,4 @@ def _placed(
     """Return the decision for a rank that was chosen elsewhere: the only usable one."""
     choice = Choice(fleet.row(rank), why="it was placed there")
     candidates = candidates._replace(usable=fleet.mask(rank))
-    return Decision(policy, candidates, choice, fleet.live, confirmed, reads_cache)
+    return _decision(policy, candidates, choice, fleet, confirmed, reads_cache)
