@@ -164,9 +164,9 @@ class OnlyLive:
 
 
 class Prefer:
-    """Keeps the ranks that another filter keeps, or all ranks if that would keep none.
+    """Keeps the ranks that another filter keeps, unless the router would have no rank left.
 
-    A router asks it last, so it is a preference among the eligible and connected ranks.
+    It comes last, so it is a preference among the eligible and connected ranks.
 
     Examples:
         >>> nearby = Prefer(Labels({"vllm-0": {"zone": "a"}}))
@@ -179,8 +179,7 @@ class Prefer:
         self.name = f"prefer {preferred.name}"
 
     def keeps(self, request: FilterRequest) -> Iterable[object]:
-        kept = list(map(bool, self._preferred.keeps(request)))
-        return kept if any(kept) else _all(request)
+        return self._preferred.keeps(request)
 
 
 def _all(request: FilterRequest) -> bytes:
