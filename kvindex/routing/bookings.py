@@ -147,7 +147,7 @@ class Bookings:
 
     Args:
         loads: stores the load.
-        predictions: of the blocks that requests bring; None for none.
+        predictions: of the blocks that requests bring.
         lock: guards everything here, and the board.
         clock: returns monotonic seconds.
         expires_after: seconds without a report after which a booking expires.
@@ -158,7 +158,7 @@ class Bookings:
     def __init__(
         self,
         loads: LoadBoard,
-        predictions: Predictions | None,
+        predictions: Predictions,
         lock: AbstractContextManager[object],
         clock: Callable[[], float],
         expires_after: float,
@@ -198,7 +198,7 @@ class Bookings:
         elif request_id in self._open:  # a filter or a policy may have booked before the choice
             raise DuplicateBookingError(request_id)
         sent = None
-        if self._predictions is not None and request is not None:
+        if request is not None:
             sent = self._predictions.prepare(decision.rank, request, decision.block_size)
         prediction = None if sent is None else sent[0]
         booking = Booking(self, request_id, decision, prediction, now, now)
@@ -206,7 +206,7 @@ class Bookings:
         new_tokens = decision.new_tokens
         self._loads.give(decision.rank, new_tokens, now)
         self._count(booking, Load(new_tokens, 1, _blocks(booking)), now)
-        if self._predictions is not None and sent is not None:
+        if sent is not None:
             self._predictions.add(*sent)
         return booking
 
@@ -220,8 +220,7 @@ class Bookings:
         """Follow a change of the ranks: the loads' rows, and what is kept for each of them."""
         self._loads.arrange(ranks)
         self.funnel.keep(ranks)
-        if self._predictions is not None:
-            self._predictions.keep(ranks)
+        self._predictions.keep(ranks)
 
     def expire(self, now: float) -> None:
         """Release bookings that are due, and end predictions. O(1) if none are due."""
@@ -230,8 +229,7 @@ class Bookings:
             if now - oldest._touched_at < self._expires_after:
                 break
             self.end(oldest, now, Stage.EXPIRED, None)
-        if self._predictions is not None:
-            self._predictions.expire(now)
+        self._predictions.expire(now)
 
     def statistics(self) -> dict[str, int]:
         """Return how many are open, how many ended in which way, and reports after an expiry."""
@@ -296,7 +294,7 @@ class Bookings:
             self.funnel.count(decision, cached_tokens)
 
     def _end_prediction(self, booking: Booking, now: float, *, at_once: bool) -> None:
-        if self._predictions is not None and booking._prediction is not None:
+        if booking._prediction is not None:
             self._predictions.end(booking._prediction, now, at_once=at_once)
             booking._prediction = None
 

@@ -124,7 +124,7 @@ class Router:
         self._fleet = Fleet()
         self._eligible = Eligible(filters)
         self._loads = LocalLoadBoard() if loads is None else loads
-        self._predictions = None if predict is None else Predictions(predict)
+        self._predictions = Predictions(predict)
         self._lock = threading.RLock()
         self._clock = clock
         self._bookings = Bookings(self._loads, self._predictions, self._lock, clock, expires_after)
@@ -258,8 +258,6 @@ class Router:
         counts = fleet.live if request.reads_cache else bytes(len(fleet.ranks))
         confirmed = match.hits(fleet.rows, counts)
         self._block_size = next(filter(None, confirmed.block_size), self._block_size)
-        if self._predictions is None:
-            return confirmed, confirmed
         return self._predictions.added_to(confirmed, request, fleet.rows, counts), confirmed
 
     def _candidates(self, prompt_tokens: int, hits: Hits, fleet: Fleet, now: float) -> Candidates:
@@ -362,7 +360,7 @@ class Router:
                 "old_gauges": self._old_gauges,
                 "prefill_rate": self._bookings.rate.tokens_per_second,
                 "funnel": funnel.statistics(),
-                "predictions": self._predictions.statistics() if self._predictions else {},
+                "predictions": self._predictions.statistics(),
                 "ranks": {
                     str(rank): {
                         **self._loads.load(rank, now)._asdict(),
