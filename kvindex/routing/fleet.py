@@ -158,17 +158,16 @@ class Fleet:
     row_of: dict[Rank, int]
     _names: RankNames
 
-    def __init__(self, standing: Standing | None = None, before: Fleet | None = None) -> None:
+    def __init__(self, standing: Standing, before: Fleet | None = None) -> None:
         self._standing = standing
-        ranks = self.ranks = () if standing is None else standing.index.ranks
+        ranks = self.ranks = standing.index.ranks
         if before is not None and ranks is before.ranks:
             self.rows, self.row_of, self._names = before.rows, before.row_of, before._names
         else:
             self.rows = RankRows(ranks)
             self.row_of = {rank: row for row, rank in enumerate(ranks)}
             self._names = RankNames(ranks)
-        live = None if standing is None else standing.live
-        connected = None if standing is None else standing.connected
+        live, connected = standing.live, standing.connected
         self.live = b"\1" * len(ranks) if live is None else bytes(map(live.__contains__, ranks))
         self.connected: bytes | None = None
         if connected is not None and not connected.issuperset(ranks):
@@ -181,8 +180,7 @@ class Fleet:
         """
         before = self._standing
         if (
-            before is not None
-            and standing.index.ranks is self.ranks
+            standing.index.ranks is self.ranks
             and standing.live is before.live
             and standing.connected is before.connected
         ):

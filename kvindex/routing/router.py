@@ -121,13 +121,14 @@ class Router:
         self.policy = make_policy(policy)
         self.model = model
         self._source = source
-        self._fleet = Fleet()
+        self._fleet = Fleet(look(source))
         self._eligible = Eligible(filters)
         self._loads = LocalLoadBoard() if loads is None else loads
         self._predictions = Predictions(predict)
         self._lock = threading.RLock()
         self._clock = clock
         self._bookings = Bookings(self._loads, self._predictions, self._lock, clock, expires_after)
+        self._bookings.arrange(self._fleet.ranks)
         self._random = random.Random(seed).random
         self._block_size = _BLOCK_SIZE
         self._decisions = self._old_gauges = 0
