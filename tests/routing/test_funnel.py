@@ -118,8 +118,13 @@ def test_a_rank_is_suspected_after_a_hundred_thousand_requests_that_went_right()
 def test_the_funnel_of_a_rank_goes_with_it_and_its_sums_stay() -> None:
     index = fleet({"a": 5, "b": 0})
     router = Router(index)
-    router.reserve(PROMPT).finish(HELD)
+    for _ in range(20):
+        router.reserve(PROMPT, ranks="a").finish(0)
     index.remove(Rank("a"))
-    assert router.statistics()["funnel"]["finished"]["requests"] == 1
+    assert router.statistics()["funnel"]["finished"]["requests"] == 20
     index.add(Rank("a"))
-    assert router.statistics()["ranks"]["a/0"]["funnel"]["finished"]["requests"] == 0
+    for _ in range(20):
+        router.reserve(PROMPT, ranks="a").finish(0)
+    rank = router.statistics()["ranks"]["a/0"]
+    assert rank["funnel"]["finished"]["requests"] == 20
+    assert rank["suspicion"] == ""  # its restarted engine holds nothing, and was not expected to

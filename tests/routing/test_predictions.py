@@ -135,3 +135,13 @@ def test_predictions_distinguish_loras_salts_and_extra_keys() -> None:
         assert router.select(PROMPT, **options).tokens == WHOLE
     assert router.select(PROMPT).predicted_tokens == 0
     assert router.select(PROMPT, lora="german").tokens == 0
+
+
+def test_the_end_of_a_prediction_leaves_that_of_another_lora() -> None:
+    router = router_of("a", predict=5.0)
+    french, german = (router.reserve(PROMPT, lora=lora) for lora in ("french", "german"))
+    french.cancel()
+    assert router.select(PROMPT, lora="french").predicted_tokens == 0
+    assert router.select(PROMPT, lora="german").predicted_tokens == WHOLE
+    german.cancel()
+    assert router.select(PROMPT, lora="german").predicted_tokens == 0
