@@ -27,8 +27,8 @@ def run(bench: Bench) -> list[Result]:
     return results
 
 
-def _results(ranks: int, bookings: int, open_at_once: int, found: dict[str, Any]) -> list[Result]:
-    ended = found["ended"]
+def _results(ranks: int, bookings: int, open_at_once: int, lives: dict[str, Any]) -> list[Result]:
+    ended = lives["ended"]
     note = (
         f"{ranks} ranks, {bookings:,} bookings of prompts of 8,192 tokens (numpy arrays), "
         f"{open_at_once:,} open at once; half the ranks hold a part of each. {ended['finished']:,} "
@@ -49,8 +49,8 @@ def _results(ranks: int, bookings: int, open_at_once: int, found: dict[str, Any]
 
     turned = bookings - open_at_once
     return [
-        result("whole lives", "a second of CPU", turned / found["seconds"]),
-        result("an open booking", "bytes", found["open_bytes"]),
-        result("what memory grew by in the second half", "MiB", found["grown_bytes"] / 2**20),
-        result("load that is left at the end", "", found["left"], NOTHING),
+        result("whole lives", "a second of CPU", turned / lives["seconds"]),
+        result("an open booking", "bytes", lives["open_bytes"]),
+        result("what memory grew by in the second half", "MiB", lives["grown_bytes"] / 2**20),
+        result("load that is left at the end", "", lives["left"], NOTHING),
     ]

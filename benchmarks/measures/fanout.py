@@ -109,9 +109,9 @@ def _measured(bench: Bench, process: Lines, batches: int, server: Side, others: 
     for side in sides:
         side.call("fan.wait", batches=batches, timeout=TIMEOUT)
     used = [cpu_seconds(side.pid) - b for side, b in zip(sides, before, strict=True)]
-    found = [side.call("fan.check") for side in sides]
-    if any(one != {"evicted": 0, "blocks": found[0]["blocks"]} for one in found):
-        raise AssertionError(f"replicas that differ: {found}")
+    checks = [side.call("fan.check") for side in sides]
+    if any(check != {"evicted": 0, "blocks": checks[0]["blocks"]} for check in checks):
+        raise AssertionError(f"replicas that differ: {checks}")
     shown = {(rank, seq): at for rank, seq, at in server.call("fan.seen")}
     lags = [
         at - shown[rank, seq]

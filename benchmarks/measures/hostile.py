@@ -21,7 +21,7 @@ _NOBODY = "nobody hostile"
 
 def run(bench: Bench) -> list[Result]:
     """Return, beside each kind of payload, what a healthy batch and a match take."""
-    found = {kind: _beside(bench, kind) for kind in (_NOBODY, *KINDS)}
+    beside = {kind: _beside(bench, kind) for kind in (_NOBODY, *KINDS)}
     note = (
         f"One hostile engine sends such payloads over TCP, {RATE / 1e6:,.0f} MB/s of them, from a "
         "process of its own; a healthy one sends a batch of 64 blocks as soon as the one before it "
@@ -29,7 +29,7 @@ def run(bench: Bench) -> list[Result]:
     )
 
     def result(name: str, bar: Bar | None, measure: str, samples: str, percent: float) -> Result:
-        value = percentile(found[name][samples], percent) / 1e6
+        value = percentile(beside[name][samples], percent) / 1e6
         return Result(
             group="beside a hostile engine",
             measure=f"{name}: {measure}",
@@ -40,7 +40,7 @@ def run(bench: Bench) -> list[Result]:
         )
 
     results = []
-    for name in found:
+    for name in beside:
         hostile = name != _NOBODY
         applied, matched = (APPLIED, MATCHED) if hostile else (None, None)
         results.append(result(name, applied, "a healthy batch, slowest", "applied", 100))

@@ -129,8 +129,8 @@ def _party(
 
 
 def _requests(prompts: list[Any], *, raw: bool) -> dict[str, list[bytes]]:
-    asked = [tokens for tokens, _ in prompts]
-    found = {
+    token_lists = [tokens for tokens, _ in prompts]
+    calls = {
         _JSON: [
             request(
                 "/query",
@@ -139,19 +139,19 @@ def _requests(prompts: list[Any], *, raw: bool) -> dict[str, list[bytes]]:
                     {"token_ids": tokens, "model_name": MODEL}, separators=(",", ":")
                 ).encode(),
             )
-            for tokens in asked
+            for tokens in token_lists
         ]
     }
     if raw:
-        found[_RAW] = [
+        calls[_RAW] = [
             request(
                 f"/query?model_name={MODEL}",
                 "application/octet-stream",
                 array("I", tokens).tobytes(),
             )
-            for tokens in asked
+            for tokens in token_lists
         ]
-    return found
+    return calls
 
 
 def _latencies(ranks: int, alone: dict[tuple[str, str], list[list[int]]]) -> list[Result]:
@@ -160,17 +160,17 @@ def _latencies(ranks: int, alone: dict[tuple[str, str], list[list[int]]]) -> lis
         "client and all services on the same cores. Each answer was checked first. Raw tokens are "
         "little-endian uint32, which only kvindex takes: beside them stand the peers' JSON figures."
     )
-    found = []
+    results = []
     for form, bars in ((_JSON, JSON_BARS), (_RAW, RAW_BARS)):
         for percent in (50, 10, 99):
             values = {
                 label: _microseconds(samples, percent)
-                for (asked, label), samples in alone.items()
-                if asked == form or (label in DYNAMO and asked == _JSON)
+                for (name, label), samples in alone.items()
+                if name == form or (label in DYNAMO and name == _JSON)
             }
             bar = bars.get(ranks) if percent == 50 else None
-            found.append(_result(ranks, f"{form}, p{percent}", "µs", values, note, bar=bar))
-    return found
+            results.append(_result(ranks, f"{form}, p{percent}", "µs", values, note, bar=bar))
+    return results
 
 
 def _throughputs(ranks: int, together: dict[int, dict[str, list[float]]]) -> list[Result]:

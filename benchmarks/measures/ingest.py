@@ -139,8 +139,8 @@ def _dynamo(bench: Bench, spec: FeedSpec, threads: int) -> _Ingested:
             if indexer.depths(tokens) != dict(depths):
                 raise AssertionError("Dynamo's indexer gave a wrong answer")
         queries: list[int] = []
-        asked = [tokens for tokens, _ in prompts]
-        ask(indexer.depths, asked, QUERY_SECONDS, 0.0, queries)
+        token_lists = [tokens for tokens, _ in prompts]
+        ask(indexer.depths, token_lists, QUERY_SECONDS, 0.0, queries)
     return _Ingested(rate, cpu, median(queries) / 1_000)
 
 

@@ -30,11 +30,11 @@ def run(bench: Bench) -> list[Result]:
         for _ in range(bench.scale.rounds):
             rounds.setdefault(OURS, []).append(_over_sockets(bench))
             for label, side in sides.items():
-                found = side.call(
+                measured = side.call(
                     "busy.measure", seconds=bench.scale.busy_seconds, rate=RATE, pause=PAUSE
                 )
-                rounds.setdefault(label, []).append(found["samples"])
-                rates.setdefault(label, []).append(found["rate"])
+                rounds.setdefault(label, []).append(measured["samples"])
+                rates.setdefault(label, []).append(measured["rate"])
     came = ", ".join(f"{label} {median(own):,.0f}" for label, own in rates.items())
     note = (
         f"{RANKS} ranks, prompts of 8,192 tokens in turn, {1 / PAUSE:,.0f} a second at most; "
@@ -60,15 +60,15 @@ def run_threads(bench: Bench) -> list[Result]:
         for _ in range(bench.scale.rounds):
             for threads in THREADS:
                 for label, side in sides.items():
-                    found = side.call(
+                    measured = side.call(
                         "busy.measure",
                         seconds=bench.scale.busy_seconds / 2,
                         rate=RATE,
                         threads=threads,
                     )
-                    samples = found["samples"]
+                    samples = measured["samples"]
                     own = rates.setdefault(threads, {}).setdefault(label, [])
-                    own.append(len(samples) / found["seconds"])
+                    own.append(len(samples) / measured["seconds"])
                     rounds.setdefault(threads, {}).setdefault(label, []).append(samples)
     note = f"{RANKS} ranks; meanwhile one more thread applies {RATE:,.0f} blocks/s."
     results = []

@@ -73,7 +73,7 @@ def _report(client: Client, ranks: list[Rank], batches: int, seconds: float) -> 
 
 
 def _publish(parent: Connection, ranks: int) -> None:
-    """Run every rank's publisher; publish round by round when told."""
+    """Run every rank's publisher; publish round by round, each at a call."""
     publishers = [
         ZmqEventPublisher(
             data_parallel_rank=rank, endpoint="tcp://*:0", replay_endpoint="tcp://*:0"

@@ -25,18 +25,18 @@ def run(bench: Bench) -> list[Result]:
 def _routed(bench: Bench, sticky: float, words: str) -> list[Result]:
     """Each side in a fresh process, once: memory does not vary as time does."""
     scale = bench.scale
-    found: dict[str, dict[str, Any]] = {}
+    stages_of: dict[str, dict[str, Any]] = {}
     for contender in (Contender(OURS, OURS), Contender(DYNAMO, "dynamo")):
         with bench.start([contender]) as sides:
             for label, side in sides.items():
-                found[label] = side.call(
+                stages_of[label] = side.call(
                     "memory.measure",
                     source=bench.source(open_at_once=16 * scale.memory_ranks).to_dict(),
                     ranks=scale.memory_ranks,
                     entries=scale.memory_entries,
                     sticky=sticky,
                 )
-    held = found[OURS]
+    held = stages_of[OURS]
     sharing = held["entries"] / held["unique_blocks"]
     group = f"memory, {words}"
     note = (
@@ -46,7 +46,7 @@ def _routed(bench: Bench, sticky: float, words: str) -> list[Result]:
     )
 
     def result(measure: str, unit: str, get: str, bar: Bar | None = None) -> Result:
-        values = {label: _figure(stages, get) for label, stages in found.items()}
+        values = {label: _figure(stages, get) for label, stages in stages_of.items()}
         return Result(group=group, measure=measure, unit=unit, values=values, bar=bar, notes=[note])
 
     return [

@@ -97,7 +97,7 @@ def _throughput(bench: Bench, sides: Mapping[str, Side]) -> list[Result]:
     for readers in READERS:
         taking_part = _taking_part(sides, readers)
         for flow in FLOWS:
-            found: _Samples = {label: [] for label in taking_part}
+            samples: _Samples = {label: [] for label in taking_part}
             for label, side in _in_turn(bench, taking_part):
                 one = side.call(
                     "queue.throughput",
@@ -107,14 +107,14 @@ def _throughput(bench: Bench, sides: Mapping[str, Side]) -> list[Result]:
                     chunk_bytes=flow.chunk_bytes,
                     chunks=CHUNKS,
                 )
-                found[label].append(one["messages"] / one["seconds"])
-            results += _rates(flow, readers, found, note)
+                samples[label].append(one["messages"] / one["seconds"])
+            results += _rates(flow, readers, samples, note)
     return results
 
 
-def _rates(flow: _Flow, readers: int, found: _Samples, note: str) -> list[Result]:
+def _rates(flow: _Flow, readers: int, samples: _Samples, note: str) -> list[Result]:
     group, measure = "queue: throughput", f"{flow.title}, {_named(readers)}"
-    values = _medians(found)
+    values = _medians(samples)
     megabytes = {label: rate * flow.size / 1e6 for label, rate in values.items()}
     rates = Result(
         group=group,
@@ -145,7 +145,7 @@ def _latency(bench: Bench, sides: Mapping[str, Side]) -> tuple[list[Result], lis
     for readers in READERS:
         taking_part = _taking_part(sides, readers)
         for pace in PACES:
-            found: _Samples = {label: [] for label in taking_part}
+            samples: _Samples = {label: [] for label in taking_part}
             slow = pace.rate < 100
             for label, side in _in_turn(bench, taking_part):
                 one = side.call(
@@ -157,16 +157,16 @@ def _latency(bench: Bench, sides: Mapping[str, Side]) -> tuple[list[Result], lis
                     chunk_bytes=CHUNK,
                     chunks=CHUNKS,
                 )
-                found[label].append(one)
+                samples[label].append(one)
             measure = f"{pace.title}, {_named(readers)}"
-            latency += _percentiles(measure, found, [note], NO_WORSE)
+            latency += _percentiles(measure, samples, [note], NO_WORSE)
             if pace is CPU_PACE or slow:
-                cpu += _shares(measure, found)
+                cpu += _shares(measure, samples)
     return latency, cpu
 
 
 def _percentiles(
-    measure: str, found: _Samples, notes: Sequence[str] = (), bar: Bar | None = None
+    measure: str, samples: _Samples, notes: Sequence[str] = (), bar: Bar | None = None
 ) -> list[Result]:
     return [
         Result(
@@ -176,7 +176,7 @@ def _percentiles(
             values=_medians(
                 {
                     label: [percentile(one["samples"], percent) / 1_000 for one in own]
-                    for label, own in found.items()
+                    for label, own in samples.items()
                 }
             ),
             against=_VLLM,
@@ -187,13 +187,13 @@ def _percentiles(
     ]
 
 
-def _shares(measure: str, found: _Samples, bar: Bar | None = None) -> list[Result]:
+def _shares(measure: str, samples: _Samples, bar: Bar | None = None) -> list[Result]:
     return [
         Result(
             group="queue: CPU",
             measure=f"{measure}: {party}",
             unit="% of a core",
-            values=_medians({label: [one[key] for one in own] for label, own in found.items()}),
+            values=_medians({label: [one[key] for one in own] for label, own in samples.items()}),
             against=_VLLM,
             bar=bar,
         )
@@ -207,7 +207,7 @@ def _idle(bench: Bench, sides: Mapping[str, Side]) -> tuple[list[Result], list[R
     cpu: list[Result] = []
     for readers in READERS:
         taking_part = _taking_part(sides, readers)
-        found: _Samples = {
+        samples: _Samples = {
             label: [
                 side.call(
                     "queue.idle",
@@ -223,8 +223,8 @@ def _idle(bench: Bench, sides: Mapping[str, Side]) -> tuple[list[Result], list[R
             for label, side in taking_part.items()
         }
         measure = f"{WAKES} messages, each after {settle:g} s or more, {_named(readers)}"
-        woken += _percentiles(measure, found)
-        cpu += _shares(f"{seconds:g} s without a message, {_named(readers)}", found, IDLE_BAR)
+        woken += _percentiles(measure, samples)
+        cpu += _shares(f"{seconds:g} s without a message, {_named(readers)}", samples, IDLE_BAR)
     return woken, cpu
 
 
@@ -239,8 +239,8 @@ def _in_turn(bench: Bench, sides: Mapping[str, Side]) -> Iterable[tuple[str, Sid
     return (one for _ in range(bench.scale.queue_rounds) for one in sides.items())
 
 
-def _medians(found: _Samples) -> dict[str, float]:
-    return {label: median(own) for label, own in found.items()}
+def _medians(samples: _Samples) -> dict[str, float]:
+    return {label: median(own) for label, own in samples.items()}
 
 
 def _named(readers: int) -> str:

@@ -165,8 +165,8 @@ def _mark(difference: Spread) -> str:
 
 
 def _difference(figures: Sequence[float], others: Sequence[float]) -> Spread:
-    found = spread([a - b for a, b in zip(figures, others, strict=True)])
-    return Spread(found.mean, max(found.noise, LEAST * spread(others).mean))
+    difference = spread([a - b for a, b in zip(figures, others, strict=True)])
+    return Spread(difference.mean, max(difference.noise, LEAST * spread(others).mean))
 
 
 def _named(fleet: Fleet) -> str:

@@ -80,7 +80,7 @@ def _kind(
     bench: Bench, sides: dict[str, Side], ranks: int, kind: str, words: str, note: str
 ) -> list[Result]:
     peers = [label for label in DYNAMO if label in sides]
-    found: dict[_Column, list[list[int]]] = {}
+    rounds: dict[_Column, list[list[int]]] = {}
     for _ in range(bench.scale.rounds):
         for column in _columns(peers):
             samples = sides[column.side].call(
@@ -90,7 +90,7 @@ def _kind(
                 call=column.call,
                 repeats=bench.scale.match_repeats,
             )
-            found.setdefault(column, []).append(samples)
+            rounds.setdefault(column, []).append(samples)
 
     def row(measure: str, call: str, form: str, percent: float, bar: Bar | None) -> Result:
         columns = {OURS: _Column(OURS, call, form)}
@@ -104,7 +104,7 @@ def _kind(
             measure=f"{words}: {measure}",
             unit="µs",
             values={
-                label: median([percentile(samples, percent) for samples in found[column]]) / 1_000
+                label: median([percentile(samples, percent) for samples in rounds[column]]) / 1_000
                 for label, column in columns.items()
             },
             against=DYNAMO,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.routing.cache import PrefixCache
 from benchmarks.routing.traffic import BLOCK, Turn
 
-__all__ = ["Engine", "Job", "Model", "Stored", "Told", "idle_ttft"]
+__all__ = ["Engine", "Job", "Model", "Progress", "Stored", "idle_ttft"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Job:
     """A request inside an engine.
 
     Attributes:
-        turn: what is asked.
+        turn: its prompt and answer.
         request: who asks: of no meaning here.
         hit: tokens that were found in the cache when the prefill began.
         left: prompt tokens that are still to be computed.
@@ -73,12 +73,12 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a step has done.
+class Progress:
+    """The results of a step.
 
     Attributes:
-        first: sequences that have just got their first token.
-        finished: sequences that have got their last.
+        first: sequences that have their first token now.
+        finished: those that have their last.
         removed: blocks that went from the cache, before anything was stored.
         stored: chains that came into it.
     """
@@ -134,19 +134,19 @@ class Engine:
             self._steps = min(self._steps, done)
             self.due = self._begun + self._steps * self._duration
 
-    def advance(self) -> Told:
+    def advance(self) -> Progress:
         """End the step that is due and begin the next one."""
         assert self.due is not None
-        now, told = self.due, Told([], [], self.cache.evicted, [])
+        now, progress = self.due, Progress([], [], self.cache.evicted, [])
         self.cache.evicted = []
         self.busy += now - self._begun
         self._step += self._steps
         for sequence, tokens in self._plan:
-            self._computed(sequence, tokens, told)
+            self._computed(sequence, tokens, progress)
         while self._decoding and self._decoding[0][0] <= self._step:
-            self._finish(heapq.heappop(self._decoding)[2], told)
+            self._finish(heapq.heappop(self._decoding)[2], progress)
         self._begin(now)
-        return told
+        return progress
 
     def _begin(self, now: float) -> None:
         decoding = len(self._decoding)
@@ -189,29 +189,29 @@ class Engine:
         sequence.pinned, sequence.own = pinned, own
         return True
 
-    def _computed(self, sequence: Job, tokens: int, told: Told) -> None:
+    def _computed(self, sequence: Job, tokens: int, progress: Progress) -> None:
         done = sequence.turn.prompt - sequence.left
         sequence.left -= tokens
-        self._store(sequence, done // BLOCK, (done + tokens) // BLOCK, told)
+        self._store(sequence, done // BLOCK, (done + tokens) // BLOCK, progress)
         if sequence.left:
             return
         self._prefilling.remove(sequence)
-        told.first.append(sequence)
+        progress.first.append(sequence)
         if sequence.turn.output == 1:
-            self._finish(sequence, told)
+            self._finish(sequence, progress)
         else:
             self._number += 1
             end = self._step + sequence.turn.output - 1
             heapq.heappush(self._decoding, (end, self._number, sequence))
 
-    def _finish(self, sequence: Job, told: Told) -> None:
+    def _finish(self, sequence: Job, progress: Progress) -> None:
         turn = sequence.turn
         known = min(len(turn.blocks), (turn.prompt + turn.output - 1) // BLOCK)
-        self._store(sequence, turn.prompt // BLOCK, known, told)
+        self._store(sequence, turn.prompt // BLOCK, known, progress)
         self.cache.release(sequence.pinned, sequence.own)
-        told.finished.append(sequence)
+        progress.finished.append(sequence)
 
-    def _store(self, sequence: Job, begin: int, end: int, told: Told) -> None:
+    def _store(self, sequence: Job, begin: int, end: int, progress: Progress) -> None:
         names = sequence.turn.blocks[begin:end]
         new = self.cache.store(names)
         if not new:
@@ -221,13 +221,13 @@ class Engine:
         parent = sequence.turn.blocks[begin - 1] if begin else None
         # Blocks that another sequence has stored meanwhile may stand among them.
         if len(new) == len(names):
-            told.stored.append(Stored(parent, new))
+            progress.stored.append(Stored(parent, new))
             return
         fresh = set(new)
         for place, name in enumerate(names, begin):
             if name in fresh:
                 before = sequence.turn.blocks[place - 1] if place else None
-                told.stored.append(Stored(before, [name]))
+                progress.stored.append(Stored(before, [name]))
 
 
 def idle_ttft(model: Model, prompt: int, hit: int = 0) -> float:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.routing.engine import Stored, Told
+from benchmarks.routing.engine import Progress, Stored
 from benchmarks.routing.traffic import BLOCK
 
 __all__ = ["payload"]
@@ -14,11 +14,11 @@ __all__ = ["payload"]
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-def payload(told: Told, now: float) -> bytes | None:
-    """Return the batch that tells what a step changed in the cache; None if it changed nothing."""
-    events: list[dict[str, Any]] = [_stored(one) for one in told.stored]
-    if told.removed:
-        events.insert(0, {"type": "BlockRemoved", "block_hashes": told.removed})
+def payload(progress: Progress, now: float) -> bytes | None:
+    """Return the batch of a step's changes of the cache; None if it changed nothing."""
+    events: list[dict[str, Any]] = [_stored(one) for one in progress.stored]
+    if progress.removed:
+        events.insert(0, {"type": "BlockRemoved", "block_hashes": progress.removed})
     return _ENCODER.encode([now, events]) if events else None
 
 

@@ -71,9 +71,9 @@ def _replayed(sessions: Sequence[Session], python: str, fleet: Fleet) -> dict[st
         file.write_text("".join(map(_line, sessions, itertools.count())))
         sizes = [str(fleet.ranks), str(fleet.model.cache)]
         command = [python, replay.__file__, str(file), *sizes]
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
-    return found
+        ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return result
 
 
 def _line(session: Session, number: int) -> str:

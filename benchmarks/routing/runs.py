@@ -200,7 +200,7 @@ def simulate(run: Run) -> Outcome:
 
 def _outcome(requests: Sequence[Request], refused: int) -> Outcome:
     waits = [1e3 * (one.first - one.arrival) for one in requests if one.first is not None]
-    asked = sum(one.turn.prompt for one in requests)
+    prompts = sum(one.turn.prompt for one in requests)
     lasted = [one.finished - one.arrival for one in requests if one.finished is not None]
     if not len(waits) == len(lasted) == len(requests):
         raise AssertionError("requests that have no answer")
@@ -209,8 +209,8 @@ def _outcome(requests: Sequence[Request], refused: int) -> Outcome:
         p50=percentile(waits, 50),
         p90=percentile(waits, 90),
         p99=percentile(waits, 99),
-        hit=sum(one.hit for one in requests) / asked,
+        hit=sum(one.hit for one in requests) / prompts,
         seconds=sum(lasted) / len(lasted),
-        missed=sum(abs(one.hit - one.predicted) for one in requests) / asked,
+        missed=sum(abs(one.hit - one.predicted) for one in requests) / prompts,
         refused=refused,
     )

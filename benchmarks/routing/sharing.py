@@ -31,16 +31,16 @@ class Boards:
         return iter(self._boards)
 
     def share(self, simulation: Simulation, *, delay: float | None, period: float | None) -> None:
-        """Have each board tell the others what it books.
+        """Have each board notify the others of its bookings.
 
         Args:
             simulation: whose virtual time counts.
-            delay: seconds until the others know one entry; None: they are not told.
-            period: or all entries are told together, each time so many seconds have passed.
+            delay: seconds until the others know one entry; None: they are not notified.
+            period: or all entries at once, each time so many seconds have passed.
         """
         self._simulation, self._delay, self._period = simulation, delay, period
 
-    def tell(self, board: _Board, entry: _Entry) -> None:
+    def notify(self, board: _Board, entry: _Entry) -> None:
         """Let the other boards know of an entry, sooner or later."""
         if self._simulation is None or len(self._boards) == 1:
             return
@@ -58,15 +58,15 @@ class Boards:
         kept, self._kept = self._kept, []
         self._learn(kept)
 
-    def _learn(self, told: list[tuple[_Board, _Entry]]) -> None:
-        for author, entry in told:
+    def _learn(self, entries: list[tuple[_Board, _Entry]]) -> None:
+        for author, entry in entries:
             for board in self._boards:
                 if board is not author:
                     board.learn(entry)
 
 
 class _Entry(NamedTuple):
-    """What a board was told: arguments of `LoadBoard.add`, or of `give`."""
+    """An entry of a board: arguments of `LoadBoard.add`, or of `give`."""
 
     rank: Rank
     load: tuple[int, int, int] | None
@@ -84,14 +84,14 @@ class _Board(LocalLoadBoard):
     ) -> None:
         super().add(rank, queued_tokens, open_requests, decode_blocks, now)
         load = (queued_tokens, open_requests, decode_blocks)
-        self._boards.tell(self, _Entry(rank, load, 0, now))
+        self._boards.notify(self, _Entry(rank, load, 0, now))
 
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
         super().give(rank, new_tokens, now)
-        self._boards.tell(self, _Entry(rank, None, new_tokens, now))
+        self._boards.notify(self, _Entry(rank, None, new_tokens, now))
 
     def learn(self, entry: _Entry) -> None:
-        """Take in what another board was told."""
+        """Add an entry of another board."""
         if entry.load is None:
             super().give(entry.rank, entry.new_tokens, entry.now)
         else:

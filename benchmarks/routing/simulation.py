@@ -52,7 +52,7 @@ class Request:
     """What became of one request.
 
     Attributes:
-        turn: what was asked.
+        turn: its prompt and answer.
         arrival: when, in seconds.
         first: when its first token came.
         finished: when its last token came.
@@ -158,10 +158,10 @@ class Simulation:
     # A request's way ---------------------------------------------------------------------------
 
     def _arrive(self, session: int, turn: int) -> None:
-        asked = self._sessions[session].turns[turn]
+        wanted = self._sessions[session].turns[turn]
         gateway = self._rng.randrange(len(self._routers))
-        request = Request(asked, self._clock.now, gateway, (session, turn))
-        if self._model.cache < asked.prompt + asked.output:
+        request = Request(wanted, self._clock.now, gateway, (session, turn))
+        if self._model.cache < wanted.prompt + wanted.output:
             self.refused += 1
             return
         self.requests.append(request)
@@ -193,13 +193,13 @@ class Simulation:
     def _advance(self, place: Place, engine: Engine) -> None:
         if engine is not place.engine or engine.due != self._clock.now:
             return  # it died, or its step was cut short meanwhile
-        told = engine.advance()
-        message = payload(told, self._clock.now)
+        progress = engine.advance()
+        message = payload(progress, self._clock.now)
         if message is not None:
             self._publish(place, engine, message)
-        for job in told.first:
+        for job in progress.first:
             self._first_token(job)
-        for job in told.finished:
+        for job in progress.finished:
             self._finish(job)
         self._expect(place)
 

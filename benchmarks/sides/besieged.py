@@ -45,16 +45,16 @@ class Besieged:
             prompt = self._publish()
             sent = perf_counter_ns()
             while True:
-                asked = perf_counter_ns()
+                started = perf_counter_ns()
                 match = self._client.match(prompt)
-                told = perf_counter_ns()
-                matches.append(told - asked)
+                ended = perf_counter_ns()
+                matches.append(ended - started)
                 if _HEALTHY in match and match[_HEALTHY].blocks == _BLOCKS:
                     break
-                if told - sent > _TIMEOUT * 1e9:
+                if ended - sent > _TIMEOUT * 1e9:
                     raise TimeoutError(f"a healthy batch was not applied: {self._client!r}")
                 sleep(_PAUSE)
-            applied.append(told - sent)
+            applied.append(ended - sent)
         return {"applied": applied, "matches": matches}
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from kvindex.routing import Booking, Router
 __all__ = ["Booked"]
 
 _PROMPTS = 8
-_OUTPUT = 40  # tokens that each answer has when it is told of
+_OUTPUT = 40  # tokens that each answer has when it is statistics of
 _CANCELLED = 0.05  # of the bookings
 _FORGOTTEN = 0.01
 _STEP = 0.001  # seconds of the router's clock for each booking
@@ -65,14 +65,14 @@ class Booked:
             booking.finish()
         still_open.clear()
         now[0] += expires_after
-        told = router.statistics()
+        statistics = router.statistics()
         gc.collect()
         return {
             "seconds": sum(seconds for seconds, _ in halves),
             "open_bytes": (full - before) / open_at_once,
             "grown_bytes": halves[1][1] - halves[0][1],
-            "left": _left(told),
-            "ended": told["bookings"],
+            "left": _left(statistics),
+            "ended": statistics["bookings"],
         }
 
 
@@ -87,10 +87,10 @@ def _end(booking: Booking, chance: float) -> None:
         booking.finish(cached_tokens=booking.decision.tokens)
 
 
-def _left(told: dict[str, Any]) -> int:
+def _left(statistics: dict[str, Any]) -> int:
     """The load that is still booked: tokens, requests and blocks together."""
     loads = ("queued_tokens", "open_requests", "decode_blocks")
-    left: int = told["bookings"]["open"] + sum(
-        rank[load] for rank in told["ranks"].values() for load in loads
+    left: int = statistics["bookings"]["open"] + sum(
+        rank[load] for rank in statistics["ranks"].values() for load in loads
     )
     return left

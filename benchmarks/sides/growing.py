@@ -36,18 +36,18 @@ class Growing:
         apply = self._adapter.applier()
         curve: list[dict[str, Any]] = []
         facts: dict[str, Any] = {}
-        asked: list[Prompt] = []
+        queries: list[Prompt] = []
         for record in records(spec):
             if record.kind == EVENT:
-                if asked:
-                    curve.append({**facts, **self._point(asked, repeats, forms)})
-                    asked = []
+                if queries:
+                    curve.append({**facts, **self._point(queries, repeats, forms)})
+                    queries = []
                 apply(self._adapter.rank(record.rank), record.data)
             elif record.kind == CHECKPOINT:
                 facts = record.facts()
             else:
-                asked.append(record.prompt())
-        curve.append({**facts, **self._point(asked, repeats, forms)})
+                queries.append(record.prompt())
+        curve.append({**facts, **self._point(queries, repeats, forms)})
         return curve
 
     def _point(self, prompts: list[Prompt], repeats: int, forms: list[str]) -> dict[str, float]:

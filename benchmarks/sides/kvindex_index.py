@@ -49,4 +49,4 @@ class KVIndex:
 
     def depths(self, answer: Match) -> dict[int, int]:
         """Return the blocks by dp_rank."""
-        return {found.rank.dp_rank: found.blocks for found in answer if found.blocks}
+        return {m.rank.dp_rank: m.blocks for m in answer if m.blocks}

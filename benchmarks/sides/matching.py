@@ -69,7 +69,7 @@ class Matching:
         return {
             "entries": fleet.entries,
             "unique_blocks": fleet.unique_blocks,
-            "prompts": {kind: len(found) for kind, found in self._prompts.items()},
+            "prompts": {kind: len(prompts) for kind, prompts in self._prompts.items()},
         }
 
     def measure(self, kind: str, form: str, repeats: int, call: str = "match") -> list[int]:
@@ -104,9 +104,9 @@ def check(adapter: Adapter, prompts: Iterable[Prompt]) -> None:
     adapter.drain()
     match = adapter.matcher()
     for prompt in prompts:
-        found = adapter.depths(match(prompt.tokens.tolist()))
-        if found != prompt.depths:
-            raise AssertionError(f"a wrong answer: {_difference(found, prompt.depths)}")
+        depths = adapter.depths(match(prompt.tokens.tolist()))
+        if depths != prompt.depths:
+            raise AssertionError(f"a wrong answer: {_difference(depths, prompt.depths)}")
 
 
 def typed(prompt: Prompt, form: str) -> Any:
@@ -149,8 +149,8 @@ def _is_held(prompt: Prompt) -> bool:
     return max(prompt.depths.values(), default=0) > PROMPT_TOKENS // BLOCK_SIZE // 2
 
 
-def _difference(found: dict[int, int], right: dict[int, int]) -> str:
-    ranks = sorted(found.keys() | right.keys())
-    wrong = [rank for rank in ranks if found.get(rank) != right.get(rank)]
-    shown = [f"rank {r}: {found.get(r, 0)}, not {right.get(r, 0)} blocks" for r in wrong[:3]]
+def _difference(answer: dict[int, int], right: dict[int, int]) -> str:
+    ranks = sorted(answer.keys() | right.keys())
+    wrong = [rank for rank in ranks if answer.get(rank) != right.get(rank)]
+    shown = [f"rank {r}: {answer.get(r, 0)}, not {right.get(r, 0)} blocks" for r in wrong[:3]]
     return f"{len(wrong)} of {len(ranks)} ranks ({'; '.join(shown)})"

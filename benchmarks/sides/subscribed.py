@@ -31,7 +31,7 @@ class Subscribed:
         """Return when every rank holds the sentinel: all that was sent before is applied."""
         sentinel, deadline = sentinel_tokens(), perf_counter() + timeout
         while perf_counter() < deadline:
-            if sum(1 for found in self._open.index.match(sentinel) if found.blocks) == ranks:
+            if sum(1 for match in self._open.index.match(sentinel) if match.blocks) == ranks:
                 return
             sleep(_POLL)
         raise TimeoutError(f"not drained within {timeout} s: {self._open!r}")
@@ -39,8 +39,8 @@ class Subscribed:
     def check(self, prompts: list[Any]) -> None:
         """Assert the right depth of each rank for each prompt, and that nothing was lost."""
         for tokens, depths in prompts:
-            found = _depths(self._open.match(tokens))
-            if found != {int(rank): blocks for rank, blocks in depths}:
+            held = _depths(self._open.match(tokens))
+            if held != {int(rank): blocks for rank, blocks in depths}:
                 raise AssertionError(f"a wrong answer for a prompt of {len(tokens)} tokens")
         statuses = self._open.subscriber.statuses().values()
         if any(s.losses or s.gaps or s.state is not State.LIVE for s in statuses):
@@ -66,4 +66,4 @@ class Subscribed:
 
 
 def _depths(match: Match) -> dict[int, int]:
-    return {found.rank.dp_rank: found.blocks for found in match if found.blocks}
+    return {m.rank.dp_rank: m.blocks for m in match if m.blocks}

@@ -16,7 +16,7 @@ def with_advice(statistics: dict[str, Any]) -> dict[str, Any]:
     """Return a rank's statistics with advice on its `CacheSettings`."""
     advice = []
     stored = {idx: group for idx, group in statistics["groups"].items() if group["block_size"]}
-    unknown = [idx for idx, group in stored.items() if not group["told"]]
+    unknown = [idx for idx, group in stored.items() if not group["known"]]
     if unknown and len(stored) > 1:
         advice.append(
             f"the events do not report the kinds of groups {', '.join(unknown)}: answers are "

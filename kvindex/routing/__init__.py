@@ -5,7 +5,7 @@ with router.reserve(token_ids) as booking: ...      # select and book, in one st
 router.select(token_ids).reason                     # why this rank, in words
 ```
 
-A router asks a `Client`, a `Replica` or an `Index`. It has no sockets and no threads.
+A router queries a `Client`, a `Replica` or an `Index`. It has no sockets and no threads.
 
 `fleet.py` has the ranks and their load, `policies.py` the choice and its reasons, `bookings.py` the
 requests that are under way. `adapters/` plugs a router into Ray, LiteLLM and verl.
@@ -29,6 +29,8 @@ from kvindex.routing.fleet import (
     LoadBoard,
     LoadColumns,
     LocalLoadBoard,
+    PromptOptions,
+    RequestOptions,
     Source,
 )
 from kvindex.routing.policies import (
@@ -69,6 +71,8 @@ __all__ = [
     "OnlyLive",
     "Policy",
     "Prefer",
+    "PromptOptions",
+    "RequestOptions",
     "Router",
     "Source",
     "Stage",

@@ -7,7 +7,8 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import index
+from dataclasses import dataclass
+from operator import index, sub
 from typing import Any, Final
 
 from kvindex.routing.fleet import Load, LoadBoard, RoutedRequest
@@ -26,9 +27,9 @@ class Stage(str, enum.Enum):
     Attributes:
         CHOSEN: it waits for its first token.
         DECODING: its prefill is done.
-        FINISHED: it has its answer.
-        CANCELLED: it ended without one.
-        EXPIRED: no news of it came for too long, and its load was released.
+        FINISHED: it is answered.
+        CANCELLED: it ended without an answer.
+        EXPIRED: nothing was reported of it for too long, and its load was released.
     """
 
     CHOSEN = "chosen"
@@ -47,6 +48,7 @@ OTHER_ROUTER: Final = "another router"
 _NOTHING: Final = Load()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Booking:
     """One request's load on the rank that was chosen for it.
 
@@ -59,37 +61,18 @@ class Booking:
         stage: how far it has come.
         output_tokens: tokens generated so far, as reported by `output`.
 
-    Thread safety: every method may be called from any thread.
+    Thread safety: any thread may call every method.
     """
 
-    __slots__ = (
-        "_booked_at",
-        "_bookings",
-        "_load",
-        "_prediction",
-        "_touched_at",
-        "decision",
-        "output_tokens",
-        "request_id",
-        "stage",
-    )
-
-    def __init__(
-        self,
-        bookings: Bookings,
-        request_id: str,
-        decision: Decision,
-        prediction: Prediction | None,
-        now: float,
-    ) -> None:
-        self._bookings = bookings
-        self.request_id = request_id
-        self.decision = decision
-        self.stage = Stage.CHOSEN
-        self.output_tokens = 0
-        self._booked_at = self._touched_at = now
-        self._load = _NOTHING  # as the board counts it
-        self._prediction = prediction  # until its end is scheduled
+    _bookings: Bookings
+    request_id: str
+    decision: Decision
+    _prediction: Prediction | None  # until its end is scheduled
+    _booked_at: float
+    _touched_at: float
+    stage: Stage = Stage.CHOSEN
+    output_tokens: int = 0
+    _load: Load = _NOTHING  # as the board counts it
 
     @property
     def rank(self) -> Rank:
@@ -97,8 +80,8 @@ class Booking:
         return self.decision.rank
 
     def first_token(self) -> None:
-        """Report that the prefill is done: the first token has come. Idempotent."""
-        self._bookings.first_token(self)
+        """Report the first token: the prefill is done. Idempotent."""
+        self._bookings.report(self, self._bookings.end_prefill)
 
     def output(self, tokens: int = 1) -> None:
         """Report that so many more tokens were generated; the first of them ends the prefill.
@@ -109,7 +92,7 @@ class Booking:
         count = _token_count(tokens)
         if count is None:
             raise ConfigurationError(f"output of {tokens!r} tokens; give a number from 0")
-        self._bookings.output(self, count)
+        self._bookings.report(self, self._bookings.add_output, count)
 
     def finish(self, cached_tokens: int | None = None) -> None:
         """Release the load: the request has its answer. Idempotent.
@@ -123,13 +106,13 @@ class Booking:
                 all the same.
         """
         count = _token_count(cached_tokens)
-        self._bookings.end(self, Stage.FINISHED, count)
+        self._bookings.report(self, self._bookings.end, Stage.FINISHED, count)
         if count is None and cached_tokens is not None:
             raise ConfigurationError(f"cached_tokens is {cached_tokens!r}; give a number from 0")
 
     def cancel(self) -> None:
         """Release the load: the request ends without an answer. Idempotent."""
-        self._bookings.end(self, Stage.CANCELLED)
+        self._bookings.report(self, self._bookings.end, Stage.CANCELLED, None)
 
     def __enter__(self) -> Booking:
         return self
@@ -156,31 +139,26 @@ def _token_count(tokens: Any) -> int | None:
 
 
 class Bookings:
-    """The open bookings, and what follows from their news.
+    """The open bookings; their loads, predictions, prefill rate and funnel follow each report.
 
-    That is the load on the board, the predictions of their blocks, the prefill rate, and the funnel
-    of those that finished. An interrupt (Ctrl-C) at any moment leaves a booking open with the load
-    that the board counts for it, or ended with none: each step is done as a whole or not at all,
-    and what an interrupted call has left is done when the booking ends or expires.
+    An interrupt (Ctrl-C) at any moment leaves a booking open with the load that the board counts
+    for it, or ended with none: each step is done as a whole or not at all, and the rest of an
+    interrupted call is done when the booking ends or expires.
 
     Args:
         loads: stores the load.
-        predictions: of the blocks that requests bring; None for none.
+        predictions: of the blocks that requests bring.
         lock: guards everything here, and the board.
         clock: returns monotonic seconds.
-        expires_after: seconds without news after which a booking expires.
+        expires_after: seconds without a report after which a booking expires.
 
-    Attributes:
-        rate: the prefill rate.
-        funnel: the funnel.
-
-    Thread safety: `first_token`, `output` and `end` from any thread; the rest under the lock.
+    Thread safety: any thread may call `report`; the rest runs under the lock.
     """
 
     def __init__(
         self,
         loads: LoadBoard,
-        predictions: Predictions | None,
+        predictions: Predictions,
         lock: AbstractContextManager[object],
         clock: Callable[[], float],
         expires_after: float,
@@ -192,10 +170,10 @@ class Bookings:
         self._lock = lock
         self._clock = clock
         self._expires_after = expires_after
-        self._open: OrderedDict[str, Booking] = OrderedDict()  # the longest without news first
+        self._open: OrderedDict[str, Booking] = OrderedDict()  # the longest without a report first
         self._numbers = itertools.count(1)
         self._ended = dict.fromkeys((Stage.FINISHED, Stage.CANCELLED, Stage.EXPIRED), 0)
-        self._late = 0  # news of bookings that had expired
+        self._late = 0  # reports on bookings that had expired
 
     def __len__(self) -> int:
         return len(self._open)
@@ -206,36 +184,35 @@ class Bookings:
         """Book a request on the rank that was chosen.
 
         Args:
-            request_id: the request's id; None to make one up.
+            request_id: the request's id; None for a new one.
             decision: the decision.
             request: the request, to predict; None if another router has it.
             now: the time.
 
         Raises:
-            DuplicateBookingError: an open booking has this id. This is checked here, not before the
-                choice: a filter or a policy may have booked meanwhile.
+            DuplicateBookingError: an open booking has this id.
             TokenError: as `Predictions.prepare`.
         """
         if request_id is None:
             request_id = self._new_id()
-        elif request_id in self._open:
+        elif request_id in self._open:  # a filter or a policy may have booked before the choice
             raise DuplicateBookingError(request_id)
         sent = None
-        if self._predictions is not None and request is not None:
+        if request is not None:
             sent = self._predictions.prepare(decision.rank, request, decision.block_size)
-        booking = Booking(self, request_id, decision, None if sent is None else sent[0], now)
+        prediction = None if sent is None else sent[0]
+        booking = Booking(self, request_id, decision, prediction, now, now)
         self._open[request_id] = booking  # first, so that all that follows ends with it
         new_tokens = decision.new_tokens
         self._loads.give(decision.rank, new_tokens, now)
         self._count(booking, Load(new_tokens, 1, _blocks(booking)), now)
-        if self._predictions is not None and sent is not None:
+        if sent is not None:
             self._predictions.add(*sent)
         return booking
 
     def get(self, request_id: str) -> Booking:
         """Return an open booking; raises UnknownBookingError."""
-        booking = self._open.get(request_id)
-        if booking is None:
+        if (booking := self._open.get(request_id)) is None:
             raise UnknownBookingError(request_id)
         return booking
 
@@ -243,102 +220,81 @@ class Bookings:
         """Follow a change of the ranks: the loads' rows, and what is kept for each of them."""
         self._loads.arrange(ranks)
         self.funnel.keep(ranks)
-        if self._predictions is not None:
-            self._predictions.keep(ranks)
+        self._predictions.keep(ranks)
 
     def expire(self, now: float) -> None:
-        """Release bookings without news for too long, and end predictions. O(1) if none are due."""
+        """Release bookings that are due, and end predictions. O(1) if none are due."""
         while self._open:
             oldest = next(iter(self._open.values()))
             if now - oldest._touched_at < self._expires_after:
                 break
-            self._end(oldest, Stage.EXPIRED, None, now)
-        if self._predictions is not None:
-            self._predictions.expire(now)
+            self.end(oldest, now, Stage.EXPIRED, None)
+        self._predictions.expire(now)
 
     def statistics(self) -> dict[str, int]:
-        """Return how many are open, how many ended in which way, and news after an expiry."""
+        """Return how many are open, how many ended in which way, and reports after an expiry."""
         ended = {str(stage): count for stage, count in self._ended.items()}
         return {"open": len(self._open), **ended, "late": self._late}
 
-    def first_token(self, booking: Booking) -> None:
-        """See `Booking.first_token`."""
+    def report(self, booking: Booking, change: Callable[..., None], *details: Any) -> None:
+        """Call `change(booking, now, *details)` if the booking is open."""
         with self._lock:
             now = self._clock()
-            if self._note_news(booking, now):
-                self._end_prefill(booking, now)
-
-    def output(self, booking: Booking, tokens: int) -> None:
-        """See `Booking.output`."""
-        with self._lock:
-            now = self._clock()
-            if not self._note_news(booking, now):
+            if self._open.get(booking.request_id) is not booking:
+                self._late += booking.stage is Stage.EXPIRED
                 return
-            if tokens:
-                self._end_prefill(booking, now)
-            booking.output_tokens += tokens
-            before, blocks = booking._load, _blocks(booking)
-            if blocks != before.decode_blocks:
-                self._count(booking, Load(before[0], before[1], blocks), now)
-
-    def end(self, booking: Booking, stage: Stage, cached_tokens: int | None = None) -> None:
-        """See `Booking.finish` and `Booking.cancel`."""
-        with self._lock:
-            now = self._clock()
-            if self._note_news(booking, now):
-                self._end(booking, stage, cached_tokens, now)
+            booking._touched_at = now
+            self._open.move_to_end(booking.request_id)
+            change(booking, now, *details)
 
     def _new_id(self) -> str:
         while (request_id := f"kvindex-{next(self._numbers)}") in self._open:
             pass
         return request_id
 
-    def _note_news(self, booking: Booking, now: float) -> bool:
-        """Note that news of a booking came; return whether it is open."""
-        if self._open.get(booking.request_id) is not booking:
-            self._late += booking.stage is Stage.EXPIRED
-            return False
-        booking._touched_at = now
-        self._open.move_to_end(booking.request_id)
-        return True
-
     def _count(self, booking: Booking, load: Load, now: float) -> None:
         """Set a booking's load on the board: all of it or, interrupted, nothing."""
         before, booking._load = booking._load, load
+        queued, opened, decode = map(sub, load, before)
         try:
-            self._loads.add(
-                booking.decision.rank,
-                load[0] - before[0],
-                load[1] - before[1],
-                load[2] - before[2],
-                now,
-            )
+            self._loads.add(booking.decision.rank, queued, opened, decode, now)
         except BaseException:
             booking._load = before
             raise
 
-    def _end_prefill(self, booking: Booking, now: float) -> None:
+    def end_prefill(self, booking: Booking, now: float) -> None:
+        """Release a booking's queued tokens, at its first token."""
         if booking.stage is not Stage.CHOSEN:
             return
-        before = booking._load
-        self._count(booking, Load(0, before[1], before[2]), now)
+        self._count(booking, booking._load._replace(queued_tokens=0), now)
         booking.stage = Stage.DECODING
         self.rate.measure(booking.decision.work_ahead, now - booking._booked_at)
         self._end_prediction(booking, now, at_once=False)
 
-    def _end(self, booking: Booking, stage: Stage, cached_tokens: int | None, now: float) -> None:
+    def add_output(self, booking: Booking, now: float, tokens: int) -> None:
+        """Count the blocks of more generated tokens."""
+        if tokens:
+            self.end_prefill(booking, now)
+        booking.output_tokens += tokens
+        load, blocks = booking._load, _blocks(booking)
+        if blocks != load.decode_blocks:
+            self._count(booking, load._replace(decode_blocks=blocks), now)
+
+    def end(self, booking: Booking, now: float, stage: Stage, cached_tokens: int | None) -> None:
+        """Release a booking's load, and count how it ended."""
         self._count(booking, _NOTHING, now)
         self._end_prediction(booking, now, at_once=stage is not Stage.FINISHED)
         booking.stage = stage
         del self._open[booking.request_id]
         self._ended[stage] += 1
-        if stage is not Stage.FINISHED or booking.decision.policy == OTHER_ROUTER:
-            return
-        if booking.decision.reads_cache:  # else no cache could help; engines do not count it either
-            self.funnel.count(booking.decision, cached_tokens)
+        decision = booking.decision
+        # Without reading, no cache could help; engines do not count such requests either.
+        is_own = decision.policy != OTHER_ROUTER and decision.reads_cache
+        if stage is Stage.FINISHED and is_own:
+            self.funnel.count(decision, cached_tokens)
 
     def _end_prediction(self, booking: Booking, now: float, *, at_once: bool) -> None:
-        if self._predictions is not None and booking._prediction is not None:
+        if booking._prediction is not None:
             self._predictions.end(booking._prediction, now, at_once=at_once)
             booking._prediction = None
 

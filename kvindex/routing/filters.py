@@ -87,9 +87,7 @@ class Labels:
         self._labels = labels
 
     def keeps(self, request: FilterRequest) -> Iterable[object]:
-        """See `Filter`."""
-        wanted = request.labels.items()
-        if not wanted:
+        if not (wanted := request.labels.items()):
             return _all(request)
         return (wanted <= self._of(rank).items() for rank in request.ranks)
 
@@ -104,8 +102,7 @@ class LoraLoaded:
     """Keeps the ranks that have loaded the request's LoRA adapter; all, for a request without one.
 
     Args:
-        loaded: the adapters of ranks, read at each request, so that you may change it. Ranks are
-            given as for `Labels`.
+        loaded: the adapters of ranks, by the names that `Labels` accepts; read at each request.
     """
 
     name = "lora"
@@ -114,9 +111,7 @@ class LoraLoaded:
         self._loaded = loaded
 
     def keeps(self, request: FilterRequest) -> Iterable[object]:
-        """See `Filter`."""
-        lora = request.lora
-        if lora is None:
+        if (lora := request.lora) is None:
             return _all(request)
         return (
             any(lora == loras or lora in loras for loras in _values_of(rank, self._loaded))
@@ -151,9 +146,8 @@ class Capacity:
         self._limits = [limit if limit is not None else float("inf") for limit in limits]
 
     def keeps(self, request: FilterRequest) -> Iterable[object]:
-        """See `Filter`."""
         queued, opened, decode = self._limits
-        columns = zip(request.loads.queued, request.loads.open, request.loads.decode, strict=True)
+        columns = zip(*request.loads[:3], strict=True)
         return (q <= queued and o < opened and d <= decode for q, o, d in columns)
 
 
@@ -166,14 +160,13 @@ class OnlyLive:
     name = "live"
 
     def keeps(self, request: FilterRequest) -> Iterable[object]:
-        """See `Filter`."""
         return request.live
 
 
 class Prefer:
-    """Keeps the ranks that another filter keeps, or all ranks if that would keep none.
+    """Keeps the ranks that another filter keeps, unless the router would have no rank left.
 
-    A router asks it last, so it is a preference among the eligible and connected ranks.
+    It comes last, so it is a preference among the eligible and connected ranks.
 
     Examples:
         >>> nearby = Prefer(Labels({"vllm-0": {"zone": "a"}}))
@@ -186,9 +179,7 @@ class Prefer:
         self.name = f"prefer {preferred.name}"
 
     def keeps(self, request: FilterRequest) -> Iterable[object]:
-        """See `Filter`."""
-        kept = list(map(bool, self._preferred.keeps(request)))
-        return kept if any(kept) else _all(request)
+        return self._preferred.keeps(request)
 
 
 def _all(request: FilterRequest) -> bytes:
@@ -202,11 +193,8 @@ class Eligible:
     Preferences come last, and one that would leave no rank is ignored: first that the publisher is
     connected, then those of `Prefer`.
 
-    Args:
-        filters: all of them must agree.
-
     Attributes:
-        filters: the filters.
+        filters: all of them must agree.
         drained: ranks that get no more requests.
         refused: ranks refused so far, by the reason.
 
@@ -222,31 +210,30 @@ class Eligible:
         """Return a byte for each rank: whether it may be chosen for a request. At least one may.
 
         Raises:
-            NoCandidateError: none may be chosen.
-            UnknownRankError: a wanted rank is not known.
+            NoCandidateError, UnknownRankError: as `Router.select`.
             ConfigurationError: a filter does not answer for each rank.
         """
         rows, prompt_tokens = bytearray(b"\1") * len(fleet.ranks), len(routed.token_ids)
         request = FilterRequest(
             fleet.ranks, fleet.live, loads, prompt_tokens, routed.lora, routed.labels or {}
         )
-        reasons: list[tuple[str, Iterable[object]]] = []
+        rules: list[tuple[str, Iterable[object]]] = []
         if routed.ranks is not None:
-            reasons.append(("ranks", fleet.mask(routed.ranks)))
+            rules.append(("ranks", fleet.mask(routed.ranks)))
         if self.drained:
             undrained = rows[:]
             for rank in self.drained:
                 undrained[fleet.row_of[rank]] = 0
-            reasons.append(("drained", undrained))
-        reasons += [(f.name, f.keeps(request)) for f in self.filters if not isinstance(f, Prefer)]
-        refused: dict[str, int] = {}
-        for reason, keeps in reasons:
+            rules.append(("drained", undrained))
+        rules += [(f.name, f.keeps(request)) for f in self.filters if not isinstance(f, Prefer)]
+        refused: Counter[str] = Counter()
+        for reason, keeps in rules:
             rows, lost = _narrow(rows, reason, keeps)
             if lost:
-                refused[reason] = refused.get(reason, 0) + lost
-                self.refused[reason] += lost
+                refused[reason] += lost
+        self.refused += refused
         if 1 not in rows:
-            raise NoCandidateError(len(rows), refused)
+            raise NoCandidateError(len(rows), dict(refused))
         wishes: list[tuple[str, Iterable[object]]] = []
         if fleet.connected is not None:
             wishes.append(("disconnected", fleet.connected))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import msgspec
 
@@ -22,6 +22,8 @@ __all__ = [
     "LoadBoard",
     "LoadColumns",
     "LocalLoadBoard",
+    "PromptOptions",
+    "RequestOptions",
     "RoutedRequest",
     "Source",
     "Standing",
@@ -62,8 +64,8 @@ class Standing(msgspec.Struct, frozen=True):
     """A source at one moment.
 
     Attributes:
-        index: the index, to be asked after the states were read.
-        live: the ranks that are live; None if nobody follows the ranks: all count as live.
+        index: the index, to be queried after the states were read.
+        live: the ranks that are live; None for a bare index: all count as live.
         connected: those whose publisher is connected; None likewise.
     """
 
@@ -72,33 +74,51 @@ class Standing(msgspec.Struct, frozen=True):
     connected: frozenset[Rank] | None
 
 
-class RoutedRequest(NamedTuple):
-    """A request to route.
+class PromptOptions(TypedDict, total=False):
+    """The options of `Router.place`: what the prompt's cached blocks depend on besides its tokens.
 
     Attributes:
-        token_ids, lora, salt, extra_keys: its prompt, as for `Index.match`.
-        reads_cache: whether the engine will read its cache. It caches the prompt in any case.
-        ranks: the ranks among which to choose; None: all.
-        labels: the labels that a rank must have, for the filter `Labels`; None for none.
+        lora: the request's LoRA adapter.
+        salt: its cache salt.
+        extra_keys: for each block what its identity covers besides tokens.
+        reads_cache: False if the engine will not read its cache for this request, such as with
+            `prompt_logprobs` (see `reads_cache`). Then every rank has to prefill the whole prompt,
+            and the load decides.
     """
 
-    token_ids: TokenIds
     lora: Lora
     salt: str | None
     extra_keys: ExtraKeys | None
     reads_cache: bool
+
+
+class RequestOptions(PromptOptions, total=False):
+    """The options of `Router.select` and `Router.reserve`: as `PromptOptions`, and these.
+
+    Attributes:
+        ranks: choose among these only. "a/0" stands for `Rank("a", 0)`, "a" for all of "a".
+        labels: the labels that a rank must have, for the filter `Labels`.
+    """
+
+    ranks: Iterable[RankName] | RankName | None
+    labels: Mapping[str, str] | None
+
+
+class RoutedRequest(NamedTuple):
+    """A request to route: the prompt's tokens, and its `RequestOptions`."""
+
+    token_ids: TokenIds
+    lora: Lora = None
+    salt: str | None = None
+    extra_keys: ExtraKeys | None = None
+    reads_cache: bool = True
     ranks: Iterable[RankName] | RankName | None = None
     labels: Mapping[str, str] | None = None
 
     def match(self, index: Index) -> Match:
         """Return the ranks' match of the prompt without its last token."""
-        return index.match(
-            self.token_ids,
-            lora=self.lora,
-            salt=self.salt,
-            extra_keys=self.extra_keys,
-            recomputed=1,
-        )
+        prompt, lora, salt, extra_keys, *_ = self
+        return index.match(prompt, lora=lora, salt=salt, extra_keys=extra_keys, recomputed=1)
 
 
 def look(source: Source) -> Standing:
@@ -138,17 +158,16 @@ class Fleet:
     row_of: dict[Rank, int]
     _names: RankNames
 
-    def __init__(self, standing: Standing | None = None, before: Fleet | None = None) -> None:
+    def __init__(self, standing: Standing, before: Fleet | None = None) -> None:
         self._standing = standing
-        ranks = self.ranks = () if standing is None else standing.index.ranks
+        ranks = self.ranks = standing.index.ranks
         if before is not None and ranks is before.ranks:
             self.rows, self.row_of, self._names = before.rows, before.row_of, before._names
         else:
             self.rows = RankRows(ranks)
             self.row_of = {rank: row for row, rank in enumerate(ranks)}
             self._names = RankNames(ranks)
-        live = None if standing is None else standing.live
-        connected = None if standing is None else standing.connected
+        live, connected = standing.live, standing.connected
         self.live = b"\1" * len(ranks) if live is None else bytes(map(live.__contains__, ranks))
         self.connected: bytes | None = None
         if connected is not None and not connected.issuperset(ranks):
@@ -161,8 +180,7 @@ class Fleet:
         """
         before = self._standing
         if (
-            before is not None
-            and standing.index.ranks is self.ranks
+            standing.index.ranks is self.ranks
             and standing.live is before.live
             and standing.connected is before.connected
         ):
@@ -170,30 +188,18 @@ class Fleet:
         return Fleet(standing, self)
 
     def named(self, name: RankName) -> list[Rank]:
-        """Return the ranks that a name stands for: "a/0" for one, "a" for all of worker a.
-
-        Raises:
-            UnknownRankError: there is none.
-        """
+        """Return the ranks that a name stands for; raises UnknownRankError if there is none."""
         return self._names.find(name)
 
     def row(self, name: RankName) -> int:
-        """Return the row of the one rank that a name stands for. O(1).
-
-        Raises:
-            UnknownRankError: it is not known, or the name stands for several.
-        """
+        """Return the row of the rank that a name stands for; raises UnknownRankError. O(1)."""
         ranks = self._names.find(name)
         if len(ranks) > 1:
             raise UnknownRankError(name, ranks, ambiguous=True)
         return self.row_of[ranks[0]]
 
     def mask(self, names: Iterable[RankName] | RankName) -> bytearray:
-        """Return a byte for each row: 1 if one of the names stands for its rank.
-
-        Raises:
-            UnknownRankError: a name stands for no rank.
-        """
+        """Return a byte for each row: 1 if a name stands for its rank; raises UnknownRankError."""
         mask = bytearray(len(self.ranks))
         for name in [names] if isinstance(names, (str, Rank)) else names:  # a Rank is a tuple, too
             for rank in self._names.find(name):
@@ -279,8 +285,8 @@ class _Correction(NamedTuple):
     until: float
 
 
-class LocalLoadBoard:
-    """The load that this process has booked; see `LoadBoard`.
+class LocalLoadBoard(LoadBoard):
+    """The load that this process has booked.
 
     Gauges that an engine reports correct it for `GAUGE_LIFE`: the engine's load beyond our bookings
     at that moment is added to them. Numbers never fall below 0.
@@ -308,7 +314,6 @@ class LocalLoadBoard:
         self._given_at = math.inf  # when a rank was given tokens last
 
     def arrange(self, ranks: Sequence[Rank]) -> None:
-        """Set the rows. O(ranks)."""
         before, rows_before, loads = self._booked, self._rows, dict(self._absent)
         for rank, row in rows_before.items():
             loads[rank] = (before.queued[row], before.open[row], before.decode[row])
@@ -326,7 +331,6 @@ class LocalLoadBoard:
             self._show()
 
     def columns(self, now: float) -> LoadColumns:
-        """Return the loads as they are now."""
         if self._corrections and now >= self._earliest_end:
             self._end_corrections(now)
         return self._shown
@@ -334,7 +338,6 @@ class LocalLoadBoard:
     def add(
         self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
     ) -> None:
-        """Add to a rank's load."""
         row = self._rows.get(rank)
         if row is None:
             queued, opened, decode = self._absent.get(rank, _NOTHING)
@@ -351,12 +354,9 @@ class LocalLoadBoard:
         booked.decode[row] += decode_blocks
 
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
-        """Note that a rank was given tokens to prefill.
-
-        Later tokens weigh more, twice as much after a minute; only the ratios count. The sums start
-        anew after so many halvings that earlier tokens are negligible, and where the clock goes
-        back: else the tokens given before would weigh most for long.
-        """
+        # Later tokens weigh more, twice as much after a minute; only the ratios count. The sums
+        # start anew after so many halvings that earlier tokens are negligible, and where the clock
+        # goes back: else the tokens given before would weigh most for long.
         given = self._booked.given
         if not self._given_at <= now <= self._origin + _MOST_HALVINGS * _HALF_LIFE:
             self._origin = now
@@ -369,7 +369,6 @@ class LocalLoadBoard:
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
     ) -> None:
-        """Correct the booked load by an engine's own gauges."""
         row = self._rows.get(rank)
         if row is None:
             return
@@ -384,7 +383,6 @@ class LocalLoadBoard:
         self._show_row(rank, row)
 
     def load(self, rank: Rank, now: float) -> Load:
-        """Return one rank's load."""
         columns = self.columns(now)
         row = self._rows.get(rank)
         if row is None:
@@ -402,7 +400,6 @@ class LocalLoadBoard:
             self._shown = self._booked
 
     def _show(self) -> None:
-        """Show the booked load with its corrections, in columns of their own."""
         self._shown = self._booked.kept()
         for rank in self._corrections:
             self._show_row(rank, self._rows[rank])

@@ -23,7 +23,7 @@ _WRONG: Final = 0.2  # of the tokens that were predicted, or found
 _NEARLY_ALL: Final = 0.95  # of the requests
 
 _NO_USAGE = (
-    "its engine does not say how many tokens it found cached: start vLLM with "
+    "its engine does not report how many tokens it found cached: start vLLM with "
     "--enable-prompt-tokens-details, SGLang with --enable-cache-report"
 )
 _NOTHING_FOUND = (
@@ -50,10 +50,7 @@ _MEMORY: Final = 2_000_000.0  # tokens after which older measurements have lost 
 
 @dataclass
 class _Recent:
-    """The recent reports of a rank's engine: sums in which later requests weigh more.
-
-    So nothing needs to fade. Only the ratios of the sums count.
-    """
+    """The recent reports of a rank's engine: sums in which later requests weigh more."""
 
     weight: float = 1.0  # of the last request
     requests: float = 0.0
@@ -109,9 +106,9 @@ class _Sums:
     def count(self, stages: Mapping[str, int], delivered: int | None) -> None:
         for stage, tokens in stages.items():
             self.finished[stage] += tokens
-        if delivered is not None:
-            for stage, tokens in stages.items():
+            if delivered is not None:
                 self.reported[stage] += tokens
+        if delivered is not None:
             self.reported["delivered"] += delivered
 
     def plain(self) -> dict[str, dict[str, int]]:
@@ -160,7 +157,7 @@ class Funnel:
     def suspicion(self, rank: Rank) -> str:
         """Return why a rank's predictions go wrong, in words; "" if they do not.
 
-        It looks at some hundred requests, and says nothing before the first 20.
+        Some hundred requests count, from the first 20 on.
         """
         if rank not in self._of_rank or self._of_rank[rank].finished["requests"] < _ENOUGH:
             return ""
@@ -171,10 +168,7 @@ class PrefillRate:
     """The tokens per second that a rank prefills, as bookings show it.
 
     A booking shows how many tokens came before its first token: those queued on its rank, and its
-    own. The rate is their sum over the sum of the times, where older ones fade.
-
-    Attributes:
-        tokens_per_second: the rate.
+    own. `tokens_per_second` is their sum over the sum of the times, where older ones fade.
     """
 
     def __init__(self) -> None:
@@ -186,7 +180,7 @@ class PrefillRate:
         """Add the measurement of one first token, so many seconds after the booking."""
         if tokens < _LEAST_TOKENS or seconds <= 0.0:
             return
-        kept = max(0.0, 1.0 - tokens / _MEMORY)
-        self._tokens = self._tokens * kept + tokens
-        self._seconds = self._seconds * kept + seconds
+        fade = max(0.0, 1.0 - tokens / _MEMORY)
+        self._tokens = self._tokens * fade + tokens
+        self._seconds = self._seconds * fade + seconds
         self.tokens_per_second = self._tokens / self._seconds

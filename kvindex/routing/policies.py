@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -66,8 +67,7 @@ class Choice(NamedTuple):
     Attributes:
         row: of the rank that is chosen.
         costs: each rank's cost in the policy's own unit, if it counts costs.
-        kept: how many ranks were preferred for their cached tokens; None if the policy prefers
-            none.
+        kept: how many ranks were preferred for their cached tokens; None: the policy prefers none.
         stayed: whether one of these was chosen.
         why: the reason in words; "" for the usual words of a cost.
         attainable: the most tokens that a usable rank holds; None if not computed.
@@ -151,31 +151,27 @@ def choose_in_python(
 ) -> tuple[int, int, bool, int]:
     """Return the `row`, `kept`, `stayed` and `attainable` of a `Choice`; -1 if no row is usable.
 
-    It does where there is no compiler what `native/core/choosing.cpp` does elsewhere, and says what
-    that means. Each row's cost is written into `costs`: infinite if it is no number, or the row is
-    not usable. Of rows that cost the same, those that were given least lately come first; among
-    these, chance decides. O(rows).
+    The specification of `native/core/choosing.cpp`, and its substitute where there is no compiler.
+    Each row's cost is written into `costs`: infinite if it is no number, or the row is not usable.
+    Of rows that cost the same, those that were given least lately come first; among these, chance
+    decides. O(rows).
     """
     rows = [row for row, is_usable in enumerate(usable) if is_usable]
     price = weights.new
     if prompt_tokens > 0:
-        queued = (loads.queued[row] for row in rows)
-        least = min((tokens for tokens in queued if tokens < math.inf), default=0.0)
-        price += weights.backlog * least / prompt_tokens
+        queued = (loads.queued[row] for row in rows if loads.queued[row] < math.inf)
+        price += weights.backlog * min(queued, default=0.0) / prompt_tokens
     given = 0.0
     for row in rows:  # sum() rounds otherwise than C++ does, from Python 3.12 on
         given += loads.given[row]
-    mean = given / len(rows) if 0.0 < given < math.inf else math.inf
+    mean = given / len(rows) if 0.0 < given < math.inf else 0.0  # 0 too where it underflows
     costs[:] = array("d", [math.inf]) * len(usable)
     order, kept, attainable = {}, [], 0
     for row in rows:
         device, host, tokens = hits.device[row], hits.host[row], hits.tokens[row]
-        credited = (
-            weights.device * device
-            + weights.host * (host - device)
-            + weights.storage * (tokens - host)
-        )
-        churned = weights.churn * max(0.0, loads.given[row] / mean - 1.0)
+        credited = weights.device * device + weights.host * (host - device)
+        credited += weights.storage * (tokens - host)
+        churned = weights.churn * max(0.0, loads.given[row] / mean - 1.0) if mean > 0.0 else 0.0
         missing = (price + churned) * (prompt_tokens - credited)
         work = max(0.0, weights.queued * loads.queued[row] + missing)
         cost = work + weights.decode * loads.decode[row] + weights.request * loads.open[row]
@@ -188,7 +184,7 @@ def choose_in_python(
             kept.append(row)
     if not rows:
         return -1, 0, False, 0
-    least = min(order.values())[0]
+    least, _ = min(order.values())
     stayed = bool(kept) and min(costs[row] for row in kept) - least <= weights.slack
     among = kept if stayed else rows
     cheapest = min(order[row] for row in among)
@@ -209,9 +205,6 @@ class CostPolicy:
         slack_seconds: seconds of prefill, at the measured rate, by which the best rank that holds
             enough of the prompt may be behind the best of all; None for `weights.slack`.
 
-    Attributes:
-        weights: the weights of the cost.
-
     Raises:
         ConfigurationError: a weight is no finite number; `slack` may be infinite.
 
@@ -230,7 +223,6 @@ class CostPolicy:
         self._scaled = (0, 0.0, weights)  # for a block size and a slack in tokens
 
     def choose(self, candidates: Candidates) -> Choice:
-        """Choose the cheapest rank."""
         _, prompt_tokens, hits, loads, usable, block_size, prefill_rate, chance = candidates
         weights, seconds = self.weights, self._slack_seconds
         slack = weights.slack if seconds is None else seconds * prefill_rate
@@ -254,7 +246,6 @@ class RoundRobin:
         self._turn = 0
 
     def choose(self, candidates: Candidates) -> Choice:
-        """Choose a rank; see `Policy`."""
         rows = candidates.rows()
         self._turn += 1
         return Choice(rows[(self._turn - 1) % len(rows)], why="it is its turn")
@@ -275,18 +266,14 @@ POLICIES: Final = (*_WEIGHTS, RoundRobin.name)
 
 
 def make_policy(policy: Policy | str) -> Policy:
-    """Return a policy by its name, or the policy itself.
-
-    Raises:
-        ConfigurationError: there is none of that name.
-    """
+    """Return a policy by its name, or the policy itself; raises ConfigurationError if none is."""
     if not isinstance(policy, str):
         return policy
+    if policy == RoundRobin.name:
+        return RoundRobin()
     if policy in _WEIGHTS:
         weights, seconds = _WEIGHTS[policy]
         return CostPolicy(policy, weights, slack_seconds=seconds)
-    if policy == RoundRobin.name:
-        return RoundRobin()
     raise ConfigurationError(f"policy is {policy!r}; the names are: {', '.join(POLICIES)}")
 
 
@@ -312,53 +299,40 @@ class Candidate(NamedTuple):
     usable: bool
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Decision:
     """The rank for one request, the tokens it will find cached, and why this rank.
 
     Attributes:
-        rank: where to send the request.
         policy: the name of the policy that chose.
-        prompt_tokens: tokens of the prompt.
-        tokens: those that the rank will find cached, never the last one.
-        predicted_tokens: of `tokens`, those that no event has confirmed yet: they were sent there a
-            moment ago (`Router(predict=...)`). 0 without `predict`.
-        reads_cache: whether the engine will read its cache, by the router's caller. If not, no rank
-            counts as holding anything.
+        predicted_tokens: those of `tokens` that no event has confirmed (see `Router`'s `predict`).
+        reads_cache: whether the engine will read its cache. If not, no rank counts as holding
+            anything.
 
     Thread safety: immutable.
     """
 
-    __slots__ = (
-        "_candidates",
-        "_choice",
-        "_live",
-        "policy",
-        "predicted_tokens",
-        "prompt_tokens",
-        "rank",
-        "reads_cache",
-        "tokens",
-    )
+    policy: str
+    reads_cache: bool
+    predicted_tokens: int
+    _candidates: Candidates  # with loads that do not change any more
+    _choice: Choice
+    _live: bytes
 
-    def __init__(
-        self,
-        policy: str,
-        candidates: Candidates,
-        choice: Choice,
-        live: bytes,
-        confirmed: Hits,
-        reads_cache: bool,
-    ) -> None:
-        row = choice.row
-        self.policy = policy
-        self.rank = candidates.ranks[row]
-        self.prompt_tokens = candidates.prompt_tokens
-        self.tokens = candidates.hits.tokens[row]
-        self.predicted_tokens = self.tokens - confirmed.tokens[row]
-        self.reads_cache = reads_cache
-        self._candidates = candidates  # with loads that do not change any more
-        self._choice = choice
-        self._live = live
+    @property
+    def rank(self) -> Rank:
+        """Where to send the request."""
+        return self._candidates.ranks[self._choice.row]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self._candidates.prompt_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Those that the rank will find cached, never the last one."""
+        return self._candidates.hits.tokens[self._choice.row]
 
     @property
     def new_tokens(self) -> int:
@@ -377,9 +351,9 @@ class Decision:
 
     @property
     def attainable(self) -> int:
-        """The most tokens that any candidate would find cached. O(ranks) at most."""
-        if self._choice.attainable is not None:
-            return self._choice.attainable
+        """The most tokens that a usable candidate would find cached. O(ranks) at most."""
+        if (attainable := self._choice.attainable) is not None:
+            return attainable
         return max(compress(self._candidates.hits.tokens, self._candidates.usable))
 
     @property

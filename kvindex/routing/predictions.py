@@ -27,19 +27,16 @@ class Prediction(NamedTuple):
 
 
 class Predictions:
-    """The blocks that ranks were sent a moment ago.
+    """The blocks of prompts that were sent to ranks a moment ago.
 
     They lie in an index of their own, apart from the blocks that events reported. A prediction
-    lasts from the booking until so many seconds after its first token (by then, the engine's event
-    must have come), or until the booking is cancelled.
-
-    Args:
-        seconds: how long after the first token.
+    lasts from the booking until so many `seconds` after its first token (by then, the engine must
+    have sent its event), or until the booking is cancelled. With `seconds` None, there are none.
 
     Thread safety: a router calls it under its lock.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self._index = Index()
         self._ending: deque[tuple[float, Prediction]] = deque()  # the earliest first
@@ -50,13 +47,13 @@ class Predictions:
     ) -> tuple[Prediction, BlockStored] | None:
         """Return the prediction of a prompt's whole blocks, and their event for `add`. O(tokens).
 
-        None if there is no whole block.
+        None if there is no whole block, or nothing is predicted.
 
         Raises:
-            TokenError: one of the tokens is none; an index checks only the tokens that it needs.
+            TokenError: a token is none; an index checks only the tokens that it needs.
         """
         blocks = len(request.token_ids) // block_size
-        if not blocks:
+        if not blocks or self._seconds is None:
             return None
         tokens = _packed(request, blocks * block_size)
         extras: list[Any] = [item and tuple(item) for item in request.extra_keys or ()][:blocks]
@@ -89,7 +86,7 @@ class Predictions:
 
     def end(self, prediction: Prediction, now: float, *, at_once: bool) -> None:
         """Schedule the end of a prediction: now, or `seconds` from now. O(1)."""
-        if at_once:
+        if at_once or self._seconds is None:
             self._ending.appendleft((now, prediction))
         else:
             self._ending.append((now + self._seconds, prediction))
@@ -127,6 +124,8 @@ class Predictions:
 
     def statistics(self) -> dict[str, int]:
         """Return how many predictions were `made`, and how many `blocks` are predicted now."""
+        if self._seconds is None:
+            return {}
         return {"made": self._made, "blocks": len(self._index)}
 
 

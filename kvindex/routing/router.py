@@ -7,10 +7,10 @@ import random
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from kvindex.index import ExtraKeys, Hits, Lora, Match, TokenIds
+from kvindex.index import Hits, Match, TokenIds
 from kvindex.routing.bookings import OTHER_ROUTER, Booking, Bookings
 from kvindex.routing.filters import Eligible, Filter
 from kvindex.routing.fleet import (
@@ -19,6 +19,8 @@ from kvindex.routing.fleet import (
     Load,
     LoadBoard,
     LocalLoadBoard,
+    PromptOptions,
+    RequestOptions,
     RoutedRequest,
     Source,
     Standing,
@@ -31,6 +33,9 @@ from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Router"]
 
@@ -58,6 +63,9 @@ class Router:
     `OnlyLive`). One whose publisher is not connected is chosen only if there is no other: its
     engine is probably down. A prompt's last token never counts as held: the engine computes it.
 
+    A rank is named by "a/0", or by its worker's name if that has one rank. `UnknownRankError` is
+    raised for a name that stands for no rank, or for several where one is meant.
+
     Args:
         source: a `Client`, a `Replica`, or an `Index`.
         policy: a policy, or the name of one of `POLICIES`.
@@ -74,11 +82,10 @@ class Router:
     Raises:
         ConfigurationError: a value that cannot work.
 
-    Thread safety: every method may be called from any thread; one lock guards the load. No call
-    waits for anything else, so asyncio code calls them directly. A router and its bookings must not
-    be used in signal handlers and finalizers, which may come in the middle of a call. An interrupt
-    (Ctrl-C) at any moment leaves no lock held and no booking half made. A forked child has a router
-    of its own, with the load as it was at the fork.
+    Thread safety: any thread may call every method; one lock guards the load. No call waits for
+    anything else, so asyncio code calls them directly. Signal handlers and finalizers must not use
+    a router or its bookings. An interrupt (Ctrl-C) at any moment leaves no lock held and no booking
+    half made. A forked child has a router of its own, with the load as it was at the fork.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index
@@ -114,51 +121,34 @@ class Router:
         self.policy = make_policy(policy)
         self.model = model
         self._source = source
-        self._fleet = Fleet()
+        self._fleet = Fleet(look(source))
         self._eligible = Eligible(filters)
         self._loads = LocalLoadBoard() if loads is None else loads
-        self._predictions = None if predict is None else Predictions(predict)
+        self._predictions = Predictions(predict)
         self._lock = threading.RLock()
         self._clock = clock
         self._bookings = Bookings(self._loads, self._predictions, self._lock, clock, expires_after)
+        self._bookings.arrange(self._fleet.ranks)
         self._random = random.Random(seed).random
         self._block_size = _BLOCK_SIZE
         self._decisions = self._old_gauges = 0
         prepare_forks(self, Router._prepare_fork)
 
-    def select(
-        self,
-        token_ids: TokenIds,
-        *,
-        lora: Lora = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        reads_cache: bool = True,
-        ranks: Iterable[RankName] | RankName | None = None,
-        labels: Mapping[str, str] | None = None,
-    ) -> Decision:
+    def select(self, token_ids: TokenIds, **options: Unpack[RequestOptions]) -> Decision:
         """Choose a rank for a request, and book nothing.
 
         Args:
             token_ids: the prompt, as for `Index.match`.
-            lora: the request's LoRA adapter.
-            salt: its cache salt.
-            extra_keys: for each block what its identity covers besides tokens.
-            reads_cache: False if the engine will not read its cache for this request, such as
-                with `prompt_logprobs` (see `reads_cache`). Then every rank has to prefill the whole
-                prompt, and the load decides.
-            ranks: choose among these only. "a/0" stands for `Rank("a", 0)`, "a" for all of "a".
-            labels: the labels that a rank must have, for the filter `Labels`.
+            options: see `RequestOptions`.
 
         Raises:
             NoCandidateError: no rank is known, or filters refuse all.
-            UnknownRankError: one of `ranks` is not known.
             TokenError, ConfigurationError: as `Index.match`.
             ClosedError: the client or replica was closed.
 
         Complexity: that of `Index.match`, and O(ranks) in native code.
         """
-        request = RoutedRequest(token_ids, lora, salt, extra_keys, reads_cache, ranks, labels)
+        request = RoutedRequest(token_ids, **options)
         standing, match = ask(self._source, request)
         with self._lock:
             fleet, now = self._refresh(standing)
@@ -169,22 +159,17 @@ class Router:
         token_ids: TokenIds,
         *,
         request_id: str | None = None,
-        lora: Lora = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        reads_cache: bool = True,
-        ranks: Iterable[RankName] | RankName | None = None,
-        labels: Mapping[str, str] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Booking:
         """Choose a rank for a request and book its load there, in one step.
 
         Args: as `select`, and
-            request_id: the request's id, for `booking`; one is made up by default.
+            request_id: the request's id, for `booking`; a new id by default.
 
         Raises: as `select`, and
             DuplicateBookingError: an open booking has this id.
         """
-        request = RoutedRequest(token_ids, lora, salt, extra_keys, reads_cache, ranks, labels)
+        request = RoutedRequest(token_ids, **options)
         standing, match = ask(self._source, request)
         with self._lock:
             fleet, now = self._refresh(standing)
@@ -197,25 +182,19 @@ class Router:
         token_ids: TokenIds,
         *,
         request_id: str | None = None,
-        lora: Lora = None,
-        salt: str | None = None,
-        extra_keys: ExtraKeys | None = None,
-        reads_cache: bool = True,
+        **options: Unpack[PromptOptions],
     ) -> Booking:
-        """Book a request on a rank that was chosen elsewhere, such as by another router.
+        """Book a request on a rank that was chosen elsewhere; filters do not judge it.
 
-        Filters are not asked, and it counts as a decision of no policy.
-
-        Args and Raises: as `reserve`, and
-            UnknownRankError: the rank is not known, or a worker's name stands for several.
+        Args and Raises: as `reserve`.
         """
-        request = RoutedRequest(token_ids, lora, salt, extra_keys, reads_cache)
+        request = RoutedRequest(token_ids, **options)
         standing, match = ask(self._source, request)
         with self._lock:
             fleet, now = self._refresh(standing)
             hits, confirmed = self._hits(request, match, fleet)
             candidates = self._candidates(len(token_ids), hits, fleet, now)
-            placed = _placed("placed", rank, candidates, fleet, confirmed, reads_cache)
+            placed = _placed("placed", rank, candidates, fleet, confirmed, request.reads_cache)
             self._decisions += 1
             return self._bookings.book(request_id, placed, request, now)
 
@@ -232,13 +211,12 @@ class Router:
         The booking is load only: decisions and the funnel count this router's own requests.
 
         Args:
-            rank: the rank that it chose.
+            rank: where the request is.
             prompt_tokens: tokens of the prompt.
-            new_tokens: those that the rank has to prefill, as the other router saw it.
-            request_id: as for `reserve`.
+            new_tokens: those that the rank has to prefill, by the other router's decision.
+            request_id: as for `place`.
 
         Raises:
-            UnknownRankError: the rank is not known, or a worker's name stands for several.
             DuplicateBookingError: an open booking has this id.
             ConfigurationError: more tokens are new than the prompt has, or fewer than none.
         """
@@ -254,11 +232,7 @@ class Router:
             return self._bookings.book(request_id, placed, None, now)
 
     def booking(self, request_id: str) -> Booking:
-        """Return an open booking by its request id.
-
-        Raises:
-            UnknownBookingError: there is none.
-        """
+        """Return an open booking by its request id; raises UnknownBookingError."""
         with self._lock:
             self._bookings.expire(self._clock())
             return self._bookings.get(request_id)
@@ -277,7 +251,7 @@ class Router:
         if not (0 <= choice.row < len(usable) and usable[choice.row]):
             raise ConfigurationError(f"policy {name!r} chose row {choice.row}, which is not usable")
         self._decisions += 1
-        return Decision(name, candidates, choice, fleet.live, confirmed, request.reads_cache)
+        return _decision(name, candidates, choice, fleet, confirmed, request.reads_cache)
 
     def _hits(self, request: RoutedRequest, match: Match, fleet: Fleet) -> tuple[Hits, Hits]:
         """Return the ranks' hits, with predicted tokens and without."""
@@ -285,8 +259,6 @@ class Router:
         counts = fleet.live if request.reads_cache else bytes(len(fleet.ranks))
         confirmed = match.hits(fleet.rows, counts)
         self._block_size = next(filter(None, confirmed.block_size), self._block_size)
-        if self._predictions is None:
-            return confirmed, confirmed
         return self._predictions.added_to(confirmed, request, fleet.rows, counts), confirmed
 
     def _candidates(self, prompt_tokens: int, hits: Hits, fleet: Fleet, now: float) -> Candidates:
@@ -313,24 +285,17 @@ class Router:
         return self._eligible.drained
 
     def drain(self, rank: RankName) -> None:
-        """Give a rank (or all ranks of a worker) no more requests; open requests go on.
-
-        Raises:
-            UnknownRankError: it is not known.
-        """
-        with self._lock:
-            fleet, _ = self._refresh(look(self._source))
-            self._eligible.drained = self._eligible.drained.union(fleet.named(rank))
+        """Send a rank (or all ranks of a worker) no more requests; open requests go on."""
+        self._change_drained(frozenset.union, rank)
 
     def undrain(self, rank: RankName) -> None:
-        """Give a rank (or all ranks of a worker) requests again.
+        """Send a rank (or all ranks of a worker) requests again."""
+        self._change_drained(frozenset.difference, rank)
 
-        Raises:
-            UnknownRankError: it is not known.
-        """
+    def _change_drained(self, change: Callable[..., frozenset[Rank]], rank: RankName) -> None:
         with self._lock:
             fleet, _ = self._refresh(look(self._source))
-            self._eligible.drained = self._eligible.drained.difference(fleet.named(rank))
+            self._eligible.drained = change(self._eligible.drained, fleet.named(rank))
 
     def report(
         self,
@@ -346,14 +311,12 @@ class Router:
         gauge makes routing worse than none: every router then sends to the same rank.
 
         Args:
-            rank: the rank.
+            rank: a rank; a gauge of a whole server is not each rank's.
             queued_tokens: tokens that wait for prefill in the engine; None if not reported.
-            open_requests: requests that it has, waiting or running; None if not reported.
+            open_requests: requests that wait or run there; None if not reported.
             age: seconds since this was true.
 
         Raises:
-            UnknownRankError: the rank is not known, or a worker's name stands for several: a gauge
-                of a whole server is not each rank's.
             ConfigurationError: age is negative, or a gauge is no number from 0.
         """
         for gauge in (queued_tokens, open_requests):
@@ -371,11 +334,7 @@ class Router:
                 self._old_gauges += 1
 
     def load(self, rank: RankName) -> Load:
-        """Return a rank's load.
-
-        Raises:
-            UnknownRankError: the rank is not known, or a worker's name stands for several.
-        """
+        """Return a rank's load."""
         with self._lock:
             fleet, now = self._refresh(look(self._source))
             return self._loads.load(fleet.ranks[fleet.row(rank)], now)
@@ -402,7 +361,7 @@ class Router:
                 "old_gauges": self._old_gauges,
                 "prefill_rate": self._bookings.rate.tokens_per_second,
                 "funnel": funnel.statistics(),
-                "predictions": self._predictions.statistics() if self._predictions else {},
+                "predictions": self._predictions.statistics(),
                 "ranks": {
                     str(rank): {
                         **self._loads.load(rank, now)._asdict(),
@@ -426,14 +385,23 @@ class Router:
         return fleet, now
 
     def _prepare_fork(self, fork: Fork) -> None:
-        """Keep the lock free and the load whole in a forked child, whoever held the lock."""
         fork.hold(self._lock, _LOCKED_SECONDS)
 
     def __repr__(self) -> str:
-        return (
-            f"<Router of {len(self._fleet.ranks)} ranks by {self.policy.name!r}: "
-            f"{len(self._bookings)} open bookings>"
-        )
+        ranks, bookings = len(self._fleet.ranks), len(self._bookings)
+        return f"<Router of {ranks} ranks by {self.policy.name!r}: {bookings} open bookings>"
+
+
+def _decision(
+    policy: str,
+    candidates: Candidates,
+    choice: Choice,
+    fleet: Fleet,
+    confirmed: Hits,
+    reads_cache: bool,
+) -> Decision:
+    predicted = candidates.hits.tokens[choice.row] - confirmed.tokens[choice.row]
+    return Decision(policy, reads_cache, predicted, candidates, choice, fleet.live)
 
 
 def _placed(
@@ -447,4 +415,4 @@ def _placed(
     """Return the decision for a rank that was chosen elsewhere: the only usable one."""
     choice = Choice(fleet.row(rank), why="it was placed there")
     candidates = candidates._replace(usable=fleet.mask(rank))
-    return Decision(policy, candidates, choice, fleet.live, confirmed, reads_cache)
+    return _decision(policy, candidates, choice, fleet, confirmed, reads_cache)

@@ -194,7 +194,7 @@ nb::dict groups_dict(const std::map<uint32_t, Group>& groups) {
   for (const auto& [group_idx, group] : groups) {
     nb::dict entry;
     entry["kind"] = unicode(group.spec.kind);
-    entry["told"] = group.told;
+    entry["known"] = group.kind_known;
     entry["sliding_window"] = group.spec.sliding_window;
     entry["attention_chunk_size"] = group.spec.attention_chunk_size;
     entry["block_size"] = group.block_size;

@@ -53,7 +53,7 @@ nb::object rest_of(const QueryBody& query, nb::handle body, const SimpleBuffer& 
 
 // (tokens, rest) of a body, or (fault, at, index). A new tuple may start a collection of garbage,
 // and that code which reads another body: nothing of `query` is looked at from then on.
-nb::tuple told_of(const QueryBody& query, nb::handle body, const SimpleBuffer& buffer) {
+nb::tuple fields_of(const QueryBody& query, nb::handle body, const SimpleBuffer& buffer) {
   if (query.fault == QueryFault::none) {
     const nb::object tokens = tokens_of(query);
     const nb::object rest = rest_of(query, body, buffer);
@@ -75,9 +75,9 @@ nb::tuple read_body(nb::handle body, size_t max_tokens) {
     const GilReleased released;
     read_query(buffer.data(), buffer.size(), max_tokens, query);
   }
-  const nb::tuple told = told_of(query, body, buffer);
+  const nb::tuple fields = fields_of(query, body, buffer);
   if (query.tokens.capacity() > kMostTokens) query.tokens = {};
-  return told;
+  return fields;
 }
 
 using NamedRanks = std::pair<std::string, std::vector<std::string>>;  // JSON, in UTF-8

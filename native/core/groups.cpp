@@ -19,12 +19,12 @@ void RankGroups::configure(const CacheSettings& settings) {
   for (auto& [group_idx, group] : groups_) {
     if (!group.configured || settings.groups.contains(group_idx)) continue;
     group.spec = GroupSpec();  // the wire may tell again
-    group.configured = group.told = false;
+    group.configured = group.kind_known = false;
   }
   for (const auto& [group_idx, spec] : settings.groups) {
     Group& group = groups_[group_idx];
     group.spec = spec;
-    group.configured = group.told = true;
+    group.configured = group.kind_known = true;
   }
   changed();
 }
@@ -63,17 +63,17 @@ void RankGroups::learn_size(uint32_t group_idx, uint32_t block_size, bool on_dev
   changed();
 }
 
-GroupFault RankGroups::learn(uint32_t group_idx, const GroupSpec* told, uint32_t block_size,
+GroupFault RankGroups::learn(uint32_t group_idx, const GroupSpec* reported, uint32_t block_size,
                              uint32_t lookahead) {
   const auto found = groups_.find(group_idx);
   if (found == groups_.end()) return GroupFault::too_many_groups;
   Group& group = found->second;
-  if (told != nullptr && !group.configured &&
-      (!group.told || group.spec.kind != told->kind ||
-       group.spec.sliding_window != told->sliding_window)) {
-    if (!told->valid()) return GroupFault::group_kind;
-    group.spec = *told;
-    group.told = true;
+  if (reported != nullptr && !group.configured &&
+      (!group.kind_known || group.spec.kind != reported->kind ||
+       group.spec.sliding_window != reported->sliding_window)) {
+    if (!reported->valid()) return GroupFault::group_kind;
+    group.spec = *reported;
+    group.kind_known = true;
     changed();
   }
   if (block_size % unit_ != 0) return GroupFault::partial_block;
@@ -106,9 +106,9 @@ uint64_t RankGroups::alignment() const {
 void RankGroups::changed() {
   last_shape_ = Shape{};
   summary_ = Summary{};
-  bool all_told = true;
-  bool any_told = false;
-  bool told_dense = false;
+  bool all_known = true;
+  bool any_known = false;
+  bool known_dense = false;
   bool dense = false;
   bool all_units = true;
   bool main_needs_all = false;
@@ -119,9 +119,9 @@ void RankGroups::changed() {
       summary_.main_size = group.block_size;
       main_needs_all = group.spec.needs_all();
     }
-    all_told &= group.told;
-    any_told |= group.told;
-    told_dense |= group.told && group.spec.needs_all();
+    all_known &= group.kind_known;
+    any_known |= group.kind_known;
+    known_dense |= group.kind_known && group.spec.needs_all();
     all_units &= group.block_size == unit_;
     if (group.spec.needs_all() && group.block_size == unit_) {
       dense = true;
@@ -129,26 +129,26 @@ void RankGroups::changed() {
       summary_.only_size = unit_;
     }
   }
-  summary_.windows_only = any_told && !told_dense;
+  summary_.windows_only = any_known && !known_dense;
   summary_.cache = {std::max(1u, unit_), alignment()};
-  summary_.kinds_untold = summary_.hashed > 1 && !all_told;
+  summary_.kinds_unknown = summary_.hashed > 1 && !all_known;
   summary_.upper_bound =
-      settings_.upper_bound || settings_.reports_full || summary_.kinds_untold;
-  // Where kinds are untold, any group may turn out to be the one that counts; and the block that
+      settings_.upper_bound || settings_.reports_full || summary_.kinds_unknown;
+  // Where kinds are unknown, any group may turn out to be the one that counts; and the block that
   // EAGLE drops reaches further in groups of larger blocks.
   const bool any_may_count =
-      summary_.kinds_untold || settings_.eagle || !settings_.eagle_groups.empty();
+      summary_.kinds_unknown || settings_.eagle || !settings_.eagle_groups.empty();
   summary_.may_skip_holes = summary_.hashed != 0 && (!dense || (any_may_count && !all_units));
   bool any_eagle = false;
   for (auto& [group_idx, group] : groups_) {
-    group.eagle = settings_.eagle || is_told_eagle(group);
+    group.eagle = settings_.eagle || is_set_to_eagle(group);
     any_eagle |= group.eagle;
   }
   if (summary_.hashed != 1 || any_eagle) summary_.only_size = 0;
 }
 
-// Whether a group, or one that an engine looks up together with it, is told to drop its last block.
-bool RankGroups::is_told_eagle(const Group& group) const {
+// Whether a group, or one that an engine looks up together with it, is set to drop its last block.
+bool RankGroups::is_set_to_eagle(const Group& group) const {
   return std::any_of(settings_.eagle_groups.begin(), settings_.eagle_groups.end(),
                      [&](uint32_t group_idx) {
                        const auto other = groups_.find(group_idx);

@@ -18,7 +18,7 @@ namespace kvindex {
 struct Group {
   GroupSpec spec;
   bool configured = false;
-  bool told = false;        // whether anybody told the kind
+  bool kind_known = false;  // by an event or by the settings
   uint32_t block_size = 0;  // 0 until a block is stored
   bool eagle = false;       // whether EAGLE drops the last block matched; follows from the settings
 };
@@ -41,10 +41,10 @@ class RankGroups {
   struct Summary {
     Cache cache;
     uint32_t hashed = 0;          // groups that take part and have stored a block
-    bool kinds_untold = false;    // there are several of which some may be anything
+    bool kinds_unknown = false;   // there are several of which some may be anything
     bool upper_bound = false;     // the engine's hits may be shorter than the answers
     bool may_skip_holes = false;  // a match may go on after a unit that no group holds
-    // No group needs all blocks, of those whose kinds are told: then no event may name all of them.
+    // No group needs all blocks, of those whose kinds are known: then no event may name all of them.
     bool windows_only = false;
     // The usual case: one group takes part, and its blocks, of one unit, are all needed. Then it is
     // `only_group`, and `only_size` its block size; else `only_size` is 0.
@@ -69,7 +69,7 @@ class RankGroups {
   bool knows(uint32_t group_idx, uint32_t block_size, uint32_t lookahead) const {
     return last_shape_ == Shape{group_idx, block_size, lookahead};
   }
-  GroupFault learn(uint32_t group_idx, const GroupSpec* told, uint32_t block_size,
+  GroupFault learn(uint32_t group_idx, const GroupSpec* reported, uint32_t block_size,
                    uint32_t lookahead);
 
  private:
@@ -82,7 +82,7 @@ class RankGroups {
 
   void changed();
   uint64_t alignment() const;
-  bool is_told_eagle(const Group& group) const;
+  bool is_set_to_eagle(const Group& group) const;
 
   std::map<uint32_t, Group> groups_;
   std::set<std::pair<uint32_t, uint32_t>> shapes_;  // (unit, lookahead)

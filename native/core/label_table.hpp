@@ -6,7 +6,7 @@
 // no traces. A table is 63 to 88 % full.
 //
 // Labels are scrambled first: a secret bijection, so that an engine cannot aim at one bucket, and
-// the label can be told from its scrambled form.
+// the label follows from its scrambled form.
 #pragma once
 
 #include <algorithm>

@@ -322,14 +322,14 @@ class Matcher {
     return all;
   }
 
-  // The groups that a hit depends on. Of several of untold kinds, only the one that reaches
+  // The groups that a hit depends on. Of several of unknown kinds, only the one that reaches
   // furthest: one of them has full attention, and holds every block that any of them needs.
   static Hashed hashed_groups(const RankGroups& groups, const Spread& spread) {
     Hashed hashed;
     std::optional<std::pair<uint32_t, uint32_t>> longest;  // how far, and which
     for (const auto& [group_idx, group] : groups.known()) {
       if (!group.spec.takes_part() || group.block_size == 0) continue;
-      if (!groups.summary().kinds_untold || group.told) {
+      if (!groups.summary().kinds_unknown || group.kind_known) {
         hashed[group_idx] = &group;
         continue;
       }

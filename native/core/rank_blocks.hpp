@@ -257,7 +257,7 @@ class RankBlocks {
   bool positions_unknown_ = false;
   uint64_t clear_looks_ = kClearLooks;
   std::vector<Salt> salts_;  // the newest last: for explanations to try
-  // Labels of several blocks of which one went away: those that are left cannot be told.
+  // Labels of several blocks of which one went away: the others cannot be identified.
   std::unordered_set<Label, LabelHash> torn_;
 };
 

@@ -134,8 +134,9 @@ class ImageCheck {
       require(known.insert(some.position).second, "a block's copies twice");
       const uint64_t places = image_.places_of(some.position);
       const auto others = further.find(some.position);
-      const uint64_t told = places_in(some.copies) | (others == further.end() ? 0 : others->second);
-      require(places != 0 && told == places, "copies where a block is not held");
+      const uint64_t rest = others == further.end() ? 0 : others->second;
+      const uint64_t listed = places_in(some.copies) | rest;
+      require(places != 0 && listed == places, "copies where a block is not held");
     }
   }
 
@@ -168,7 +169,7 @@ class ImageCheck {
       require(is_utf8_or_surrogates(group.spec.kind), "a kind that is no text");
       require(group.spec.valid(), "a group without its window");
       require(group.block_size == 0 || image_.unit != 0, "blocks without a unit");
-      require(group.told || !group.configured, "a kind that nobody told");
+      require(group.kind_known || !group.configured, "a kind from nowhere");
       require(image_.unit == 0 || group.block_size % image_.unit == 0, "blocks of no whole units");
     }
     for (const auto& [tag, count] : image_.skipped) {

@@ -124,7 +124,7 @@ class ImageWriter {
     for (const auto& [group_idx, group] : image_.groups) {
       number(group_idx);
       number(group.block_size);
-      number((group.configured ? 1u : 0u) | (group.told ? 2u : 0u) |
+      number((group.configured ? 1u : 0u) | (group.kind_known ? 2u : 0u) |
              (group.spec.sliding_window ? 4u : 0u) | (group.spec.attention_chunk_size ? 8u : 0u));
       word(static_cast<uint64_t>(group.spec.sliding_window.value_or(0)));
       word(static_cast<uint64_t>(group.spec.attention_chunk_size.value_or(0)));
@@ -237,9 +237,9 @@ class ImageReader {
     ChainImage chain;
     const uint32_t back = below(uint64_t{number_of_it} + 1);
     if (back == 0) {
-      const uint32_t told = below(2 * image_.roots.size());
-      chain.root = told / 2;
-      chain.salted = told % 2 != 0;
+      const uint32_t start = below(2 * image_.roots.size());
+      chain.root = start / 2;
+      chain.salted = start % 2 != 0;
     } else {
       chain.parent = number_of_it - back;
       chain.offset = below(image_.chains[chain.parent].count);
@@ -263,10 +263,10 @@ class ImageReader {
   }
 
   uint64_t holding(uint32_t blocks) {
-    const uint32_t told = below(image_.places.size() * 2);
-    const uint64_t held = (told & kWhole) != 0 ? all_of(blocks) : word();
+    const uint32_t entry = below(image_.places.size() * 2);
+    const uint64_t held = (entry & kWhole) != 0 ? all_of(blocks) : word();
     require(held != 0 && (held & ~all_of(blocks)) == 0);
-    image_.holdings.push_back({told >> 1, held});
+    image_.holdings.push_back({entry >> 1, held});
     return held;
   }
 
@@ -313,7 +313,7 @@ class ImageReader {
       const auto window = static_cast<int64_t>(word());
       const auto chunk = static_cast<int64_t>(word());
       group.configured = (flags & 1) != 0;
-      group.told = (flags & 2) != 0;
+      group.kind_known = (flags & 2) != 0;
       if ((flags & 4) != 0) group.spec.sliding_window = window;
       if ((flags & 8) != 0) group.spec.attention_chunk_size = chunk;
       group.spec.kind = text();

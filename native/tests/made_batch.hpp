@@ -72,7 +72,7 @@ inline CacheSettings made_settings(uint32_t group_idx, const GroupSpec& spec) {
   return settings;
 }
 
-// What is told of one group, and nothing else.
+// The settings of one group, and nothing else.
 inline CacheSettings made_settings(uint32_t group_idx, std::string_view kind,
                                    std::optional<int64_t> window = std::nullopt) {
   CacheSettings settings;

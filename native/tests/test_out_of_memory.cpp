@@ -90,14 +90,14 @@ bool is_half_done(Index& index, Index::RankId rank, const Batch& event) {
   Answer answer;
   const std::vector<uint32_t> prompt = tokens(0, 10);
   const Query query = made_query(prompt);
-  const std::vector<bool> told{
+  const std::vector<bool> reported{
       runs_out([&] { index.apply(rank, event); }), runs_out([&] { index.match(query, answer); }),
       runs_out([&] { index.try_match(query, answer); }), runs_out([&] { index.add(); }),
       runs_out([&] { index.size(); }), runs_out([&] { index.walk(rank); }),
       runs_out([&] { index.image(rank); }), runs_out([&] { index.restore(std::nullopt, RankImage()); }),
       runs_out([&] { index.statistics(rank); }), runs_out([&] { index.check(); })};
-  const auto count = std::count(told.begin(), told.end(), true);
-  EXPECT(count == 0 || count == static_cast<ptrdiff_t>(told.size()));
+  const auto count = std::count(reported.begin(), reported.end(), true);
+  EXPECT(count == 0 || count == static_cast<ptrdiff_t>(reported.size()));
   return count != 0;
 }
 

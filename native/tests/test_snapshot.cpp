@@ -131,11 +131,11 @@ void expect_equal(const Index& one, const Index& other) {
   EXPECT(one.size() == other.size());
   for (Index::RankId rank = 0; rank < kRanks; ++rank) {
     EXPECT(resident(one, rank) == resident(other, rank));
-    const RankStatistics told = *one.statistics(rank);
+    const RankStatistics original = *one.statistics(rank);
     const RankStatistics copied = *other.statistics(rank);
-    EXPECT(told.counters == copied.counters && told.ignored == copied.ignored);
-    EXPECT(told.orphans == copied.orphans && told.duplicates == copied.duplicates);
-    EXPECT(told.ambiguous == copied.ambiguous && told.orphans_dropped == copied.orphans_dropped);
+    EXPECT(original.counters == copied.counters && original.ignored == copied.ignored);
+    EXPECT(original.orphans == copied.orphans && original.duplicates == copied.duplicates);
+    EXPECT(original.ambiguous == copied.ambiguous && original.orphans_dropped == copied.orphans_dropped);
   }
   for (uint32_t prompt = 0; prompt < 4; ++prompt) {
     EXPECT(answer(one, prompt) == answer(other, prompt));

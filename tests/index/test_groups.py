@@ -246,7 +246,7 @@ def test_statistics_describe_the_groups() -> None:
     index = index_of(stored(0, 1, block_hashes=[], **SWA))
     window = {
         "kind": "sliding_window",
-        "told": True,
+        "known": True,
         "sliding_window": SIZE + 1,
         "attention_chunk_size": None,
         "block_size": SIZE,
@@ -256,7 +256,7 @@ def test_statistics_describe_the_groups() -> None:
 
 def test_settings_that_are_missing_are_advised_about() -> None:
     undescribed = index_of(stored(0, group_idx=0), stored(0, group_idx=1))
-    assert not counts_of(undescribed)["groups"]["1"]["told"]
+    assert not counts_of(undescribed)["groups"]["1"]["known"]
     assert "groups={...}" in counts_of(undescribed)["advice"][0]
     announcing = index_of()
     announcing.configure(A, CacheSettings(report_mode="full"))

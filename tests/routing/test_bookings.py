@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from kvindex import Rank
 from kvindex.routing import Booking, Load, NoCandidateError, Router, Stage
 from tests.examples import examples
-from tests.routing.routing_fleet import BLOCK, PROMPT, Clock, fleet, hold
+from tests.routing.fleet import BLOCK, PROMPT, Clock, fleet, hold
 
 pytestmark = pytest.mark.property
 
@@ -38,7 +38,7 @@ class BookingsMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.index = fleet(dict(zip(WORKERS, blocks, strict=True)))
         self.router = Router(self.index, clock=self.clock, expires_after=EXPIRES, predict=predict)
-        self.heard: dict[Booking, float] = {}  # of those that are open
+        self.reported: dict[Booking, float] = {}  # when; of those that are open
 
     @rule(target=bookings, length=st.integers(1, len(PROMPT)))
     def reserve(self, length: int) -> object:
@@ -47,64 +47,64 @@ class BookingsMachine(RuleBasedStateMachine):
         except NoCandidateError:
             assert not self.index.ranks
             return multiple()
-        self.heard[booking] = self.clock.now
+        self.reported[booking] = self.clock.now
         return booking
 
     @rule(booking=bookings)
     def first_token(self, booking: Booking) -> None:
         booking.first_token()
-        self.hear(booking)
+        self.note(booking)
 
     @rule(booking=bookings, tokens=st.integers(0, 40))
     def output(self, booking: Booking, tokens: int) -> None:
         booking.output(tokens)
-        self.hear(booking)
+        self.note(booking)
 
     @rule(booking=consumes(bookings), cached=st.none() | st.integers(0, 200))
     def finish(self, booking: Booking, cached: int | None) -> None:
         booking.finish(cached)
-        self.heard.pop(booking, None)
+        self.reported.pop(booking, None)
 
     @rule(booking=bookings)
     def cancel(self, booking: Booking) -> None:
         booking.cancel()
-        self.heard.pop(booking, None)
+        self.reported.pop(booking, None)
 
     @rule(seconds=st.sampled_from([0.1, 10.0, 59.0, 61.0]))
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
         now = self.clock.now
-        self.heard = {b: heard for b, heard in self.heard.items() if now - heard < EXPIRES}
+        self.reported = {b: at for b, at in self.reported.items() if now - at < EXPIRES}
 
     @rule(worker=st.sampled_from(WORKERS), blocks=st.integers(0, 10))
-    def come(self, worker: str, blocks: int) -> None:
+    def add(self, worker: str, blocks: int) -> None:
         hold(self.index, Rank(worker), blocks)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def go(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         self.index.remove(Rank(worker))
 
-    def hear(self, booking: Booking) -> None:
-        if booking in self.heard:
-            self.heard[booking] = self.clock.now
+    def note(self, booking: Booking) -> None:
+        if booking in self.reported:
+            self.reported[booking] = self.clock.now
 
     @invariant()
     def loads_are_the_sums_of_the_open_bookings(self) -> None:
         if not hasattr(self, "router"):
             return
         for rank in self.index.ranks:
-            mine = [booking for booking in self.heard if booking.rank == rank]
+            mine = [booking for booking in self.reported if booking.rank == rank]
             waiting = (b.decision.new_tokens for b in mine if b.stage is Stage.CHOSEN)
             lengths = (b.decision.prompt_tokens + b.output_tokens for b in mine)
             expected = Load(sum(waiting), len(mine), sum(-(-n // BLOCK) for n in lengths))
             assert self.router.load(rank) == expected
         counts = self.router.statistics()["bookings"]
-        assert counts["open"] == len(self.heard)
+        assert counts["open"] == len(self.reported)
 
     def teardown(self) -> None:
         if not hasattr(self, "router"):
             return
-        for booking in list(self.heard):
+        for booking in list(self.reported):
             booking.finish()
         self.clock.now += 5.0
         for worker in WORKERS:

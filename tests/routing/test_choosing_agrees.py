@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -53,8 +52,8 @@ def question(
     )
 
 
-class Answered(NamedTuple):
-    """What both answered."""
+class Answer(NamedTuple):
+    """The answer of both."""
 
     row: int
     kept: int
@@ -63,12 +62,12 @@ class Answered(NamedTuple):
     costs: list[float]
 
 
-def answers(asked: Question) -> Answered:
-    native, python = (array("d", bytes(8 * len(asked.usable))) for _ in range(2))
-    answer = choose_natively(*asked, native)
-    assert answer == choose_in_python(*asked, python)
+def answer_of(query: Question) -> Answer:
+    native, python = (array("d", bytes(8 * len(query.usable))) for _ in range(2))
+    answer = choose_natively(*query, native)
+    assert answer == choose_in_python(*query, python)
     assert native == python
-    return Answered(*answer, native.tolist())
+    return Answer(*answer, native.tolist())
 
 
 # Few different values, so that many rows cost the same.
@@ -106,9 +105,10 @@ questions = st.builds(
 
 @given(questions)
 @example(question([], [], b""))
-def test_both_choose_the_same_row_at_the_same_cost(asked: Question) -> None:
-    chosen = answers(asked)
-    usable = [row for row, may_be in enumerate(asked.usable) if may_be]
+@example(question([(0, 0, 0)] * 2, [(0.0, 0.0, 0.0, 5e-324), (0.0,) * 4], b"\1\1"))  # no mean
+def test_both_choose_the_same_row_at_the_same_cost(query: Question) -> None:
+    chosen = answer_of(query)
+    usable = [row for row, may_be in enumerate(query.usable) if may_be]
     assert (chosen.row in usable) if usable else chosen.row == -1
     for row, cost in enumerate(chosen.costs):
         assert (row in usable) == math.isfinite(cost)
@@ -122,74 +122,65 @@ def test_both_round_alike(seed: int, product: bool) -> None:
     has_to_do = [(rng.random(), rng.random(), rng.random(), 0.0) for _ in held]
     reals = [rng.random() for _ in range(11)]
     weights = Weights._make([*reals[:7], product, *reals[7:]])
-    answers(question(held, has_to_do, b"\1" * 32, weights, prompt_tokens=313))
+    answer_of(question(held, has_to_do, b"\1" * 32, weights, prompt_tokens=313))
 
 
 @pytest.mark.parametrize(
     ("chance", "row"), [(0.0, 0), (0.33, 0), (0.34, 2), (0.67, 3), (1 - 2**-53, 3)]
 )
 def test_chance_decides_among_equals(chance: float, row: int) -> None:
-    asked = question(
+    query = question(
         [(0, 0, 0)] * 5,
         [(5.0, 1.0, 2.0, given) for given in (3, 4, 3, 3, 3)],
         bytes([1, 1, 1, 1, 0]),
     )
-    assert answers(asked._replace(chance=chance)).row == row
+    assert answer_of(query._replace(chance=chance)).row == row
 
 
 def test_the_holder_is_kept_until_it_is_too_far_behind() -> None:
     held = [(0, 0, 0), (800, 800, 800)]
     near, far = ([(0.0, 0.0, 0.0, 0.0), (queued, 0.0, 0.0, 0.0)] for queued in (1800.0, 1801.0))
     weights = Weights(affinity=0.8, slack=1000.0)
-    assert answers(question(held, near, b"\1\1", weights))[:4] == (1, 1, True, 800)
-    assert answers(question(held, far, b"\1\1", weights))[:4] == (0, 1, False, 800)
-    assert answers(question(held, near, b"\1\0", weights))[:4] == (0, 0, False, 0)
+    assert answer_of(question(held, near, b"\1\1", weights))[:4] == (1, 1, True, 800)
+    assert answer_of(question(held, far, b"\1\1", weights))[:4] == (0, 1, False, 800)
+    assert answer_of(question(held, near, b"\1\0", weights))[:4] == (0, 0, False, 0)
 
 
 GOOD = question([(0, 0, 0)] * 2, [(0.0, 0.0, 0.0, 0.0)] * 2, b"\1\1")
 
 
+def hits(**column: Any) -> dict[str, Any]:
+    return {"hits": GOOD.hits._replace(**column)}
+
+
+def loads_with(**column: Any) -> dict[str, Any]:
+    return {"loads": GOOD.loads._replace(**column)}
+
+
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("wrong", "message"),
     [
-        (lambda good: good._replace(usable=b"\1"), "column of 1 numbers"),
-        (lambda good: good._replace(usable=b"\1\1\1"), "hits.device must be a column of 3"),
-        (
-            lambda good: good._replace(hits=good.hits._replace(host=array("q", [0]))),
-            "hits.host must be a column of 2",
-        ),
-        (
-            lambda good: good._replace(hits=good.hits._replace(tokens=array("i", [0] * 4))),
-            "hits.tokens",
-        ),
-        (
-            lambda good: good._replace(hits=good.hits._replace(tokens=array("d", [0] * 2))),
-            "hits.tokens",
-        ),
-        (lambda good: good._replace(hits=good.hits._replace(tokens=[0, 0])), "hits.tokens"),
-        (
-            lambda good: good._replace(loads=good.loads._replace(given=array("d", [0.0] * 3))),
-            r"loads.given must be a column of 2 numbers, such as array\('d'\)",
-        ),
-        (
-            lambda good: good._replace(loads=good.loads._replace(open=array("f", [0.0] * 4))),
-            "loads.open",
-        ),
-        (lambda good: good._replace(hits=good.hits[:2]), "3 columns"),
-        (lambda good: good._replace(loads=good.loads[:3]), "4 columns"),
-        (lambda good: good._replace(weights=good.weights[:11]), "12 values"),
-        (lambda good: good._replace(chance=1.0), "chance"),
-        (lambda good: good._replace(chance=math.nan), "chance"),
+        ({"usable": b"\1"}, "column of 1 numbers"),
+        ({"usable": b"\1\1\1"}, "hits.device must be a column of 3"),
+        (hits(host=array("q", [0])), "hits.host must be a column of 2"),
+        (hits(tokens=array("i", [0] * 4)), "hits.tokens"),
+        (hits(tokens=array("d", [0] * 2)), "hits.tokens"),
+        (hits(tokens=[0, 0]), "hits.tokens"),
+        (loads_with(given=array("d", [0.0] * 3)), r"loads.given must be a column of 2 numbers, "),
+        (loads_with(open=array("f", [0.0] * 4)), r"loads.open must .* such as array\('d'\)"),
+        ({"hits": GOOD.hits[:2]}, "3 columns"),
+        ({"loads": GOOD.loads[:3]}, "4 columns"),
+        ({"weights": GOOD.weights[:11]}, "12 values"),
+        ({"chance": 1.0}, "chance"),
+        ({"chance": math.nan}, "chance"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(
-    broken: Callable[[Any], Question], message: str
-) -> None:
+def test_columns_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        choose_natively(*broken(GOOD), array("d", [0.0] * 2))
+        choose_natively(*GOOD._replace(**wrong), array("d", [0.0] * 2))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_is_chosen_whatever_the_loads_are(bad: float) -> None:
-    asked = question([(0, 0, 0)] * 2, [(bad, bad, bad, bad)] * 2, b"\0\1", Weights(decode=0.0))
-    assert answers(asked).row == 1
+    query = question([(0, 0, 0)] * 2, [(bad, bad, bad, bad)] * 2, b"\0\1", Weights(decode=0.0))
+    assert answer_of(query).row == 1

@@ -7,7 +7,7 @@ import pytest
 from kvindex import Rank
 from kvindex.routing import Router
 from kvindex.routing.funnel import Funnel
-from tests.routing.routing_fleet import BLOCK, PROMPT, fleet
+from tests.routing.fleet import BLOCK, PROMPT, fleet, router_of
 
 pytestmark = pytest.mark.unit
 
@@ -15,7 +15,7 @@ HELD = 5 * BLOCK
 
 
 def test_all_stages_count_the_same_finished_requests() -> None:
-    router = Router(fleet({"a": 5, "b": 10}))
+    router = router_of({"a": 5, "b": 10})
     router.reserve(PROMPT, ranks="a").finish(cached_tokens=HELD)
     router.reserve(PROMPT, ranks="b").finish()
     router.reserve(PROMPT).cancel()  # no answer, so it counts nowhere
@@ -38,7 +38,7 @@ def test_all_stages_count_the_same_finished_requests() -> None:
 
 
 def test_a_request_that_no_cache_could_help_is_not_in_the_funnel() -> None:
-    router = Router(fleet({"a": 5}))
+    router = router_of({"a": 5})
     for _ in range(30):
         router.reserve(PROMPT, reads_cache=False).finish(cached_tokens=0)
     statistics = router.statistics()
@@ -47,8 +47,18 @@ def test_a_request_that_no_cache_could_help_is_not_in_the_funnel() -> None:
     assert statistics["ranks"]["a/0"]["suspicion"] == ""
 
 
-def test_what_another_rank_holds_is_attainable_though_not_chosen() -> None:
-    router = Router(fleet({"a": 5, "b": 10}), policy="least-requests")
+def test_a_request_of_another_router_is_in_that_routers_funnel() -> None:
+    router = router_of({"a": 5})
+    for _ in range(40):  # the other router receives the engine's report
+        router.book("a/0", 100, 40).finish()
+    router.reserve(PROMPT).finish(0)
+    statistics = router.statistics()
+    assert statistics["funnel"]["finished"]["requests"] == 1
+    assert statistics["ranks"]["a/0"]["suspicion"] == ""
+
+
+def test_the_blocks_of_another_rank_are_attainable_though_not_chosen() -> None:
+    router = router_of({"a": 5, "b": 10}, policy="least-requests")
     router.reserve(PROMPT).finish(0)
     router.reserve(PROMPT).finish(0)
     finished = router.statistics()["funnel"]["finished"]
@@ -61,7 +71,7 @@ def test_what_another_rank_holds_is_attainable_though_not_chosen() -> None:
     [
         (HELD, ""),
         (HELD - 10, ""),  # less than a fifth: nothing to worry about
-        (None, "does not say how many tokens it found cached"),
+        (None, "does not report how many tokens it found cached"),
         (0, "finds nothing cached"),
         (BLOCK, "finds less than its events reported"),
         (10 * BLOCK, "finds what other ranks hold"),
@@ -71,7 +81,7 @@ def test_what_another_rank_holds_is_attainable_though_not_chosen() -> None:
 def test_a_rank_whose_predictions_go_wrong_is_suspected_with_a_reason(
     delivered: int | None, suspicion: str
 ) -> None:
-    router = Router(fleet({"a": 5, "b": 10}), policy="round-robin")
+    router = router_of({"a": 5, "b": 10}, policy="round-robin")
     for _ in range(20):
         assert router.statistics()["ranks"]["a/0"]["suspicion"] == ""  # too few
         first, second = router.reserve(PROMPT), router.reserve(PROMPT)
@@ -85,7 +95,7 @@ def test_a_rank_whose_predictions_go_wrong_is_suspected_with_a_reason(
 
 
 def test_a_suspicion_ends_when_the_rank_does_right_again() -> None:
-    router = Router(fleet({"a": 5}))
+    router = router_of({"a": 5})
     for _ in range(100):
         router.reserve(PROMPT).finish(0)
     assert router.statistics()["ranks"]["a/0"]["suspicion"]
@@ -95,7 +105,7 @@ def test_a_suspicion_ends_when_the_rank_does_right_again() -> None:
 
 
 def test_a_rank_is_suspected_after_a_hundred_thousand_requests_that_went_right() -> None:
-    decision = Router(fleet({"a": 5})).select(PROMPT)
+    decision = router_of({"a": 5}).select(PROMPT)
     funnel = Funnel()
     for _ in range(100_000):
         funnel.count(decision, HELD)
@@ -108,8 +118,13 @@ def test_a_rank_is_suspected_after_a_hundred_thousand_requests_that_went_right()
 def test_the_funnel_of_a_rank_goes_with_it_and_its_sums_stay() -> None:
     index = fleet({"a": 5, "b": 0})
     router = Router(index)
-    router.reserve(PROMPT).finish(HELD)
+    for _ in range(20):
+        router.reserve(PROMPT, ranks="a").finish(0)
     index.remove(Rank("a"))
-    assert router.statistics()["funnel"]["finished"]["requests"] == 1
+    assert router.statistics()["funnel"]["finished"]["requests"] == 20
     index.add(Rank("a"))
-    assert router.statistics()["ranks"]["a/0"]["funnel"]["finished"]["requests"] == 0
+    for _ in range(20):
+        router.reserve(PROMPT, ranks="a").finish(0)
+    rank = router.statistics()["ranks"]["a/0"]
+    assert rank["funnel"]["finished"]["requests"] == 20
+    assert rank["suspicion"] == ""  # its restarted engine holds nothing, and was not expected to

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvindex import Rank, routing
-from kvindex.routing import Load, Router
-from tests.routing.routing_fleet import PROMPT, Clock, FollowedIndex, fleet, hold
+from kvindex import routing
+from kvindex.routing import Router
+from tests.routing.fleet import NOTHING, PROMPT, A, B, C, Clock, Followed, fleet, hold
 
 pytestmark = pytest.mark.unit
 
-A, B, C = Rank("a"), Rank("b"), Rank("c")
 MOMENTS = 2_000  # more than any of these calls has
 ROUTING = Path(routing.__file__).parent  # an index is tested by itself
 Call = Callable[[], object]
@@ -29,7 +28,7 @@ class Site:
     def __init__(self, *, gauges: bool = False) -> None:
         self.clock = Clock()
         index = fleet({"a": 3, "b": 0})
-        followed = FollowedIndex(index, frozenset([A, B]))
+        followed = Followed(index)
         self.router = Router(followed, clock=self.clock, expires_after=60.0, predict=5.0)
         self.booking = self.router.reserve(PROMPT, ranks="a", request_id="r")
         self.other = self.router.reserve(PROMPT, ranks="b")
@@ -43,7 +42,7 @@ class Site:
         for rank in (A, B, C):
             assert self.router.select(PROMPT, ranks=[rank]).rank == rank
         self.clock.now += 60.0
-        assert [self.router.load(rank) for rank in (A, B, C)] == [Load()] * 3
+        assert [self.router.load(rank) for rank in (A, B, C)] == [NOTHING] * 3
         statistics = self.router.statistics()
         assert statistics["bookings"]["open"] == 0
         self.clock.now += 5.0

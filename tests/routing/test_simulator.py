@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from benchmarks.routing.cache import PrefixCache
-from benchmarks.routing.engine import Engine, Job, Model, Stored, Told, idle_ttft
+from benchmarks.routing.engine import Engine, Job, Model, Progress, Stored, idle_ttft
 from benchmarks.routing.field import POLICIES, make_policy
 from benchmarks.routing.generated import KINDS, generate
 from benchmarks.routing.payloads import payload
@@ -21,7 +23,7 @@ from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
 from benchmarks.routing.traces import mooncake
 from benchmarks.routing.traffic import BLOCK, Session, Turn, tokens_of
 from kvindex import Index, Rank
-from kvindex.routing import Router
+from kvindex.routing import Load, Router
 
 pytestmark = pytest.mark.unit
 
@@ -35,14 +37,19 @@ def turn(prompt: int, output: int = 1, *, first: int = 1, gap: float = 0.0) -> T
     return Turn(gap, prompt, output, tuple(range(first, first + (prompt + output) // BLOCK)))
 
 
+def steps(engine: Engine) -> Iterator[tuple[float, Progress]]:
+    """Yield the end and the results of each step until the engine is idle."""
+    while engine.due is not None:
+        yield engine.due, engine.advance()
+
+
 def alone(prompt: Turn, engine: Engine, now: float = 0.0) -> tuple[Job, float, float]:
-    """Have an idle engine serve one request; return it, with when its first and last token came."""
+    """Have an idle engine serve one request; return the times of its first and last token, too."""
     engine.submit(job := Job(prompt, 0), now)
     first = last = math.nan
-    while engine.due is not None:
-        due, told = engine.due, engine.advance()
-        first = due if told.first else first
-        last = due if told.finished else last
+    for due, progress in steps(engine):
+        first = due if progress.first else first
+        last = due if progress.finished else last
     return job, first, last
 
 
@@ -102,12 +109,8 @@ def test_a_prefill_slows_down_what_decodes_beside_it() -> None:
     assert engine.due == pytest.approx(begun + 3 * stretch)  # the step that runs is not cut
     engine.advance()
     assert engine.due == pytest.approx(begun + 3 * stretch + MODEL.step(8_000, 1))
-    finished = []
-    while engine.due is not None:
-        due, told = engine.due, engine.advance()
-        finished += [(job, due) for job in told.finished]
-    alone_again = begun + 999 * stretch + 8_000 / MODEL.prefill_rate
-    assert dict(finished)[long] == pytest.approx(alone_again)
+    ends = {job: due for due, progress in steps(engine) for job in progress.finished}
+    assert ends[long] == pytest.approx(begun + 999 * stretch + 8_000 / MODEL.prefill_rate)
 
 
 def test_a_chunk_is_shared_by_prompts_in_their_order() -> None:
@@ -115,12 +118,10 @@ def test_a_chunk_is_shared_by_prompts_in_their_order() -> None:
     engine.submit(Job(turn(1_000), 0), 0.0)  # runs at once, by itself
     for number, prompt in enumerate((6_000, 6_000), 1):
         engine.submit(Job(turn(prompt, first=1_000 * number), number), 0.0)
-    assert [job.request for job in engine.advance().first] == [0]
-    assert [job.request for job in engine.advance().first] == [1]
-    assert engine.due is not None
-    assert [job.request for job in engine.advance().first] == [2]
-    steps = MODEL.step(1_000, 0) + MODEL.step(8_192, 0) + MODEL.step(12_000 - 8_192, 0)
-    assert engine.busy == pytest.approx(steps)
+    first = [[job.request for job in engine.advance().first] for _ in range(3)]
+    assert first == [[0], [1], [2]]
+    seconds = MODEL.step(1_000, 0) + MODEL.step(8_192, 0) + MODEL.step(12_000 - 8_192, 0)
+    assert engine.busy == pytest.approx(seconds)
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
@@ -128,8 +129,8 @@ def test_no_more_sequences_run_than_allowed() -> None:
     for number in range(5):
         engine.submit(Job(turn(BLOCK, 50, first=100 * number + 1), number), 0.0)
     finished: list[int] = []
-    while engine.due is not None:
-        finished += [job.request for job in engine.advance().finished]
+    for _, progress in steps(engine):
+        finished += [job.request for job in progress.finished]
         assert sum(job.left == 0 and job.own > 0 for job in engine.sequences) <= 2
     assert sorted(finished) == list(range(5))
 
@@ -139,15 +140,14 @@ def test_a_request_waits_for_memory() -> None:
     engine.submit(Job(turn(200 * BLOCK, BLOCK), 0), 0.0)
     engine.submit(Job(turn(100 * BLOCK, BLOCK, first=1_000), 1), 0.0)
     order: list[str] = []
-    while engine.due is not None:
-        told = engine.advance()
-        order += [f"{job.request} ends" for job in told.finished]
-        order += [f"{job.request} begins" for job in told.first]
+    for _, progress in steps(engine):
+        order += [f"{job.request} ends" for job in progress.finished]
+        order += [f"{job.request} begins" for job in progress.first]
         assert engine.cache.used <= engine.cache.capacity
     assert order == ["0 begins", "0 ends", "1 begins", "1 ends"]
 
 
-def test_the_cache_gives_up_what_was_used_longest_ago_ends_first() -> None:
+def test_the_cache_evicts_the_blocks_that_were_used_longest_ago_ends_first() -> None:
     cache = PrefixCache(4)
     assert cache.take([], 2)
     assert cache.store([1, 2]) == [1, 2]
@@ -159,16 +159,16 @@ def test_the_cache_gives_up_what_was_used_longest_ago_ends_first() -> None:
     assert cache.used == 3
 
 
-def test_a_block_that_went_and_came_in_one_step_is_there_until_it_goes() -> None:
+def test_a_block_that_is_removed_and_stored_in_one_step_is_resident() -> None:
     index, rank = Index(), Rank("engine")
     for removed, stored in (([], [1]), ([1], [1]), ([1], [])):
-        told = Told([], [], removed, [Stored(None, stored)] if stored else [])
-        message = payload(told, 0.0)
+        progress = Progress([], [], removed, [Stored(None, stored)] if stored else [])
+        message = payload(progress, 0.0)
         assert message is not None
         index.apply(rank, message)
         match = index.match(tokens_of(turn(BLOCK)))
         assert (match[rank].tokens if rank in match else 0) == BLOCK * len(stored)
-    assert payload(Told([], [], [], []), 0.0) is None
+    assert payload(Progress([], [], [], []), 0.0) is None
 
 
 # A run --------------------------------------------------------------------------------------------
@@ -178,21 +178,27 @@ def sessions(kind: str = "chat", requests: int = 60) -> list[Session]:
     return generate(kind, requests=requests, seconds=3.0, seed=5)
 
 
+def assert_idle(routers: list[Router]) -> None:
+    assert {router.load(rank) for router in routers for rank in router.ranks} == {Load()}
+
+
 def checked(requests: list[Request], made: list[Session]) -> None:
-    """Each turn was answered once, in order, and nothing was found that was not asked for."""
-    assert sorted(one.session for one in requests) == [
-        (number, place) for number, one in enumerate(made) for place in range(len(one.turns))
+    """Each turn was answered once, in order, and hits are parts of prompts."""
+    assert sorted(request.session for request in requests) == [
+        (number, place)
+        for number, session in enumerate(made)
+        for place in range(len(session.turns))
     ]
     ends: dict[tuple[int, int], float] = {}
-    for one in requests:
-        assert one.first is not None
-        assert one.finished is not None
-        assert one.arrival < one.first <= one.finished
-        assert 0 <= one.hit < one.turn.prompt
-        number, place = one.session
-        ends[number, place] = one.finished
+    for request in requests:
+        assert request.first is not None
+        assert request.finished is not None
+        assert request.arrival < request.first <= request.finished
+        assert 0 <= request.hit < request.turn.prompt
+        number, place = request.session
+        ends[number, place] = request.finished
         if place:
-            assert one.arrival == pytest.approx(ends[number, place - 1] + one.turn.gap)
+            assert request.arrival == pytest.approx(ends[number, place - 1] + request.turn.gap)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -201,27 +207,25 @@ def test_every_request_is_answered_once_under_every_policy(policy: str) -> None:
     run, routers, _, _ = simulation(policy=policy)
     checked(run.run(made), made)
     statistics = routers[0].statistics()["bookings"]
-    assert statistics["finished"] == sum(len(one.turns) for one in made)
+    assert statistics["finished"] == sum(len(session.turns) for session in made)
     assert statistics["open"] == 0
-    for rank in routers[0].ranks:
-        assert tuple(routers[0].load(rank)) == (0, 0, 0)
+    assert_idle(routers)
 
 
 @pytest.mark.parametrize("event_delay", [0.0, 0.7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_index_says_what_the_engines_hold(kind: str, event_delay: float) -> None:
+def test_the_index_holds_what_the_engines_hold(kind: str, event_delay: float) -> None:
     run, _, index, _ = simulation(event_delay=event_delay)
     run.lose(LOSSES)
     requests = run.run(sessions(kind))
-    assert any(one.hit for one in requests)
+    assert any(request.hit for request in requests)
     assert sum(place.engine is not None for place in run.places) == 3
-    for one in requests:
-        match = index.match(tokens_of(one.turn), recomputed=1)
+    for turn in (request.turn for request in requests):
+        match = index.match(tokens_of(turn), recomputed=1)
         for place in run.places:
             assert place.engine is not None
-            held = place.engine.cache.leading(one.turn.blocks[: (one.turn.prompt - 1) // BLOCK])
-            found = match[place.rank].tokens if place.rank in match else 0
-            assert found == held * BLOCK
+            held = place.engine.cache.leading(turn.blocks[: (turn.prompt - 1) // BLOCK])
+            assert (match[place.rank].tokens if place.rank in match else 0) == held * BLOCK
 
 
 def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
@@ -230,17 +234,17 @@ def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
     assert simulate(run) != simulate(replace(run, seed=4))
 
 
-def test_what_a_dead_engine_had_is_answered_elsewhere() -> None:
+def test_requests_of_a_dead_engine_are_answered_elsewhere() -> None:
     made = sessions("bursts")
     run, routers, _, _ = simulation()
     run.lose(LOSSES)
     requests = run.run(made)
     checked(requests, made)
-    again = [one for one in requests if one.sent > 1]
-    assert again
-    assert routers[0].statistics()["bookings"]["cancelled"] == sum(one.sent - 1 for one in again)
-    dead = [one for one in requests if one.rank == 0 and one.first and 1.5 < one.first < 3.5]
-    assert not [one for one in dead if one.sent == 1]
+    again = sum(request.sent - 1 for request in requests)
+    assert again > 0
+    assert routers[0].statistics()["bookings"]["cancelled"] == again
+    dead = [r for r in requests if r.rank == 0 and r.first and 1.5 < r.first < 3.5]
+    assert all(request.sent > 1 for request in dead)
     assert not routers[0].drained
 
 
@@ -250,7 +254,7 @@ def test_events_that_come_late_make_predictions_worse_and_lose_nothing() -> None
     assert now.missed < late.missed
 
 
-def test_gateways_that_share_everything_know_what_one_would() -> None:
+def test_gateways_that_share_all_bookings_choose_as_a_single_one_would() -> None:
     _, routers, _, _ = simulation(gateways=3)
     prompt = tokens_of(turn(4 * BLOCK))
     bookings = [router.reserve(prompt) for router in routers for _ in range(3)]
@@ -262,10 +266,10 @@ def test_gateways_that_share_everything_know_what_one_would() -> None:
     assert [load.open_requests for load in loads[0]] == [3, 3, 3]
     for booking in bookings:
         booking.cancel()
-    assert all(tuple(router.load(rank)) == (0, 0, 0) for router in routers for rank in router.ranks)
+    assert_idle(routers)
 
 
-def test_gateways_that_share_nothing_know_their_own_load_only() -> None:
+def test_gateways_that_share_nothing_count_their_own_load_only() -> None:
     _, routers, _, _ = simulation(gateways=2, shared=None)
     booking = routers[0].reserve(tokens_of(turn(BLOCK)))
     assert routers[0].load(booking.rank).open_requests == 1
@@ -287,13 +291,12 @@ def test_the_tokens_of_equal_beginnings_are_equal_and_no_longer() -> None:
 def test_generated_turns_continue_their_session(kind: str) -> None:
     made = sessions(kind)
     assert made == sessions(kind)
-    assert sum(len(one.turns) for one in made) >= 60
-    for one in made:
-        for before, after in zip(one.turns, one.turns[1:], strict=False):
+    assert sum(len(session.turns) for session in made) >= 60
+    for turns in (session.turns for session in made):
+        for before, after in pairwise(turns):
             assert after.prompt > before.prompt + before.output
             assert after.blocks[: len(before.blocks)] == before.blocks
-        for asked in one.turns:
-            assert len(asked.blocks) == (asked.prompt + asked.output) // BLOCK
+        assert all(len(t.blocks) == (t.prompt + t.output) // BLOCK for t in turns)
 
 
 def test_a_trace_keeps_its_order_and_is_spread_over_its_grid(tmp_path: Path) -> None:
@@ -304,19 +307,19 @@ def test_a_trace_keeps_its_order_and_is_spread_over_its_grid(tmp_path: Path) -> 
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = mooncake(file, speed=2.0, seed=1)
-    starts = [one.start for one in made]
+    starts = [session.start for session in made]
     assert starts == sorted(set(starts))
     assert starts[2] < 1.5 <= starts[3]
     assert starts[4] < 3.0
-    assert [one.turns for one in made] == [(Turn(0.0, 700, 1, (1,)),)] * 5
+    assert [session.turns for session in made] == [(Turn(0.0, 700, 1, (1,)),)] * 5
     assert len(mooncake(file, speed=2.0, seed=1, most=2)) == 2
 
 
 def test_noise_is_the_half_width_of_the_interval_of_a_mean() -> None:
-    found = spread([1.0, 2.0, 3.0])
-    assert found.mean == 2.0
-    assert found.noise == pytest.approx(4.30 / math.sqrt(3))
-    assert not found.matters
+    far = spread([1.0, 2.0, 3.0])
+    assert far.mean == 2.0
+    assert far.noise == pytest.approx(4.30 / math.sqrt(3))
+    assert not far.matters
     assert spread([4.0, 4.1, 4.0]).matters
     assert not spread([1e9]).matters
 

@@ -243,7 +243,7 @@ def _rank_statistics(blocks: RankBlocks) -> dict[str, Any]:
         "groups": {
             str(group_idx): {
                 "kind": group.spec.kind,
-                "told": group.known,
+                "known": group.known,
                 "sliding_window": group.spec.sliding_window,
                 "attention_chunk_size": group.spec.attention_chunk_size,
                 "block_size": group.block_size,

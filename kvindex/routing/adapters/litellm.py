@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,8 +14,7 @@ from typing import Any, TypeAlias
 
 from litellm.integrations.custom_logger import CustomLogger
 
-from kvindex.routing import Router, reads_cache
-from kvindex.routing.adapters.litellm_calls import CallId, booking_of, cancel_with, tell_first_token
+from kvindex.routing import Booking, Router, UnknownBookingError, reads_cache
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_ranks
@@ -34,19 +35,18 @@ class KVAwareCallback(CustomLogger):
 
     Where a request's tokens or a deployment's ranks are unknown, LiteLLM chooses among all.
     `counts` has the reason: "no tokens", or the error's name; the first of each is logged. It also
-    counts the "routed" requests and, of these, the "overruled": LiteLLM sent them elsewhere in the
-    end.
+    counts the "routed" requests and, of these, the "overruled", which LiteLLM sent elsewhere.
 
-    A booking ends when the answer is whole, or the attempt fails. LiteLLM reports no call
-    that is cancelled or stream that is left: that booking ends when Python frees the call.
+    A booking ends when the answer is whole, or the attempt fails. LiteLLM does not report calls
+    that are cancelled and streams that are left: their bookings end when Python frees the call.
 
     Args:
         router: chooses among the ranks.
-        tokenize: gets the request as LiteLLM has it: "model" (the group's name), "messages", and
-            more if the request has it, such as "tools". Where it returns None, LiteLLM chooses.
+        tokenize: receives the request as LiteLLM has it: "model" (the group's name), "messages",
+            and options such as "tools". Where it returns None, LiteLLM chooses.
         ranks: the worker or rank of a deployment, by the deployment's id.
 
-    Thread safety: of one event loop. LiteLLM asks it in asynchronous calls only.
+    Thread safety: of one event loop; LiteLLM calls it in asynchronous calls only.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KVAwareCallback(CustomLogger):
         super().__init__()
         self.router = router
         self.counts: Counter[str] = Counter()
-        self.number = id(self)  # LiteLLM takes loggers whose numbers are equal for one
+        self.number = id(self)  # LiteLLM keeps only one of several loggers with equal fields
         self._tokenize = tokenize
         self._names = dict(ranks or {})
 
@@ -87,7 +87,7 @@ class KVAwareCallback(CustomLogger):
 
     async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> Any:
         """Send the engine its rank, and report the first token to the booking."""
-        if (booking := booking_of(kwargs, self.router)) is None:
+        if (booking := _booking_of(kwargs, self.router)) is None:
             return None
         ranks: list[Rank] = []
         with suppress(UnknownRankError):  # the rank has left the index
@@ -96,7 +96,7 @@ class KVAwareCallback(CustomLogger):
             self.counts["overruled"] += 1
             return booking.cancel()
         if kwargs.get("stream"):
-            tell_first_token(kwargs["litellm_logging_obj"], booking)
+            _report_first_token(kwargs["litellm_logging_obj"], booking)
         if len(ranks) == 1:
             return None
         header = {"X-data-parallel-rank": str(booking.rank.dp_rank - ranks[0].dp_rank)}
@@ -105,7 +105,7 @@ class KVAwareCallback(CustomLogger):
     async def async_post_call_success_deployment_hook(
         self, request_data: Any, response: Any, call_type: Any
     ) -> None:
-        """End the booking of an answer that came in one piece."""
+        """End the booking of an answer in one piece."""
         self._end(request_data, response)
 
     async def async_post_call_failure_deployment_hook(self, request_data: Any, *_: Any) -> None:
@@ -131,7 +131,7 @@ class KVAwareCallback(CustomLogger):
 
     def _book(self, token_ids: Any, request: dict[str, Any], ranks: set[Rank]) -> Rank:
         body = {**request, **(request.get("extra_body") or {})}
-        call_id = CallId(request.get("litellm_call_id") or uuid.uuid4())
+        call_id = _CallId(request.get("litellm_call_id") or uuid.uuid4())
         booking = self.router.reserve(
             token_ids,
             request_id=str(call_id),
@@ -140,18 +140,58 @@ class KVAwareCallback(CustomLogger):
             ranks=None if len(ranks) == len(self.router.ranks) else ranks,
         )
         request["litellm_call_id"] = call_id
-        cancel_with(call_id, booking)
+        _cancel_with(call_id, booking)
         self.counts["routed"] += 1
         return booking.rank
 
     def _end(self, request: Mapping[str, Any], answer: Any = None) -> None:
         """Finish a request's booking if it is open; cancel it if there is no answer."""
-        booking = booking_of(request, self.router)
+        booking = _booking_of(request, self.router)
         if booking is not None and answer is not None:
             details = getattr(getattr(answer, "usage", None), "prompt_tokens_details", None)
-            asked = {**request, **(request.get("optional_params") or {})}
+            options = {**request, **(request.get("optional_params") or {})}
             # Of several answers vLLM reports the last one's hit: the blocks of the first.
-            one = asked.get("n") in (None, 1)
-            booking.finish(getattr(details, "cached_tokens", None) if one else None)
+            is_single = options.get("n") in (None, 1)
+            booking.finish(getattr(details, "cached_tokens", None) if is_single else None)
         elif booking is not None:
             booking.cancel()
+
+
+# LiteLLM has no hooks for the beginning of a stream, and for the end of an abandoned call.
+
+
+class _CallId(str):
+    """LiteLLM's id of a call. Only the call holds it, so Python frees it with the call."""
+
+
+def _booking_of(request: Mapping[str, Any], router: Router) -> Booking | None:
+    """Return the open booking of a call; None if it has none."""
+    with suppress(UnknownBookingError):
+        return router.booking(request.get("litellm_call_id") or "")
+    return None
+
+
+def _cancel_with(call_id: _CallId, booking: Booking) -> None:
+    """Cancel a booking when its call is freed: if it was cancelled, or its stream left.
+
+    Python frees some calls at once, and others when it next collects garbage, even in the middle
+    of the router's own work. So the event loop cancels later, and not this call at once.
+    """
+    finalizer = weakref.finalize(call_id, _cancel_soon, asyncio.get_running_loop(), booking)
+    finalizer.atexit = False
+
+
+def _cancel_soon(loop: asyncio.AbstractEventLoop, booking: Booking) -> None:
+    with suppress(RuntimeError):  # the loop is closed: the booking expires
+        loop.call_soon_threadsafe(booking.cancel)
+
+
+def _report_first_token(call: Any, booking: Booking) -> None:
+    """Make LiteLLM's record of a call notify a booking of the stream's first chunk."""
+    update, record = type(call).update_completion_start_time, weakref.proxy(call)
+
+    def report(completion_start_time: Any) -> None:
+        booking.first_token()
+        update(record, completion_start_time)
+
+    call.update_completion_start_time = report

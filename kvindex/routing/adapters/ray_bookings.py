@@ -31,7 +31,7 @@ class RequestBookings:
             counts as done when its tokens, and those before it, have taken their time.
         ranks_of: returns the ranks behind a replica.
 
-    Thread safety: everything is called in Ray's event loop for the router.
+    Thread safety: of Ray's event loop for the router.
     """
 
     def __init__(
@@ -49,21 +49,16 @@ class RequestBookings:
     def book(
         self, request: PendingRequest, prompt: Mapping[str, Any], among: Collection[Rank]
     ) -> Booking:
-        """Choose one of these ranks for a request, and book it there.
+        """Choose among known ranks for a request of Ray, and book it there.
 
-        Args:
-            request: the request that Ray is going to send.
-            prompt: arguments of `Router.reserve`.
-            among: known ranks.
-
-        Raises: as `Router.reserve`.
+        Raises: as `Router.reserve`, whose arguments `prompt` has.
         """
         before = self._chosen.pop(request.future, None)
         if before is not None:  # Ray asks again, since no replica could take the request
             before.cancel()
         else:
             request_id = request.metadata.internal_request_id
-            request.future.add_done_callback(lambda one: self._place(one, prompt, request_id))
+            request.future.add_done_callback(lambda done: self._place(done, prompt, request_id))
         ranks = None if all(rank in among for rank in self._router.ranks) else among
         booking = self._chosen[request.future] = self._router.reserve(ranks=ranks, **prompt)
         return booking
@@ -88,8 +83,7 @@ class RequestBookings:
     def _place(
         self, future: asyncio.Future[RunningReplica], prompt: Mapping[str, Any], request_id: str
     ) -> None:
-        booking = self._chosen.pop(future, None)
-        if booking is None:
+        if (booking := self._chosen.pop(future, None)) is None:
             return
         if future.cancelled():
             booking.cancel()

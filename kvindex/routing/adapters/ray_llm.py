@@ -44,9 +44,9 @@ class SelectionService:
     reservation and every event of a request's life to all of them, so each has the whole load.
 
     Args:
-        indexer_threads: accepted, and not needed.
-        dp_size: DP ranks in each replica's engine, at successive ports. Ray reports one, and does
-            not pass on the chosen rank: the engine's own balancer chooses one.
+        indexer_threads: not needed.
+        dp_size: DP ranks in each replica's engine, at successive ports. Ray reports one rank only,
+            and does not pass on the chosen one: the engine's own balancer chooses.
         options: of the `Router`: `policy`, `filters`, `predict`, ...
 
     Thread safety: one event loop reports workers; other calls come from any thread and any loop.
@@ -63,7 +63,7 @@ class SelectionService:
         self._changing = asyncio.Lock()  # one after another, as Ray reports them
 
     async def upsert_worker(self, worker: Mapping[str, Any]) -> None:
-        """Follow a worker's KV events, or follow them somewhere else from now on."""
+        """Follow a worker's KV events, from now on where Ray reports them."""
         self._block_size = worker["block_size"]
         await self._change(str(worker["worker_id"]), self._worker(worker))
 
@@ -113,36 +113,36 @@ class SelectionService:
             self.ignored["reservation of an unknown worker"] += 1
 
     async def prefill_complete(self, request_id: str) -> None:
-        """Note a request's first token."""
+        """Report a request's first token."""
         if request_id in self._bookings:
             self._bookings[request_id].first_token()
 
     def add_output_block(self, request_id: str, decay_fraction: float | None = None) -> None:
-        """Note that a request has filled one more block. `decay_fraction` is not needed."""
+        """Report that a request has filled one more block. `decay_fraction` is not needed."""
         if request_id in self._bookings:
             self._bookings[request_id].output(self._block_size)
 
     async def free_reservation(self, request_id: str) -> None:
         """Release a request's load: it ended."""
-        booking = self._bookings.pop(request_id, None)
-        if booking is not None:
+        if booking := self._bookings.pop(request_id, None):
             booking.finish()
 
     def close(self) -> None:
         """Stop following. Idempotent."""
         self.client.close()
 
-    def _worker(self, told: Mapping[str, Any]) -> Worker:
+    def _worker(self, report: Mapping[str, Any]) -> Worker:
         """Return the worker that Ray reports; ranks without an endpoint are at the next ports."""
-        name, start = str(told["worker_id"]), told["data_parallel_start_rank"]
-        told_of, size = told["kv_events_endpoints"], max(self._dp_size, told["data_parallel_size"])
-        found = Worker(name, told_of[start], told.get("replay_endpoint"), size).publishers()
-        live = {start + one.dp_rank: one.endpoint for one in found} | told_of
-        replay = {start + one.dp_rank: one.replay for one in found if one.replay is not None}
-        return Worker(name, live, replay or None)
+        name, start = str(report["worker_id"]), report["data_parallel_start_rank"]
+        reported, size = report["kv_events_endpoints"], report["data_parallel_size"]
+        first, replay = reported[start], report.get("replay_endpoint")
+        publishers = Worker(name, first, replay, max(self._dp_size, size)).publishers()
+        live = {start + p.dp_rank: p.endpoint for p in publishers} | reported
+        replays = {start + p.dp_rank: p.replay for p in publishers if p.replay is not None}
+        return Worker(name, live, replays or None)
 
     async def _change(self, name: str, worker: Worker | None) -> None:
-        async with self._changing:  # it waits for kvindex's thread, which an event loop must not
+        async with self._changing:  # kvindex's thread may be busy: an event loop must not wait
             await asyncio.to_thread(self._follow, name, worker)
 
     def _follow(self, name: str, worker: Worker | None) -> None:

@@ -46,12 +46,12 @@ class Replicas:
 
     def __init__(self, client: Client, workers: Iterable[Mapping[str, Any]] = ()) -> None:
         self._client = client
-        self._named = {one["name"]: Worker(**one) for one in workers}
+        self._named = {options["name"]: Worker(**options) for options in workers}
         self._followed: dict[str, Worker] = {}
         self._ranks: dict[ReplicaID, frozenset[Rank]] = {}  # replaced, never changed
 
     def ranks_of(self, replica: RunningReplica) -> frozenset[Rank]:
-        """Return the ranks behind a replica that are followed; none if it has not reported yet."""
+        """Return the followed ranks behind a replica; none before it reports."""
         return self._ranks.get(replica.replica_id, frozenset())
 
     def by_rank(self, replicas: Iterable[RunningReplica]) -> dict[Rank, RunningReplica]:
@@ -67,15 +67,15 @@ class Replicas:
         ranks: dict[ReplicaID, frozenset[Rank]] = {}
         for replica in replicas:
             try:
-                worker, dp_rank = self._told(replica)
+                worker, dp_rank = self._engine_of(replica)
             except (KVIndexError, LookupError, TypeError, ValueError) as error:
-                logger.error("%s tells of no engine to follow: %r", replica.replica_id, error)
+                logger.error("%s reports no engine to follow: %r", replica.replica_id, error)
                 continue
             if worker is not None:
                 wanted[worker.name] = worker
-                known = [one.dp_rank for one in worker.publishers()]
-                led_to = known if dp_rank is None else [dp_rank]
-                ranks[replica.replica_id] = frozenset(Rank(worker.name, one) for one in led_to)
+                every = [publisher.dp_rank for publisher in worker.publishers()]
+                numbers = every if dp_rank is None else [dp_rank]
+                ranks[replica.replica_id] = frozenset(Rank(worker.name, n) for n in numbers)
         for name in [name for name, worker in self._followed.items() if wanted.get(name) != worker]:
             del self._followed[name]
             self._client.remove(name)
@@ -87,16 +87,15 @@ class Replicas:
                 logger.exception("the engine %r cannot be followed", name)
         self._ranks = ranks
 
-    def _told(self, replica: RunningReplica) -> tuple[Worker | None, int | None]:
+    def _engine_of(self, replica: RunningReplica) -> tuple[Worker | None, int | None]:
         """Return the worker behind a replica, and the rank that it leads to, None for all."""
-        told = {**replica.replica_metadata, **replica.routing_stats}
+        report = {**replica.replica_metadata, **replica.routing_stats}
         name = replica.replica_id.unique_id
-        if "kv_event_metadata" in told:
-            ray = told["kv_event_metadata"]
+        if ray := report.get("kv_event_metadata"):
             dp_rank, replay = ray["dp_rank"], ray.get("replay_endpoint")
             live = {dp_rank: ray["endpoint"]}
             return Worker(name, live, {dp_rank: replay} if replay else None), dp_rank
-        engine = dict(told.get("kvindex") or {})
+        engine = report.get("kvindex") or {}
         if not engine:
             return None, None
         if "worker" in engine:

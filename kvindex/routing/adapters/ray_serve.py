@@ -39,15 +39,15 @@ def token_ids_of(request: PendingRequest) -> Any:
     """
     if "token_ids" in request.kwargs or not request.args:
         return request.kwargs.get("token_ids")
-    asked = request.args[0]
-    found = asked.get("token_ids") if isinstance(asked, Mapping) else None
-    return getattr(asked, "token_ids", found)
+    body = request.args[0]
+    default = body.get("token_ids") if isinstance(body, Mapping) else None
+    return getattr(body, "token_ids", default)
 
 
 def _body_of(request: PendingRequest) -> Mapping[str, Any]:
     """Return a request's options beside its tokens, if they are in a mapping."""
-    asked = request.args[0] if request.args else None
-    return asked if isinstance(asked, Mapping) else request.kwargs
+    body = request.args[0] if request.args else None
+    return body if isinstance(body, Mapping) else request.kwargs
 
 
 class KVIndexRouter(RequestRouter):
@@ -74,15 +74,15 @@ class KVIndexRouter(RequestRouter):
 
         Args:
             policy: the name of one of `kvindex.routing.POLICIES`.
-            tokens_of: "module:function". It gets Ray's `PendingRequest`. It returns the token ids,
-                or arguments of `Router.reserve` (`{"token_ids": ..., "lora": ...}`), or None. It
-                may be a coroutine function.
+            tokens_of: "module:function", which receives Ray's `PendingRequest` and returns the
+                token ids, or arguments of `Router.reserve` (`{"token_ids": ..., "lora": ...}`), or
+                None, or an awaitable of them.
             workers: arguments of `Worker` for engines that run outside of the replicas.
             rank_argument: the keyword argument for the chosen `dp_rank`; "" for none.
             prefill_rate: tokens per second of one rank: see `RequestBookings`.
             predict: as for `Router`.
             expires_after: as for `Router`. Ray does not report the end of a `choose_replica` that
-                was never dispatched: only this ends its booking.
+                was never dispatched: only the expiry ends its booking.
         """
         module, _, name = tokens_of.partition(":")
         self._tokens_of = getattr(importlib.import_module(module), name)
@@ -105,7 +105,7 @@ class KVIndexRouter(RequestRouter):
         keep(self)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the engines of the replicas that there are now."""
+        """Follow the engines of these replicas."""
         super().update_replicas(replicas)
         self._changes.submit(self.engines.follow, replicas)
 
@@ -118,10 +118,10 @@ class KVIndexRouter(RequestRouter):
         if pending_request is None:
             return [candidate_replicas]
         try:
-            asked = self._tokens_of(pending_request)
-            if inspect.isawaitable(asked):
-                asked = await asked
-            arguments = dict(asked) if isinstance(asked, Mapping) else {"token_ids": asked}
+            prompt = self._tokens_of(pending_request)
+            if inspect.isawaitable(prompt):
+                prompt = await prompt
+            arguments = dict(prompt) if isinstance(prompt, Mapping) else {"token_ids": prompt}
             arguments.setdefault("reads_cache", reads_cache(_body_of(pending_request)))
             # A replica that is known to be full would refuse it, whatever its blocks.
             free = self.select_available_replicas(candidate_replicas) or candidate_replicas
@@ -139,7 +139,7 @@ class KVIndexRouter(RequestRouter):
             return [candidate_replicas]
         if self._rank_argument:
             pending_request.kwargs[self._rank_argument] = rank.dp_rank
-        return [[chosen], [one for one in candidate_replicas if one is not chosen]]
+        return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Release the request's load on this replica."""

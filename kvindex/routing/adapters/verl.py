@@ -73,7 +73,7 @@ class KVAwareBalancer:
         return server_id, self._servers[server_id]
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """End the booking of a request; a server that has left has none any more."""
+        """End the booking of a request, if its server has not left."""
         requests = self._open.get(server_id, {})
         if bookings := requests.get(request_id or ""):
             bookings.pop().finish()
@@ -81,16 +81,16 @@ class KVAwareBalancer:
                 del requests[request_id or ""]
 
     def require_acquire_fields(self) -> list[str]:
-        """Return the fields that verl has to send beside a request's id."""
+        """Return the fields that verl must send beside a request's id."""
         return ["prompt_ids", "sampling_params"]
 
     def require_release_fields(self) -> list[str]:
-        """Return the fields that verl has to send at the end."""
+        """Return the fields that verl must send at the end."""
         return ["request_id"]
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
         """Subscribe to more servers' events, and send requests there."""
-        self.remove_servers(servers)  # those that come again
+        self.remove_servers(servers)  # those that return
         for server_id, handle in servers.items():
             self._client.add(self._worker_of(server_id, handle))
             self._servers[server_id] = handle

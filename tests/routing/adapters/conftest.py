@@ -5,17 +5,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.routing.adapters.loop import run
 
 ROOT = Path(__file__).parents[3]
 
 # No tests; they need packages that may be missing.
-collect_ignore = ["ray_apps.py", "ray_llm_apps.py", "openai_server.py", "verl_servers.py"]
+collect_ignore = [
+    *("litellm_fleet.py", "openai_server.py"),
+    *("ray_apps.py", "ray_llm_apps.py", "verl_servers.py"),
+]
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
@@ -27,10 +35,31 @@ if importlib.util.find_spec("ray") is not None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let Ray warn of itself, which is no error of ours."""
+    """Let other packages warn of themselves, which is no error of ours."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.name.startswith("test_ray"):
-            item.add_marker(pytest.mark.filterwarnings("default"))
+        if item.path.parent == Path(__file__).parent:
+            action = "default" if item.path.name.startswith("test_ray") else "ignore"
+            item.add_marker(pytest.mark.filterwarnings(action))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run asynchronous tests."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Return how to start LiteLLM's router before servers; see `litellm_fleet.start`."""
+    from tests.routing.adapters import litellm_fleet
+
+    stack = contextlib.AsyncExitStack()
+    yield partial(litellm_fleet.start, stack)
+    run(stack.aclose())
 
 
 @pytest.fixture(scope="session")

@@ -27,20 +27,17 @@ class Server:
         failures: how many of the next requests fail.
         breaks: how many of the next streams break off in the middle.
         held: while it is cleared, answers and streams wait in the middle.
-        arrived: released once for each request, when it has come.
+        arrived: released once for each request.
     """
 
     def __init__(
         self, worker: str, *, first_rank: int = 0, dp_size: int = 1, num_blocks: int = 256
     ) -> None:
-        self._engines = [
-            FakeEngine(worker, dp_rank=first_rank + number, num_blocks=num_blocks)
-            for number in range(dp_size)
-        ]
+        ranks = range(first_rank, first_rank + dp_size)
+        self.engines = [FakeEngine(worker, dp_rank=r, num_blocks=num_blocks) for r in ranks]
         self.name = worker
         self.ranks: list[int] = []
-        self.failures = 0
-        self.breaks = 0
+        self.failures = self.breaks = 0
         self.hit_tokens = self.prompt_tokens = 0
         self.held = asyncio.Event()
         self.held.set()
@@ -51,13 +48,9 @@ class Server:
     def worker(self) -> Worker:
         return Worker(
             self.name,
-            {engine.rank.dp_rank: engine.endpoint for engine in self._engines},
-            replay={e.rank.dp_rank: e.replay_endpoint or "" for e in self._engines},
+            {engine.rank.dp_rank: engine.endpoint for engine in self.engines},
+            replay={e.rank.dp_rank: e.replay_endpoint or "" for e in self.engines},
         )
-
-    @property
-    def engines(self) -> list[FakeEngine]:
-        return self._engines
 
     @property
     def url(self) -> str:
@@ -77,7 +70,7 @@ class Server:
         assert self._runner is not None
         await self._runner.cleanup()
         with ExitStack() as stack:
-            for engine in self._engines:
+            for engine in self.engines:
                 stack.callback(engine.close)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -88,7 +81,7 @@ class Server:
         if self.failures:
             self.failures -= 1
             return web.json_response({"error": {"message": "out of order"}}, status=500)
-        served = self._engines[rank].serve(tokens_of(body))
+        served = self.engines[rank].serve(tokens_of(body))
         self.prompt_tokens += served.prompt_tokens
         self.hit_tokens += served.hit_tokens
         usage = {
@@ -102,9 +95,8 @@ class Server:
         await self.held.wait()
         message = {"role": "assistant", "content": "a b"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return web.json_response(
-            {**_envelope("chat.completion"), "choices": [choice], "usage": usage}
-        )
+        answer = {**_ENVELOPE, "object": "chat.completion", "choices": [choice], "usage": usage}
+        return web.json_response(answer)
 
     async def _stream(self, request: web.Request, usage: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -123,8 +115,7 @@ class Server:
         return response
 
 
-def _envelope(kind: str) -> dict[str, Any]:
-    return {"id": "answer", "object": kind, "created": 1, "model": "fake"}
+_ENVELOPE = {"id": "answer", "created": 1, "model": "fake"}
 
 
 def _delta(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
@@ -132,5 +123,5 @@ def _delta(delta: dict[str, str], finish_reason: str | None = None) -> dict[str,
 
 
 async def _send(response: web.StreamResponse, choices: list[Any], **more: Any) -> None:
-    chunk = {**_envelope("chat.completion.chunk"), "choices": choices, **more}
+    chunk = {**_ENVELOPE, "object": "chat.completion.chunk", "choices": choices, **more}
     await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")

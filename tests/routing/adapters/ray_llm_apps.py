@@ -12,39 +12,48 @@ from ray.llm._internal.serve.routing_policies.kv_aware.kv_token_tracker import (
 from ray.serve.context import _get_serve_request_context
 
 from kvindex.testing import FakeEngine
+from tests.live import PATIENCE
 from tests.routing.adapters.traffic import BLOCKS
 
-__all__ = ["Ingress", "LLMServer"]
+__all__ = ["Ingress", "LLMServer", "events_of", "kv_event_metadata"]
+
+
+def kv_event_metadata(engine: FakeEngine) -> dict[str, Any]:
+    """Return the report of Ray's own LLM servers on their engine."""
+    return {
+        "kv_event_metadata": {
+            "endpoint": engine.endpoint,
+            "replay_endpoint": engine.replay_endpoint,
+            "block_size": engine.block_size,
+            "max_num_batched_tokens": 8_192,
+            "dp_rank": engine.rank.dp_rank,
+        }
+    }
+
+
+def events_of(request: str, new_tokens: int) -> list[Any]:
+    """Return the events of a request's life."""
+    progress = ("on_decode_progress", (request, new_tokens))
+    return [("on_prefill_complete", (request,)), progress, ("on_request_completed", (request,))]
 
 
 class LLMServer:
-    """A replica with one engine, which tells every ingress of each request's life."""
+    """A replica with one engine, which notifies every ingress of each request's life."""
 
     def __init__(self) -> None:
         self.engine = FakeEngine(num_blocks=BLOCKS)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        engine = self.engine
-        return {
-            "kv_event_metadata": {
-                "endpoint": engine.endpoint,
-                "replay_endpoint": engine.replay_endpoint,
-                "block_size": engine.block_size,
-                "max_num_batched_tokens": 8_192,
-                "dp_rank": 0,
-            }
-        }
+        return kv_event_metadata(self.engine)
 
     async def __call__(
         self, request_token_ids: list[int], new_tokens: list[int]
     ) -> tuple[int, int]:
         name = _get_serve_request_context().request_id
         served = self.engine.serve(request_token_ids, new_tokens=new_tokens)
-        events: list[Any] = [("on_prefill_complete", (name,))]
-        events += [("on_decode_progress", (name, len(new_tokens)))]
-        events += [("on_request_completed", (name,))]
-        told = get_llm_router_handle().broadcast("on_lifecycle_events", events)
-        await told.results_async(timeout_s=60.0)
+        events = events_of(name, len(new_tokens))
+        sent = get_llm_router_handle().broadcast("on_lifecycle_events", events)
+        await sent.results_async(timeout_s=PATIENCE)
         return served.hit_tokens, served.prompt_tokens
 
 

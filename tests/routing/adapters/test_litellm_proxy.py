@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,14 @@ import uvicorn
 import yaml
 from litellm.proxy.proxy_server import app
 
-from kvindex import Client
 from kvindex.routing import Router
 from kvindex.routing.adapters.litellm import KVAwareCallback
 from tests.live import PATIENCE
+from tests.routing.adapters.litellm_fleet import Fleet, chat, deployment, serve
+from tests.routing.adapters.loop import run, until
 from tests.routing.adapters.openai_server import Server, tokens_of
-from tests.routing.adapters.test_litellm_router import PROMPT, Fleet, deployment, run, until
 
-pytestmark = [
-    pytest.mark.adapter,
-    pytest.mark.filterwarnings("ignore"),
-]  # of LiteLLM and what it imports
+pytestmark = pytest.mark.adapter
 
 HANDLERS = """
 from tests.routing.adapters import test_litellm_proxy
@@ -37,53 +34,47 @@ from tests.routing.adapters import test_litellm_proxy
 callback = test_litellm_proxy.CALLBACKS.pop()
 """
 CALLBACKS: list[KVAwareCallback] = []  # for the proxy, which imports what its configuration names
+PATH = "/v1/chat/completions"
 
 
 class Proxy(Fleet):
     """LiteLLM's proxy before servers, and an HTTP client of it."""
 
-    def __init__(self, servers: list[Server], client: Client, http: httpx.AsyncClient) -> None:
-        self.servers = servers
-        self.client = client
-        self.callback = CALLBACKS[-1]
-        self.http = http
+    http: httpx.AsyncClient
 
-    async def post(self, prompt: str = PROMPT, **options: Any) -> httpx.Response:
-        return await self.http.post("/v1/chat/completions", json=self.chat(prompt, **options))
-
-    @staticmethod
-    def chat(prompt: str = PROMPT, **options: Any) -> dict[str, Any]:
-        messages = [{"role": "user", "content": prompt}]
-        return {"model": "fake", "messages": messages, **options}
+    async def post(self) -> httpx.Response:
+        return await self.http.post(PATH, json=chat())
 
     @contextlib.asynccontextmanager
-    async def stream(self, **options: Any) -> AsyncIterator[AsyncIterator[str]]:
-        asked = self.chat(stream=True, **options)
-        async with self.http.stream("POST", "/v1/chat/completions", json=asked) as response:
+    async def stream(self) -> AsyncIterator[AsyncIterator[str]]:
+        async with self.http.stream("POST", PATH, json=chat(stream=True)) as response:
             yield (line async for line in response.aiter_lines() if line)
 
 
-@contextlib.asynccontextmanager
-async def proxy(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any
-) -> AsyncIterator[Proxy]:
-    async with contextlib.AsyncExitStack() as stack:
-        servers = [Server(f"vllm-{n}", **options) for n in range(2)]
-        for server in servers:
-            await stack.enter_async_context(server)
-        client = stack.enter_context(Client([server.worker for server in servers]))
-        await client.wait_live_async(timeout=PATIENCE)
+Start = Callable[..., Awaitable[Proxy]]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+    """Return how to start LiteLLM's proxy before two servers."""
+
+    async def begin(**server: Any) -> Proxy:
+        servers, client = await serve(stack, 2, **server)
         CALLBACKS.append(KVAwareCallback(Router(client, seed=1), tokens_of))
         key = f"sk-{secrets.token_hex(32)}"
-        configure(monkeypatch, folder, servers, key)
+        configure(monkeypatch, tmp_path, servers, key)
         stack.callback(litellm.logging_callback_manager._reset_all_callbacks)
-        url = await stack.enter_async_context(serve())
-        http = httpx.AsyncClient(
-            base_url=url, timeout=PATIENCE, headers={"Authorization": f"Bearer {key}"}
-        )
-        callbacks = [one for one in litellm.callbacks if isinstance(one, KVAwareCallback)]
-        CALLBACKS.append(*callbacks)
-        yield Proxy(servers, client, await stack.enter_async_context(http))
+        url = await stack.enter_async_context(listen())
+        (callback,) = (c for c in litellm.callbacks if isinstance(c, KVAwareCallback))
+        proxy = Proxy(servers, client, callback)
+        headers = {"Authorization": f"Bearer {key}"}
+        http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, headers=headers)
+        proxy.http = await stack.enter_async_context(http)
+        return proxy
+
+    stack = contextlib.AsyncExitStack()
+    yield begin
+    run(stack.aclose())
 
 
 def configure(
@@ -102,7 +93,7 @@ def configure(
 
 
 @contextlib.asynccontextmanager
-async def serve() -> AsyncIterator[str]:
+async def listen() -> AsyncIterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started or serving.done())
@@ -113,57 +104,40 @@ async def serve() -> AsyncIterator[str]:
         await serving
 
 
-def test_the_proxy_routes_by_prefix_and_tells_what_was_cached(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        async with proxy(monkeypatch, tmp_path, dp_size=2) as two:
-            two.servers[1].engines[1].serve(tokens_of(two.chat()))
-            await two.told()
-            answer = (await two.post()).raise_for_status().json()
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 112
-            async with two.stream() as lines:
-                assert [line async for line in lines][-1] == "data: [DONE]"
-            await two.idle()
-            assert (two.servers[0].ranks, two.servers[1].ranks) == ([], [1, 1])
-            assert two.ended() == {"finished": 2}
-            reported = two.callback.router.statistics()["funnel"]["reported"]
-            assert reported["requests"] == 2
-            assert reported["delivered"] == reported["chosen"] == 2 * 112
-
-    run(main())
+async def test_the_proxy_routes_by_prefix_and_reports_the_cached_tokens(start: Start) -> None:
+    proxy = await start(dp_size=2)
+    await proxy.warm(1, rank=1)
+    answer = (await proxy.post()).raise_for_status().json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 112
+    async with proxy.stream() as lines:
+        assert [line async for line in lines][-1] == "data: [DONE]"
+    await proxy.assert_ended(finished=2)
+    assert [server.ranks for server in proxy.servers] == [[], [1, 1]]
+    reported = proxy.router.statistics()["funnel"]["reported"]
+    assert reported["requests"] == 2
+    assert reported["delivered"] == reported["chosen"] == 2 * 112
 
 
-def test_the_proxy_gives_the_load_of_failures_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        async with proxy(monkeypatch, tmp_path) as two:
-            for server in two.servers:
-                server.failures = 1
-            assert (await two.post()).status_code == 200
-            failed = sum(not server.failures for server in two.servers)
-            assert two.ended() == {"cancelled": failed, "finished": 1}
-            for server in two.servers:
-                server.failures = 9
-            assert (await two.post()).status_code == 500
-            await two.idle()
-
-    run(main())
+async def test_the_proxy_releases_the_load_of_failures(start: Start) -> None:
+    proxy = await start()
+    for server in proxy.servers:
+        server.failures = 1
+    assert (await proxy.post()).status_code == 200
+    failed = sum(not server.failures for server in proxy.servers)
+    assert proxy.bookings() == {"cancelled": failed, "finished": 1}
+    for server in proxy.servers:
+        server.failures = 9
+    assert (await proxy.post()).status_code == 500
+    await until(lambda: "open" not in proxy.bookings())
+    await proxy.assert_ended(**proxy.bookings())
 
 
-def test_a_client_of_the_proxy_that_goes_away_leaves_no_load(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        async with proxy(monkeypatch, tmp_path) as two:
-            for server in two.servers:
-                server.held.clear()
-            async with two.stream() as lines:
-                await anext(aiter(lines))
-                (rank,) = [r for r in two.client.ranks if two.callback.router.load(r).open_requests]
-                assert two.callback.router.load(rank).queued_tokens == 0  # the first token is here
-            await two.idle()
-            assert two.ended() == {"cancelled": 1}
-
-    run(main())
+async def test_a_client_of_the_proxy_that_leaves_its_stream_leaves_no_load(start: Start) -> None:
+    proxy = await start()
+    proxy.hold()
+    async with proxy.stream() as lines:
+        await anext(aiter(lines))
+        (load,) = filter(None, (proxy.router.load(r).open_requests for r in proxy.client.ranks))
+        assert load == 1
+        assert all(not proxy.router.load(rank).queued_tokens for rank in proxy.client.ranks)
+    await proxy.assert_ended(cancelled=1)

@@ -68,14 +68,19 @@ def ask(handle: Any, token_ids: Any, **more: Any) -> Any:
     return handle.remote({"token_ids": list(token_ids), **more})
 
 
+def answer(handle: Any, token_ids: Any) -> dict[str, Any]:
+    served: dict[str, Any] = ask(handle, token_ids).result(timeout_s=PATIENCE)
+    return served
+
+
 def serve_all(handle: Any, router: Any, at_once: int = 4) -> float:
     """Serve the workload; return the hit rate."""
     hits = tokens = 0
-    waiting = list(REQUESTS)
-    while waiting:
-        batch, waiting = waiting[:at_once], waiting[at_once:]
-        asked = [ask(handle, one.token_ids, new_tokens=list(one.new_tokens)) for one in batch]
-        for served in [one.result(timeout_s=PATIENCE) for one in asked]:
+    requests = list(REQUESTS)
+    for start in range(0, len(requests), at_once):
+        batch = requests[start : start + at_once]
+        calls = [ask(handle, r.token_ids, new_tokens=list(r.new_tokens)) for r in batch]
+        for served in [call.result(timeout_s=PATIENCE) for call in calls]:
             hits, tokens = hits + served["hit_tokens"], tokens + served["prompt_tokens"]
             if router is not None:
                 applied(router, served)
@@ -95,8 +100,9 @@ def loads(router: Any) -> list[Load]:
     return [router.router.load(rank) for rank in router.router.ranks]
 
 
-def idle(router: Any) -> bool:
-    return set(loads(router)) <= {Load()} and not router.router.statistics()["bookings"]["open"]
+def wait_idle(router: Any) -> None:
+    """Wait until no rank has load, and no booking is open."""
+    until(lambda: {*loads(router)} <= {Load()} and not router.statistics()["bookings"]["open"])
 
 
 def test_more_is_found_cached_than_by_power_of_two_and_all_load_returns(
@@ -108,7 +114,7 @@ def test_more_is_found_cached_than_by_power_of_two_and_all_load_returns(
     hit_rate = serve_all(handle, router)
     print(f"hit rate {hit_rate:.3f}, power of two {by_queue_length:.3f}")
     assert hit_rate > by_queue_length + 0.03
-    until(lambda: idle(router))
+    wait_idle(router)
     assert router.statistics()["unrouted"].keys() == {"no tokens"}  # Ray may ask again
     assert router.statistics()["bookings"]["finished"] == len(REQUESTS)
 
@@ -119,14 +125,14 @@ def test_a_request_is_load_from_the_choice_to_its_end(deploy: Callable[..., Any]
     held = ask(handle, PROMPT, hold=True)
     until(lambda: sorted(loads(router)) == [Load(), Load(100, 1, 7)])
     held.cancel()
-    until(lambda: idle(router))
+    wait_idle(router)
     # The prefill ends when its tokens have taken their time, since Ray shows no first token.
     router._bookings.prefill_rate = 1e6
     held = ask(handle, PROMPT, hold=True)
-    until(lambda: any(one.open_requests and not one.queued_tokens for one in loads(router)))
+    until(lambda: any(load.open_requests and not load.queued_tokens for load in loads(router)))
     handle.broadcast("release").results(timeout_s=PATIENCE)
     held.result(timeout_s=PATIENCE)
-    until(lambda: idle(router))
+    wait_idle(router)
 
 
 def test_a_full_replica_is_passed_over_and_the_load_goes_along(
@@ -134,16 +140,16 @@ def test_a_full_replica_is_passed_over_and_the_load_goes_along(
 ) -> None:
     handle = deploy(OURS, max_ongoing=1)
     router = router_of(handle)
-    first = ask(handle, PROMPT).result(timeout_s=PATIENCE)
+    first = answer(handle, PROMPT)
     applied(router, first)
-    until(lambda: idle(router))
+    wait_idle(router)
     held = [ask(handle, PROMPT, hold=True) for _ in range(2)]
-    until(lambda: [one.open_requests for one in loads(router)] == [1, 1])
+    until(lambda: [load.open_requests for load in loads(router)] == [1, 1])
     waiting = ask(handle, PROMPT)  # booked nowhere, or on one that may refuse it: never twice
-    for one in held:
-        one.cancel()
+    for call in held:
+        call.cancel()
     waiting.result(timeout_s=PATIENCE)
-    until(lambda: idle(router))
+    wait_idle(router)
 
 
 def test_a_dead_replica_gives_its_load_back_and_the_next_one_is_followed(
@@ -152,7 +158,7 @@ def test_a_dead_replica_gives_its_load_back_and_the_next_one_is_followed(
     handle = deploy(OURS)
     router = router_of(handle)
     prompt = range(2_000)  # long, so that what needs it goes where it is
-    first = ask(handle, prompt).result(timeout_s=PATIENCE)
+    first = answer(handle, prompt)
     applied(router, first)
     busy, known = Rank(first["worker"], 0), set(router.router.ranks)
     held = ask(handle, range(2_100), hold=True)
@@ -160,38 +166,35 @@ def test_a_dead_replica_gives_its_load_back_and_the_next_one_is_followed(
     handle.die.remote({"token_ids": list(prompt)}).result(timeout_s=PATIENCE)
     with pytest.raises(ray.exceptions.RayActorError):
         held.result(timeout_s=PATIENCE)
-    until(lambda: idle(router))
+    wait_idle(router)
     until(lambda: busy not in router.router.ranks and len(router.router.ranks) == 2)
     (new,) = set(router.router.ranks) - known
     router.client.wait_live(timeout=PATIENCE, ranks=[new])
-    assert ask(handle, PROMPT).result(timeout_s=PATIENCE)["prompt_tokens"] == 100
-    until(lambda: idle(router))
+    assert answer(handle, PROMPT)["prompt_tokens"] == 100
+    wait_idle(router)
 
 
-def test_a_prompt_that_nobody_can_read_is_served_by_the_shortest_queue(
+def test_an_unreadable_prompt_is_served_by_the_shortest_queue(
     deploy: Callable[..., Any],
 ) -> None:
     handle = deploy(OURS, tokens_of="tests.routing.adapters.ray_apps:token_ids_in_vain")
     router = router_of(handle)
-    assert ask(handle, PROMPT).result(timeout_s=PATIENCE)["prompt_tokens"] == 100
+    assert answer(handle, PROMPT)["prompt_tokens"] == 100
     assert router.statistics()["unrouted"].keys() == {"ValueError"}
-    assert idle(router)
+    wait_idle(router)
 
 
 def test_the_chosen_dp_rank_goes_along_with_the_request(deploy: Callable[..., Any]) -> None:
     handle = deploy(OURS, dp_size=2, rank_argument="dp_rank")
     router = router_of(handle, ranks=4)
-    served = []
+    places = {}
     for start in range(0, 4_000, 1_000):
-        served.append(ask(handle, range(start, start + 96)).result(timeout_s=PATIENCE))
-        applied(router, served[-1])
-        until(lambda: idle(router))
-    places = {(one["worker"], one["dp_rank"]) for one in served}
-    assert len(places) == 4, "each went where the least was given lately"
-    for number, start in enumerate(range(0, 4_000, 1_000)):
-        again = ask(handle, range(start, start + 100)).result(timeout_s=PATIENCE)
-        assert again["hit_tokens"] == 96
-        assert [again["worker"], again["dp_rank"]] == [
-            served[number][k] for k in ("worker", "dp_rank")
-        ]
-    until(lambda: idle(router))
+        served = answer(handle, range(start, start + 96))
+        places[start] = served["worker"], served["dp_rank"]
+        applied(router, served)
+        wait_idle(router)
+    assert len(set(places.values())) == 4, "each went where the least was given lately"
+    for start, place in places.items():
+        again = answer(handle, range(start, start + 100))
+        assert (again["worker"], again["dp_rank"], again["hit_tokens"]) == (*place, 96)
+    wait_idle(router)

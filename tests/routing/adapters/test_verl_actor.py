@@ -20,10 +20,7 @@ from verl.workers.rollout.router import get_router_handle
 from tests.live import PATIENCE
 from tests.routing.adapters import verl_servers
 
-pytestmark = [
-    pytest.mark.adapter,
-    pytest.mark.filterwarnings("ignore"),
-]  # of verl, Ray and what they import
+pytestmark = pytest.mark.adapter
 
 ROOT = Path(__file__).parents[3]
 YAML = """

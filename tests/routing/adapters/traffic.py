@@ -17,4 +17,4 @@ def in_turn() -> float:
         engines[number % 2].serve(request.token_ids, new_tokens=request.new_tokens)
         for number, request in enumerate(REQUESTS)
     ]
-    return sum(one.hit_tokens for one in served) / sum(one.prompt_tokens for one in served)
+    return sum(s.hit_tokens for s in served) / sum(s.prompt_tokens for s in served)

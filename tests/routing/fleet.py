@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvindex import BlockStored, EventBatch, Index, Rank
+from kvindex.routing import Load, Router
 
 BLOCK = 16
 PROMPT = list(range(10 * BLOCK + 1))
 """Ten whole blocks, and the token that is computed in any case."""
 
+A, B, C = Rank("a"), Rank("b"), Rank("c")
+NOTHING = Load(0, 0, 0)
 
-def fleet(holds: Mapping[str, int], *, medium: str = "GPU") -> Index:
-    """Return an index of workers, each of which holds so many blocks of `PROMPT`."""
+
+def fleet(holds: Mapping[str, int] | str) -> Index:
+    """Return an index of workers, each with so many blocks of `PROMPT`; "ab": a and b with none."""
     index = Index()
-    for worker, blocks in holds.items():
-        hold(index, Rank(worker), blocks, medium=medium)
+    for worker in holds:
+        hold(index, Rank(worker), 0 if isinstance(holds, str) else holds[worker])
     return index
+
+
+def router_of(holds: Mapping[str, int] | str, **options: Any) -> Router:
+    return Router(fleet(holds), **options)
 
 
 def hold(index: Index, rank: Rank, blocks: int, *, medium: str = "GPU", first: int = 0) -> None:
@@ -43,13 +52,12 @@ class Clock:
         return self.now
 
 
-class FollowedIndex:
-    """An index whose ranks are followed: the test says which are live."""
+class Followed:
+    """An index whose ranks are followed: the test sets which are live and connected."""
 
-    def __init__(self, index: Index, live: frozenset[Rank]) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
-        self.live = live
-        self.connected = frozenset(index.ranks)
+        self.live = self.connected = frozenset(index.ranks)
 
     def check_open(self) -> None:
         """Raise nothing: nobody closes it."""

@@ -1,0 +1,273 @@
+"""Reservations: a request's load from its booking to its end, by whatever is reported."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from kvindex import ConfigurationError, UnknownRankError
+from kvindex.routing import DuplicateBookingError, Load, Router, Stage, UnknownBookingError
+from tests.children import in_child
+from tests.routing.fleet import BLOCK, NOTHING, PROMPT, A, B, C, Clock, fleet, hold, router_of
+
+pytestmark = pytest.mark.unit
+
+LOAD = Load(len(PROMPT), 1, 11)  # of a request whose prompt is new
+
+
+def test_a_reservation_is_load_until_its_first_token_and_its_end() -> None:
+    router = router_of({"a": 4})
+    router.select(PROMPT)
+    assert router.load(A) == NOTHING
+    booking = router.reserve(PROMPT)
+    assert router.load(A) == Load(len(PROMPT) - 4 * BLOCK, 1, 11)
+    booking.output(0)  # such as a first chunk that has the role only
+    assert booking.stage is Stage.CHOSEN
+    booking.first_token()
+    assert router.load(A) == Load(0, 1, 11)
+    booking.output(BLOCK)
+    assert router.load(A) == Load(0, 1, 12)
+    booking.finish()
+    assert router.load(A) == NOTHING
+
+
+def test_reports_after_the_end_change_nothing() -> None:
+    router = router_of("a")
+    booking = router.reserve(PROMPT)
+    booking.output()  # ends the prefill
+    assert router.load(A).queued_tokens == 0
+    booking.finish()
+    for late in (booking.first_token, booking.output, booking.finish, booking.cancel):
+        late()
+    assert (router.load(A), booking.stage) == (NOTHING, Stage.FINISHED)
+    assert router.statistics()["bookings"]["finished"] == 1
+
+
+class NoIndex:
+    """As a numpy array of several numbers: it has the method, and no single number."""
+
+    def __index__(self) -> int:
+        raise TypeError("only integer scalar arrays can be converted to a scalar index")
+
+
+@pytest.mark.parametrize("tokens", [-1, math.nan, math.inf, "5", NoIndex()])
+def test_numbers_of_tokens_that_are_none_are_refused_and_leave_the_load_whole(tokens: Any) -> None:
+    router = router_of("a")
+    booking = router.reserve(PROMPT)
+    with pytest.raises(ConfigurationError, match="output of"):
+        booking.output(tokens)
+    assert router.load(A) == LOAD
+    with pytest.raises(ConfigurationError, match="cached_tokens is"):
+        booking.finish(tokens)
+    assert (booking.stage, router.load(A)) == (Stage.FINISHED, NOTHING)
+    funnel = router.statistics()["funnel"]
+    assert (funnel["finished"]["requests"], funnel["reported"]["requests"]) == (1, 0)
+
+
+def test_reports_on_a_booking_call_nothing_slow_of_the_typing_module() -> None:
+    called = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            called.append(frame.f_globals["__name__"])
+
+    with router_of("a").reserve(PROMPT) as booking:
+        sys.setprofile(note)
+        try:
+            booking.output(1)
+            booking.finish()
+        finally:
+            sys.setprofile(None)
+    assert "kvindex.routing.bookings" in called
+    assert "typing" not in called  # a runtime protocol takes 10 µs, for each token
+
+
+def test_a_booking_is_finished_by_its_with_and_cancelled_by_an_exception() -> None:
+    router = router_of("a")
+    with router.reserve(PROMPT) as done:
+        pass
+    with pytest.raises(KeyError), router.reserve(PROMPT) as failed:
+        raise KeyError
+    assert (done.stage, failed.stage) == (Stage.FINISHED, Stage.CANCELLED)
+    assert router.load(A) == NOTHING
+
+
+def test_reservations_of_many_threads_at_once_spread_evenly() -> None:
+    router = router_of("abc")
+    with ThreadPoolExecutor(8) as pool:
+        bookings = list(pool.map(lambda _: router.reserve(PROMPT), range(300)))
+    assert [router.load(rank).open_requests for rank in (A, B, C)] == [100, 100, 100]
+    for booking in bookings:
+        booking.finish()
+    assert [router.load(rank) for rank in (A, B, C)] == [NOTHING] * 3
+
+
+def test_the_load_of_a_removed_rank_returns_with_it() -> None:
+    index = fleet("a")
+    router = Router(index)
+    booking = router.reserve(PROMPT)
+    hold(index, B, 0)
+    assert router.select(PROMPT).rank == B
+    index.remove(A)
+    assert router.ranks == (B,)
+    with pytest.raises(UnknownRankError):
+        router.load(A)
+    index.add(A)
+    assert router.load(A).open_requests == 1
+    index.remove(A)
+    booking.finish()
+    index.add(A)
+    assert router.load(A) == NOTHING
+
+
+def test_a_forgotten_booking_expires_and_its_late_reports_are_counted() -> None:
+    clock = Clock()
+    router = router_of("a", clock=clock, expires_after=60.0)
+    forgotten, alive = router.reserve(PROMPT, request_id="r"), router.reserve(PROMPT)
+    clock.now += 59.0
+    alive.output()
+    clock.now += 1.0
+    assert router.load(A).open_requests == 1
+    assert (forgotten.stage, alive.stage) == (Stage.EXPIRED, Stage.DECODING)
+    forgotten.finish()
+    assert router.load(A).open_requests == 1
+    assert router.statistics()["bookings"] == {
+        "open": 1,
+        "finished": 0,
+        "cancelled": 0,
+        "expired": 1,
+        "late": 1,
+    }
+    with pytest.raises(UnknownBookingError):
+        router.booking("r")
+    router.reserve(PROMPT, request_id="r")  # its id is free again
+    clock.now += 60.0
+    assert router.reserve(PROMPT, request_id="r").stage is Stage.CHOSEN
+    assert router.load(A).open_requests == 1
+
+
+def test_bookings_are_found_by_the_id_of_their_request() -> None:
+    router = router_of("a")
+    booking = router.reserve(PROMPT, request_id="r1")
+    assert router.booking("r1") is booking
+    with pytest.raises(DuplicateBookingError, match="'r1' has an open booking"):
+        router.reserve(PROMPT, request_id="r1")
+    booking.cancel()
+    with pytest.raises(UnknownBookingError, match="no open booking of request 'r1'"):
+        router.booking("r1")
+    assert router.reserve(PROMPT, request_id="r1") is not booking
+
+
+def test_a_new_id_differs_from_those_of_users() -> None:
+    router = router_of("a")
+    own = router.reserve(PROMPT, request_id="kvindex-1")
+    new = router.reserve(PROMPT)
+    assert router.booking("kvindex-1") is own
+    own.finish()
+    new.finish()
+    assert router.load(A) == NOTHING
+
+
+def test_a_request_that_others_placed_is_booked_on_their_rank() -> None:
+    router = router_of({"a": 9, "b": 0})
+    router.drain("b")
+    booking = router.place("b/0", PROMPT)
+    assert (booking.rank, booking.decision.policy) == (B, "placed")
+    assert router.load(B) == LOAD
+
+
+def test_a_booking_of_another_router_is_its_load_and_no_decision() -> None:
+    router = router_of("ab")
+    booking = router.book(B, 100, 36, request_id="r")
+    assert router.load(B) == Load(queued_tokens=36, open_requests=1, decode_blocks=7)
+    assert (booking.decision.tokens, booking.decision.new_tokens) == (64, 36)
+    booking.first_token()
+    booking.output(BLOCK)
+    assert router.load(B) == Load(queued_tokens=0, open_requests=1, decode_blocks=8)
+    with pytest.raises(UnknownRankError):
+        router.book(C, 10, 10)
+    with pytest.raises(DuplicateBookingError):
+        router.book(A, 10, 10, request_id="r")
+    with pytest.raises(ConfigurationError, match="11 of 10 tokens cannot be new"):
+        router.book(A, 10, 11)
+    router.booking("r").finish()
+    assert [router.load(rank) for rank in (A, B)] == [NOTHING] * 2
+    assert router.statistics()["decisions"] == 0
+    router.place(A, PROMPT).finish()
+    router.select(PROMPT)
+    assert router.statistics()["decisions"] == 2
+
+
+def test_gauges_correct_the_load_for_a_tenth_of_a_second() -> None:
+    clock = Clock()
+    router = router_of("ab", clock=clock)
+    booking = router.reserve(PROMPT, ranks="a")
+    router.report("a", queued_tokens=1_161, open_requests=3)
+    assert router.load(A) == Load(1_161, 3, 11)
+    router.reserve(PROMPT, ranks="a")  # what we book meanwhile comes on top
+    assert router.load(A) == Load(1_322, 4, 22)
+    router.report("b", open_requests=9, age=0.2)  # too old
+    assert router.load(B) == NOTHING
+    clock.now += 0.1
+    assert router.load(A) == Load(322, 2, 22)
+    router.report("a", queued_tokens=0, age=0.05)
+    booking.finish()
+    assert router.load(A).queued_tokens == 0  # never below
+    assert router.statistics()["old_gauges"] == 1
+
+
+@pytest.mark.parametrize(
+    ("gauge", "message"),
+    [
+        ({"queued_tokens": -1}, "a gauge is"),
+        ({"queued_tokens": math.nan}, "a gauge is"),
+        ({"open_requests": math.inf}, "a gauge is"),
+        ({"age": -1.0}, "age"),
+    ],
+)
+def test_gauges_that_are_no_numbers_from_0_are_refused(gauge: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        router_of("a").report("a", **gauge)
+
+
+def test_the_prefill_rate_is_measured_on_first_tokens() -> None:
+    clock = Clock()
+    router = router_of("a", clock=clock)
+    for _ in range(200):
+        with router.reserve(list(range(10_000))) as booking:
+            clock.now += 0.2
+            booking.first_token()
+    assert router.statistics()["prefill_rate"] == pytest.approx(50_000, rel=0.05)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_that_is_forked_while_threads_book_routes_by_the_load_of_that_moment() -> None:
+    router = router_of("ab")
+    is_over = threading.Event()
+
+    def book() -> None:
+        while not is_over.is_set():
+            router.reserve(PROMPT).finish()
+
+    def check() -> bool:
+        before = [router.load(rank).open_requests for rank in (A, B)]
+        router.reserve(PROMPT)
+        after = [router.load(rank).open_requests for rank in (A, B)]
+        return sum(after) == sum(before) + 1
+
+    threads = [threading.Thread(target=book) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert [in_child(check) for _ in range(10)] == [0] * 10
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
