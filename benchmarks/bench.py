@@ -17,9 +17,6 @@ from benchmarks.results import OURS
 from benchmarks.scale import Scale
 from benchmarks.workload import Source
 
-__all__ = ["Bench", "Contender", "last_core"]
-
-
 _OWN: Final = (OURS, "zmq")  # sides that need nothing but what this interpreter has
 
 

@@ -13,8 +13,6 @@ import zmq
 
 import kvindex
 
-__all__ = ["facts", "header"]
-
 
 def facts(command: str) -> dict[str, str]:
     """Return what every table of figures begins with, by name."""

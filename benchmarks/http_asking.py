@@ -11,8 +11,6 @@ from itertools import cycle
 from time import perf_counter, perf_counter_ns, sleep
 from typing import Final
 
-__all__ = ["Connection", "ask_in_turn", "ask_together", "request"]
-
 _BUFFER: Final = 1 << 20  # bytes: of a response, and that a socket takes at once
 _WARMING: Final = 20  # requests before those that count
 _TIMEOUT: Final = 30.0

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from benchmarks.process import pinned
 from benchmarks.workload import BLOCK_SIZE
 
-__all__ = ["MODEL", "Footprint", "Indexer", "dynamo_indexer", "kvindex_server"]
-
 MODEL = "benchmark"
 _INSTANCE = 1
 _START_SECONDS = 30.0

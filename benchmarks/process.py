@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["ROOT", "Lines", "Side", "cpu_seconds", "pinned"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -9,8 +9,6 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["OURS", "Bar", "Report", "Result", "bars_table", "details", "read", "write"]
-
 OURS: Final = "kvindex"
 
 

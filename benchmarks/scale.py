@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["FULL", "QUICK", "SMOKE", "Scale"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:

@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-__all__ = ["serve"]
-
 
 def serve(make_tasks: Callable[[], Mapping[str, Any]]) -> None:
     """Serve these tasks over the standard streams until the parent closes them."""

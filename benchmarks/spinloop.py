@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-__all__ = ["with_spinloop", "without_spinloop"]
-
 _LINKED_NOT_USED: Final = ("libnvrtc.so.13", "libc10_cuda.so", "libtorch_cuda.so")
 """Libraries that the extension was linked with and of which it uses no symbol."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["median", "percentile"]
-
 
 def median(samples: Sequence[float]) -> float:
     """Return the median."""

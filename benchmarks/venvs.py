@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PEERS", "default_folder", "python_of"]
-
 PEERS: Final[dict[str, list[list[str]]]] = {
     "dynamo": [
         ["--no-deps", "ai-dynamo-runtime==1.6.1"],

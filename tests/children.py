@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["ended_after", "in_child"]
-
 _LIMIT = 120  # seconds after which a child that hangs is ended by SIGALRM
 _LONGEST = 3 * _LIMIT  # seconds for a program, which does more than one thing
 

@@ -13,8 +13,6 @@ import signal
 
 import pytest
 
-__all__ = ["Watch"]
-
 limit = 600.0  # seconds for a set-up, a call or a teardown: several PATIENCEs of tests.live
 
 

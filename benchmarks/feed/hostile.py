@@ -18,8 +18,6 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-__all__ = ["KINDS"]
-
 _MOST_BLOCKS: Final = 1 << 17  # of one batch: what is above is refused at once
 _RARE_BYTES: Final = (1 << 20) - 64  # of a payload that is not of the common forms: likewise
 _LONG_BYTES: Final = (8 << 20) - 64  # of a message: likewise

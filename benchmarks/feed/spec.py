@@ -7,8 +7,6 @@ from typing import Any
 
 from benchmarks.workload import SENTINEL, Fleet, Source
 
-__all__ = ["FeedSpec", "sentinel_tokens"]
-
 
 @dataclass(frozen=True)
 class FeedSpec:

@@ -15,8 +15,6 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-__all__ = ["accept_subscriber", "flood", "framed"]
-
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _MORE: Final = 1
 _LONG: Final = 2

@@ -9,8 +9,6 @@ from benchmarks.process import Side
 from benchmarks.results import OURS, Bar, Result
 from benchmarks.stats import median
 
-__all__ = ["run"]
-
 DYNAMO = ("Dynamo, one core", "Dynamo, free")
 DICTS = ("dict", "dict by engine hash")
 RANKS = 64

@@ -7,8 +7,6 @@ from typing import Any
 from benchmarks.bench import Bench, Contender, last_core
 from benchmarks.results import OURS, Bar, Result
 
-__all__ = ["run"]
-
 NOTHING = Bar(at_most=0.0)
 
 

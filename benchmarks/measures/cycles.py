@@ -16,8 +16,6 @@ from benchmarks.sides.remembering import resident_bytes
 from kvindex import BlockRemoved, BlockStored, EventBatch, Index, Rank
 from kvindex.wire import Event
 
-__all__ = ["run"]
-
 BLOCK_SIZE = 4
 CHAIN_BLOCKS = 32
 CHAINS = 256  # chains resident at a time

@@ -17,8 +17,6 @@ from benchmarks.process import Lines, Side, cpu_seconds
 from benchmarks.results import OURS, Result
 from benchmarks.stats import median, percentile
 
-__all__ = ["run"]
-
 RANKS: Final = 64
 RATE: Final = 32_000.0  # blocks per second
 EVENT_BLOCKS: Final = 8

@@ -7,8 +7,6 @@ from typing import Any
 from benchmarks.bench import Bench, Contender, last_core
 from benchmarks.results import OURS, Result
 
-__all__ = ["run"]
-
 DYNAMO = "Dynamo, one core"
 PROMPTS = 24  # as many as there are at the smallest size
 FORMS = ("list", "numpy")

@@ -11,8 +11,6 @@ from benchmarks.process import Lines
 from benchmarks.results import OURS, Bar, Result
 from benchmarks.stats import percentile
 
-__all__ = ["run"]
-
 RATE = 100e6  # bytes per second that the hostile engine sends
 APPLIED = Bar(at_most=250.0)
 MATCHED = Bar(at_most=5.0)

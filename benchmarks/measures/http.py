@@ -18,8 +18,6 @@ from benchmarks.process import Lines
 from benchmarks.results import OURS, Bar, Result
 from benchmarks.stats import median, percentile
 
-__all__ = ["run"]
-
 EVENT_BLOCKS = 8
 RATE = 32_000.0  # blocks per second that come in
 FILL_RATE = 200_000.0  # likewise before: a flood would leave its queues in the memory measured

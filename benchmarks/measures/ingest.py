@@ -18,8 +18,6 @@ from benchmarks.results import OURS, Bar, Result
 from benchmarks.sides.busy import ask
 from benchmarks.stats import median
 
-__all__ = ["feed", "run"]
-
 RANKS = 8
 TIMEOUT = 60.0
 QUERY_SECONDS = 0.2

@@ -10,8 +10,6 @@ from benchmarks.measures.ingest import TIMEOUT, feed
 from benchmarks.results import OURS, Bar, Result
 from benchmarks.stats import median, percentile
 
-__all__ = ["run", "run_threads"]
-
 RANKS = 64
 RATE = 32_000.0  # blocks per second that come in
 EVENT_BLOCKS = 8

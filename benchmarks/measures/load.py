@@ -15,8 +15,6 @@ from benchmarks.bench import Bench
 from benchmarks.results import OURS, Result
 from kvindex import BlockStored, Client, EventBatch, Rank, State, Worker, ZmqEventPublisher, connect
 
-__all__ = ["run"]
-
 BLOCK_SIZE = 16
 BLOCKS_PER_BATCH = 4
 TIMEOUT = 120.0

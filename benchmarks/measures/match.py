@@ -7,8 +7,6 @@ from benchmarks.process import Side
 from benchmarks.results import OURS, Bar, Result
 from benchmarks.stats import median, percentile
 
-__all__ = ["run"]
-
 KINDS = {
     "everywhere": "one prompt, whole on every rank",
     "conversation": "resident prompts in turn",

@@ -7,8 +7,6 @@ from typing import Any
 from benchmarks.bench import Bench, Contender
 from benchmarks.results import OURS, Bar, Result
 
-__all__ = ["run"]
-
 DYNAMO = "Dynamo RadixTree"
 ROUTERS = {0.8: "conversations stay four times in five", 0.0: "a random router"}
 BYTES_BAR = Bar(at_most=27.0)

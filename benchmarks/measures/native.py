@@ -8,8 +8,6 @@ from benchmarks.bench import Bench, last_core
 from benchmarks.process import pinned
 from benchmarks.results import OURS, Result
 
-__all__ = ["run"]
-
 _GROUP = "inside the native core"
 
 

@@ -14,8 +14,6 @@ from benchmarks.results import OURS, Bar, Result
 from benchmarks.spinloop import with_spinloop, without_spinloop
 from benchmarks.stats import median, percentile
 
-__all__ = ["run"]
-
 _KIB: Final = 1 << 10
 _MIB: Final = 1 << 20
 _PACKAGE: Final = "benchmarks.queues"

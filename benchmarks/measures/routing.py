@@ -24,8 +24,6 @@ from benchmarks.routing.runs import (
 )
 from benchmarks.routing.simulation import Loss
 
-__all__ = ["run"]
-
 DEFAULT: Final = "kvindex"
 LOAD_ALONE: Final = "least-queued"
 SPEEDS: Final = (1.0, 3.0, 4.0)

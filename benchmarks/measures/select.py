@@ -9,8 +9,6 @@ from benchmarks.process import Side
 from benchmarks.results import OURS, Bar, Result
 from benchmarks.stats import median, percentile
 
-__all__ = ["run"]
-
 KINDS = {
     "all": "every rank holds a part",
     "half": "half the ranks hold a part",

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Queues", "Reader", "Ring", "Writer", "create"]
-
 
 @dataclass(frozen=True)
 class Ring:

@@ -18,8 +18,6 @@ from benchmarks.queues.adapter import Queues, Ring
 from benchmarks.queues.parties import Receiving, Sending
 from benchmarks.queues.payloads import object_bytes
 
-__all__ = ["Crew"]
-
 
 class Crew:
     """A writer and its readers, forked once and kept: importing vLLM takes seconds.

@@ -7,8 +7,6 @@ from functools import partial
 from benchmarks.queues.adapter import Reader, Ring, Writer
 from kvindex.shm import Handle, MessageQueue
 
-__all__ = ["KVIndexQueues"]
-
 
 class KVIndexQueues:
     """Our queues."""

@@ -10,8 +10,6 @@ from typing import Any, Final
 from benchmarks.queues.adapter import Queues, Ring
 from benchmarks.queues.payloads import Payloads
 
-__all__ = ["Receiving", "Sending"]
-
 _STRIDE_BYTES: Final = 1 << 20  # between looks at the clock
 _STRIDE: Final = 64  # messages between them, at most
 _STOP: Final = -1  # in the place of the time when a paced message was sent

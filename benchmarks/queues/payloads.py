@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any, Final
 
-__all__ = ["OBJECT", "Payloads", "object_bytes"]
-
 OBJECT: Final = 0
 """The size that stands for a small object with fields instead of bytes."""
 

@@ -16,8 +16,6 @@ import zmq
 
 from benchmarks.queues.adapter import Reader, Ring, Writer
 
-__all__ = ["PubSub"]
-
 _MOST_QUEUED: Final = 1_000  # messages; libzmq's own default
 _COPY_BELOW: Final = 65_536  # bytes; below it a copy is cheaper than a frame that libzmq refers to
 

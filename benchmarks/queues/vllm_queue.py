@@ -15,8 +15,6 @@ from typing import Any
 
 from benchmarks.queues.adapter import Reader, Ring, Writer
 
-__all__ = ["VLLMQueues"]
-
 
 class VLLMQueues:
     """vLLM's queues."""

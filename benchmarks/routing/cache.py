@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-__all__ = ["PrefixCache"]
-
 
 class PrefixCache:
     """Which blocks an engine holds.

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from benchmarks.routing.cache import PrefixCache
 from benchmarks.routing.traffic import BLOCK, Turn
 
-__all__ = ["Engine", "Job", "Model", "Progress", "Stored", "idle_ttft"]
-
 
 @dataclass(frozen=True)
 class Model:

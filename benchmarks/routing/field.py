@@ -9,8 +9,6 @@ from typing import Final
 from kvindex import routing
 from kvindex.routing import Candidates, Choice, CostPolicy, Policy, Weights
 
-__all__ = ["FIELD", "POLICIES", "make_policy"]
-
 _LONG_MATCH: Final = 0.3  # of the prompt, as in SGLang's router
 _MOST_APART: Final = 64  # open requests
 _MOST_RATIO: Final = 1.5

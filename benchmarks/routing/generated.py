@@ -10,8 +10,6 @@ from typing import Final
 
 from benchmarks.routing.traffic import BLOCK, Session, Turn
 
-__all__ = ["KINDS", "generate"]
-
 
 class _Names:
     """Names of blocks: the same one for the same content after the same beginning."""

@@ -9,8 +9,6 @@ import msgspec
 from benchmarks.routing.engine import Progress, Stored
 from benchmarks.routing.traffic import BLOCK
 
-__all__ = ["payload"]
-
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 

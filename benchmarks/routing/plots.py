@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 from xml.sax.saxutils import escape
 
-__all__ = ["Line", "line_chart"]
-
 _WIDTH: Final = 720
 _HEIGHT: Final = 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 160, 40, 45

@@ -17,8 +17,6 @@ from benchmarks.routing import replay
 from benchmarks.routing.runs import Fleet, Run, Traffic, simulate
 from benchmarks.routing.traffic import BLOCK, Session
 
-__all__ = ["referee"]
-
 SPEEDS = (2.0, 4.0)
 POLICIES = ("round-robin", "dynamo", "dynamo-agentic")
 

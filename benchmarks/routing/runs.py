@@ -24,8 +24,6 @@ from benchmarks.stats import percentile
 from kvindex import Index
 from kvindex.routing import Router
 
-__all__ = ["Fleet", "Outcome", "Run", "Spread", "Traffic", "perform", "simulate", "spread"]
-
 _STUDENT: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Of 2, 3, … values: so many standard errors hold 95 %."""
 

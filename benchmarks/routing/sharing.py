@@ -10,8 +10,6 @@ from benchmarks.routing.simulation import Simulation
 from kvindex import Rank
 from kvindex.routing import LoadBoard, LocalLoadBoard
 
-__all__ = ["Boards"]
-
 
 class Boards:
     """A load board for each gateway; they share nothing until `share` is called.

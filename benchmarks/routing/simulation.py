@@ -17,8 +17,6 @@ from kvindex import Index, Rank
 if TYPE_CHECKING:
     from kvindex.routing import Booking, Router
 
-__all__ = ["Clock", "Loss", "Place", "Request", "Simulation"]
-
 
 @dataclass(frozen=True)
 class Loss:

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from benchmarks.routing.traffic import BLOCK, Session, Turn
 
-__all__ = ["mooncake"]
-
 _GRID: Final = 3_000.0  # ms; what was written within so many has one timestamp
 
 

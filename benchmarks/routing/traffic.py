@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["BLOCK", "Session", "Turn", "tokens_of"]
-
 BLOCK: Final = 512
 """Tokens in a block: a trace names its prompts by blocks of so many tokens."""
 

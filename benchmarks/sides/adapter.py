@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from benchmarks.workload import Encoder
 
-__all__ = ["Adapter", "Fed", "create"]
-
 
 class Fed(Protocol):
     """What takes the events of a workload."""

@@ -12,8 +12,6 @@ from benchmarks.sides.adapter import Adapter
 from benchmarks.sides.matching import check
 from benchmarks.workload import Change, Fleet, Prompt, Source, messages
 
-__all__ = ["Applying"]
-
 SAMPLES = 64
 
 

@@ -10,8 +10,6 @@ import zmq
 
 from kvindex import Client, Rank, Worker, connect
 
-__all__ = ["Besieged"]
-
 _PAUSE = 0.001  # seconds between matches
 _TIMEOUT = 30.0  # seconds for which a healthy batch is waited for
 _HEALTHY = Rank("healthy")

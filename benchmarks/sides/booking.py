@@ -15,8 +15,6 @@ from benchmarks.sides.remembering import resident_bytes
 from benchmarks.workload import HELD_BY, Fleet, parted, place_parts
 from kvindex.routing import Booking, Router
 
-__all__ = ["Booked"]
-
 _PROMPTS = 8
 _OUTPUT = 40  # tokens that each answer has when it is statistics of
 _CANCELLED = 0.05  # of the bookings

@@ -11,8 +11,6 @@ from benchmarks.sides.adapter import Adapter
 from benchmarks.sides.matching import check, load
 from benchmarks.workload import EVERYWHERE, Fleet, Source, long_prompts, messages
 
-__all__ = ["Busy", "ask"]
-
 PROMPTS = 32
 _SLICE = 0.0005  # seconds of applying at a time
 

@@ -12,8 +12,6 @@ from benchmarks.sides.matching import LONGEST_NS, collected
 from benchmarks.sides.publishing import Publishers
 from benchmarks.workload import BLOCK_SIZE, MsgpackEncoder
 
-__all__ = ["DynamoSelection"]
-
 _MODEL = "benchmark"
 _BATCHED_TOKENS = 8_192  # of an engine's step
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from benchmarks.workload import BLOCK_SIZE, DynamoEncoder
 
-__all__ = ["DynamoTree"]
-
 
 class DynamoTree:
     """A RadixTree, fed with JSON events, asked with hashes of the prompt's blocks."""

@@ -12,8 +12,6 @@ from kvindex import BlockStored, EventBatch, Rank, RankStatus, Worker
 from kvindex.index.replicas import FanOut, Replica, join
 from kvindex.subscribe.status_board import StatusBoard
 
-__all__ = ["Fanned"]
-
 _BLOCK = 16
 _CHAIN = 100  # blocks that follow one another
 

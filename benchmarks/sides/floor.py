@@ -11,8 +11,6 @@ import kvindex
 from benchmarks.sides.matching import timed, typed
 from benchmarks.workload import BLOCK_SIZE, EVERYWHERE, Fleet
 
-__all__ = ["Floor"]
-
 REPEATS = 1_000
 
 

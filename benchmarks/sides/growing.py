@@ -10,8 +10,6 @@ from benchmarks.sides.records import CHECKPOINT, EVENT, RecordSpec, records
 from benchmarks.stats import median, percentile
 from benchmarks.workload import Prompt
 
-__all__ = ["Growing"]
-
 
 class Growing:
     """The cost of a match at each size of the index."""

@@ -14,8 +14,6 @@ import msgspec
 from benchmarks.sides.plain_dict import Batch, BlockStored
 from benchmarks.workload import MsgpackEncoder
 
-__all__ = ["HashDict"]
-
 
 class HashDict:
     """A dict from engine hash to the ranks that hold the block."""

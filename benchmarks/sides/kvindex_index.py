@@ -8,8 +8,6 @@ from typing import Any
 from benchmarks.workload import MsgpackEncoder
 from kvindex import Index, Match, Rank
 
-__all__ = ["KVIndex"]
-
 
 class KVIndex:
     """An `Index`, fed with engines' payloads."""

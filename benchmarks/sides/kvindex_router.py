@@ -11,8 +11,6 @@ from benchmarks.workload import BLOCK_SIZE, PROMPT_TOKENS, MsgpackEncoder
 from kvindex import Client, Index, Rank, Worker, connect
 from kvindex.routing import Candidates, Choice, Router
 
-__all__ = ["KVIndexRouter"]
-
 _REQUEST = 256  # tokens that an open request costs
 
 

@@ -25,8 +25,6 @@ from benchmarks.workload import (
     messages,
 )
 
-__all__ = ["LONGEST_NS", "Matching", "check", "collected", "load", "timed", "typed"]
-
 LONGEST_NS = 1_000_000_000  # of calling one thing again and again
 
 

@@ -14,8 +14,6 @@ import msgspec
 
 from benchmarks.workload import BLOCK_SIZE, MsgpackEncoder
 
-__all__ = ["Batch", "BlockRemoved", "BlockStored", "PlainDict"]
-
 
 class BlockStored(msgspec.Struct, tag=True):
     """The fields that matter, as vLLM sends them."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import zmq
 
-__all__ = ["Publishers"]
-
 _JOIN_MS = 30_000  # for which a subscriber is waited for
 
 

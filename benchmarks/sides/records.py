@@ -30,8 +30,6 @@ from benchmarks.workload import (
     messages,
 )
 
-__all__ = ["CHECKPOINT", "END", "EVENT", "PROMPT", "Record", "RecordSpec", "records"]
-
 EVENT: Final = 0  # bytes for `apply`
 CHECKPOINT: Final = 1  # JSON: entries, unique_blocks
 PROMPT: Final = 2  # a prompt and the right answer; they follow a checkpoint

@@ -11,8 +11,6 @@ from typing import Any
 from benchmarks.sides.adapter import Adapter
 from benchmarks.sides.records import CHECKPOINT, EVENT, RecordSpec, records
 
-__all__ = ["Remembering", "resident_bytes"]
-
 
 class Remembering:
     """Resident memory of this process: empty, full, and empty again."""

@@ -11,8 +11,6 @@ from benchmarks.sides.adapter import Fed
 from benchmarks.sides.matching import load, typed
 from benchmarks.workload import HELD_BY, SENTINEL, Fleet, Prompt, Source, parted, place_parts
 
-__all__ = ["Chooser", "Selecting"]
-
 OPEN_PER_RANK = 2  # requests that every rank has to do meanwhile
 _DRAINED = 120.0  # seconds within which everything that was sent must be applied
 _POLL = 0.01

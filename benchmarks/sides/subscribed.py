@@ -10,8 +10,6 @@ from benchmarks.feed import sentinel_tokens
 from benchmarks.sides.busy import ask
 from kvindex import Client, Match, State, Worker, connect
 
-__all__ = ["Subscribed"]
-
 _POLL = 0.005  # seconds between looks for the sentinel, as on the other side
 
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from benchmarks.workload.requests import Request
 from benchmarks.workload.segments import BLOCK_SIZE, Node, Segment, segment_tokens
 
-__all__ = ["Change", "Fleet", "Prompt"]
-
 
 class Change(NamedTuple):
     """A node that a rank has stored, or removed."""

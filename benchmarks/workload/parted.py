@@ -10,8 +10,6 @@ from benchmarks.workload.fleet import Change, Fleet
 from benchmarks.workload.prompts import PROMPT_TOKENS
 from benchmarks.workload.segments import BLOCK_SIZE, Segment
 
-__all__ = ["HELD_BY", "Parted", "parted", "place_parts"]
-
 HELD_BY: Final = {"all": 1.0, "half": 0.5, "none": 0.0}
 """Kinds of prompts: which part of the ranks holds any of it."""
 

@@ -14,8 +14,6 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 from benchmarks.workload.fleet import Change
 from benchmarks.workload.segments import BLOCK_SIZE
 
-__all__ = ["DynamoEncoder", "Encoder", "Message", "MsgpackEncoder", "TokensHash", "messages"]
-
 TokensHash: TypeAlias = Callable[[list[int], int], list[int]]
 """Dynamo's `compute_block_hash_for_seq`: tokens and block size to a hash for each block."""
 

@@ -10,8 +10,6 @@ from benchmarks.workload.fleet import Fleet, Prompt
 from benchmarks.workload.requests import Request
 from benchmarks.workload.segments import BLOCK_SIZE, Segment
 
-__all__ = ["EVERYWHERE", "PROMPT_TOKENS", "SENTINEL", "is_long", "long_prompts"]
-
 PROMPT_TOKENS: Final = 8_192
 
 EVERYWHERE: Final = (Segment(1 << 51, PROMPT_TOKENS // BLOCK_SIZE),)

@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 
 from benchmarks.workload.segments import BLOCK_SIZE, Segment
 
-__all__ = ["Request", "conversations", "trace"]
-
 SYSTEM_PROMPTS: Final = 32
 SYSTEM_TOKENS: Final = (512, 4_096)
 DOCUMENTS: Final = 400

@@ -11,8 +11,6 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_SIZE", "VOCABULARY", "Node", "Segment", "chain_hash", "segment_tokens"]
-
 BLOCK_SIZE: Final = 16
 VOCABULARY: Final = 128_256
 """Token ids are uniform below this; text of real tokenisers has more of the small ids."""

@@ -10,8 +10,6 @@ from typing import Any
 from benchmarks.workload.fleet import Change, Fleet
 from benchmarks.workload.requests import Request, conversations, trace
 
-__all__ = ["Source"]
-
 
 @dataclass(frozen=True)
 class Source:

@@ -31,8 +31,6 @@ from kvindex.wire.rank_lookup import RankName, find_rank
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["BaseIndex"]
-
 _AnyIndex = TypeVar("_AnyIndex", bound="BaseIndex")
 
 

@@ -25,8 +25,6 @@ from kvindex.wire.rank import Rank
 if TYPE_CHECKING:
     from kvindex.index.api import BaseIndex
 
-__all__ = ["Holding", "explain"]
-
 
 class Holding(NamedTuple):
     """Which of a prompt's blocks, of one size, a rank holds in one group on one medium."""

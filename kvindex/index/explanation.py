@@ -12,8 +12,6 @@ from kvindex.index.match import Match, RankMatch
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_rank
 
-__all__ = ["Ending", "Explanation", "GroupHeld", "Notes", "OtherPrompts", "RankExplanation"]
-
 Notes: TypeAlias = Callable[[Rank], Iterable[str]]
 """Returns what else may matter of a rank, in sentences."""
 

@@ -13,8 +13,6 @@ from typing import Final, Protocol
 
 from kvindex.wire.forks import Fork, guard_forks
 
-__all__ = ["Guard", "HeldInForks"]
-
 _PATIENCE: Final = 5.0  # seconds for which a fork waits for a change under way
 
 

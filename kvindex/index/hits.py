@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, overload
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Hits", "RankRows"]
-
 
 class Hits(NamedTuple):
     """How many tokens of a prompt ranks hold: columns with one row for each rank.

@@ -9,17 +9,6 @@ import msgspec
 
 from kvindex.wire import BlockStored
 
-__all__ = [
-    "ExtraKeys",
-    "Lora",
-    "Namespace",
-    "event_lora",
-    "lora_tag",
-    "pack_extra",
-    "tagged_lora",
-    "without_lora",
-]
-
 Lora: TypeAlias = str | int | None
 """A LoRA adapter: its name, or its number for engines that send no names; None for none."""
 

@@ -13,8 +13,6 @@ from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank, State, Trust
 from kvindex.wire.rank_lookup import RankName, find_rank
 
-__all__ = ["Contents", "Match", "PlainContents", "RankMatch", "Trusts"]
-
 Trusts: TypeAlias = Callable[[Rank], Trust | None] | Mapping[Rank, Trust]
 """How far each rank's answer can be trusted; None, or no entry, where nothing is known of it."""
 

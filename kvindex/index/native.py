@@ -42,8 +42,6 @@ from kvindex.wire.rank_lookup import RankName
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["Index", "read_batch"]
-
 _APPLIED = 0  # what Core.apply returns if all went well
 _MAX_WINDOW = 2**63 - 1
 

@@ -11,8 +11,6 @@ from kvindex.wire._native import Answer
 from kvindex.wire._native import RankRows as CoreRows
 from kvindex.wire.rank import Rank
 
-__all__ = ["Directory", "NativeContents"]
-
 
 class Directory(NamedTuple):
     """The ranks by name and by number, and in order."""

@@ -13,8 +13,6 @@ from kvindex.wire._native import PackedBatch
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash
 
-__all__ = ["group_number", "pack_batch", "pack_text"]
-
 _MAX_UNSIGNED = 2**32 - 1
 _MAX_SIGNED = 2**63 - 1
 

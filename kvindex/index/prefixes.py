@@ -11,8 +11,6 @@ from kvindex.index.keys import Namespace
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
 
-__all__ = ["PrefixNode", "Prefixes", "prefix_node", "walk_limit"]
-
 
 class PrefixNode(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that follow one another: no prompt leaves in between, and the same ranks hold all.

@@ -12,16 +12,6 @@ from kvindex.wire.quirks import fold_medium
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, RankNames, find_ranks
 
-__all__ = [
-    "MatchOptions",
-    "Question",
-    "check_block_size",
-    "check_extra_keys",
-    "check_recomputed",
-    "read_question",
-    "wanted_ranks",
-]
-
 _FEW_NAMES: Final = 4  # to find more, a table of all names is quicker
 
 

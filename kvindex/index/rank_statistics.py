@@ -7,8 +7,6 @@ from typing import Any
 
 from kvindex.index.keys import Lora, lora_tag
 
-__all__ = ["largest_loras", "shown_loras", "with_advice"]
-
 _MAX_LORAS = 64  # distinct LoRAs of a rank that statistics name
 
 

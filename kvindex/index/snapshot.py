@@ -53,22 +53,6 @@ from kvindex.wire.rank import Rank
 if TYPE_CHECKING:
     from kvindex.index.api import BaseIndex
 
-__all__ = [
-    "MAX_CURSOR_BYTES",
-    "SNAPSHOT_VERSION",
-    "Snapshot",
-    "SnapshotReader",
-    "SnapshotRecord",
-    "SnapshotSource",
-    "SnapshotTarget",
-    "SnapshotWriter",
-    "needs_native",
-    "read_snapshot",
-    "replaced_file",
-    "require_native",
-    "write_snapshot",
-]
-
 SNAPSHOT_VERSION = 1
 MAX_CURSOR_BYTES = 65_536
 

@@ -26,17 +26,6 @@ from typing import Final, NamedTuple
 
 from kvindex.wire.errors import ConfigurationError, SnapshotError
 
-__all__ = [
-    "NATIVE",
-    "SECTION_VERSION",
-    "Identity",
-    "bytes_of",
-    "check_backend",
-    "no_room",
-    "open_section",
-    "seal_section",
-]
-
 SECTION_VERSION = 2
 NATIVE: Final = 1
 """The backend in the head of a section and of a snapshot. The Python index has none."""

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from kvindex.wire import GroupSpec
 
-__all__ = ["Spans", "extend_spans", "main_group", "union"]
-
 Spans = list[tuple[int, int]]
 """Stretches [start, stop) of a prompt's blocks or tokens, ascending and not touching."""
 

@@ -14,8 +14,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 from kvindex.wire import text_token
 from kvindex.wire.errors import TokenError
 
-__all__ = ["TEXT_TOKENS", "Prompt", "TokenBuffer", "TokenIds", "holds_text", "pack_tokens"]
-
 
 class TokenBuffer(Protocol):
     """A flat, contiguous buffer of 4- or 8-byte integers: `array`, `memoryview`, a numpy array."""

@@ -12,8 +12,6 @@ from kvindex.index.keys import Lora
 from kvindex.wire import BlockHash
 from kvindex.wire.rank import Rank
 
-__all__ = ["ResidentBlock", "TreeView", "Viewed"]
-
 
 class ResidentBlock(msgspec.Struct, frozen=True, kw_only=True):
     """One resident block of a rank, as `TreeView.walk` yields it.

@@ -13,8 +13,6 @@ from kvindex.publish.publisher import EventPublisher, KVEventsConfig, NullEventP
 from kvindex.publish.zmq_publisher import ZmqEventPublisher
 from kvindex.wire.errors import ConfigurationError, DuplicatePublisherError
 
-__all__ = ["EventPublisherFactory"]
-
 _OWN_KNOBS = ("bind", "on_full", "dialect")
 
 

@@ -26,8 +26,6 @@ from kvindex.wire.errors import ClosedError, DecodeError
 from kvindex.wire.log_rate import LogRate
 from kvindex.wire.waker import Waker
 
-__all__ = ["BatchQueue", "PublisherLoop"]
-
 logger = logging.getLogger(__name__)
 
 LIVE_SLICE: Final = 64

@@ -10,8 +10,6 @@ import msgspec
 from kvindex.wire import EventBatch
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["EventPublisher", "KVEventsConfig", "NullEventPublisher", "one_rank"]
-
 _Publisher = TypeVar("_Publisher", bound="EventPublisher")
 
 

@@ -16,8 +16,6 @@ from typing import Final
 
 from kvindex.wire import replay_end, replay_frames
 
-__all__ = ["ReplayBuffer", "ReplayService", "SendResult"]
-
 SLICE_REPLIES: Final = 64
 SLICE_BYTES: Final = 1 << 20
 MAX_REPLAYS: Final = 64  # that may wait or run at once; more are refused, without an answer

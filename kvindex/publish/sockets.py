@@ -19,15 +19,6 @@ from kvindex.wire import Dialect
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = [
-    "PublisherSockets",
-    "binds_endpoint",
-    "local_endpoint",
-    "offset_endpoint",
-    "open_sockets",
-    "port_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _SCHEMES: Final = ("tcp", "ipc", "inproc")

@@ -22,8 +22,6 @@ from kvindex.wire import END_SEQ, LATEST, Dialect, EventBatch, dialect
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["ZmqEventPublisher"]
-
 
 class ZmqEventPublisher(EventPublisher):
     """Publishes batches as vLLM and SGLang do, and replays the latest ones on request.

@@ -18,8 +18,6 @@ from kvindex.routing.predictions import Prediction, Predictions
 from kvindex.wire.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError
 from kvindex.wire.rank import Rank
 
-__all__ = ["OTHER_ROUTER", "Booking", "Bookings", "Stage"]
-
 
 class Stage(str, enum.Enum):
     """How far a booked request has come.

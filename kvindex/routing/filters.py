@@ -12,17 +12,6 @@ from kvindex.routing.fleet import Fleet, LoadColumns, RoutedRequest
 from kvindex.wire.errors import ConfigurationError, NoCandidateError
 from kvindex.wire.rank import Rank
 
-__all__ = [
-    "Capacity",
-    "Eligible",
-    "Filter",
-    "FilterRequest",
-    "Labels",
-    "LoraLoaded",
-    "OnlyLive",
-    "Prefer",
-]
-
 
 class FilterRequest(NamedTuple):
     """A request, and the ranks that a filter judges for it.

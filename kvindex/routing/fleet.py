@@ -14,23 +14,6 @@ from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, RankNames
 
-__all__ = [
-    "GAUGE_LIFE",
-    "Fleet",
-    "Followed",
-    "Load",
-    "LoadBoard",
-    "LoadColumns",
-    "LocalLoadBoard",
-    "PromptOptions",
-    "RequestOptions",
-    "RoutedRequest",
-    "Source",
-    "Standing",
-    "ask",
-    "look",
-]
-
 GAUGE_LIFE: Final = 0.1
 """Seconds for which an engine's own gauge corrects the booked load; older ones do harm."""
 

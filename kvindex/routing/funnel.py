@@ -14,8 +14,6 @@ from typing import Final
 from kvindex.routing.policies import Decision
 from kvindex.wire.rank import Rank
 
-__all__ = ["Funnel", "PrefillRate"]
-
 _ENOUGH: Final = 20  # requests of a rank, before it is suspected
 _GROWTH: Final = 1.01  # weight of a request against the one before it: some hundred count
 _HEAVIEST: Final = 1e200

@@ -18,19 +18,6 @@ from kvindex.wire.rank import Rank
 if TYPE_CHECKING or BACKEND == "native":
     from kvindex.wire._native import choose as choose_natively
 
-__all__ = [
-    "POLICIES",
-    "Candidate",
-    "Candidates",
-    "Choice",
-    "CostPolicy",
-    "Decision",
-    "Policy",
-    "Weights",
-    "choose_in_python",
-    "make_policy",
-]
-
 
 class Candidates(NamedTuple):
     """The ranks that one request could go to: columns with one row for each rank.

@@ -14,8 +14,6 @@ from kvindex.wire import BlockRemoved, BlockStored, EventBatch
 from kvindex.wire.errors import TokenError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Prediction", "Predictions"]
-
 _MASK = 2**64 - 1
 
 

@@ -37,8 +37,6 @@ from kvindex.wire.rank_lookup import RankName
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Router"]
-
 _BLOCK_SIZE = 16  # tokens, until some rank has stored a block
 _LOCKED_SECONDS = 5.0  # no call holds the lock for longer than its filters and policy take
 

@@ -50,8 +50,6 @@ from kvindex.service.registration_requests import (
 )
 from kvindex.service.service import Service
 
-__all__ = ["MOST_BLOCKS", "MOST_CHANGES", "app_routes"]
-
 MOST_CHANGES: Final = 256
 """Registrations that may be carried out, or wait for that, at once."""
 

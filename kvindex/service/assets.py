@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 from kvindex.service.messages import Headers, Reply, Request, Route
 from kvindex.service.openapi import media, parameter, route
 
-__all__ = ["HEADERS", "Asset", "asset_routes", "read_assets"]
-
 HEADERS: Final[Headers] = (
     (
         b"content-security-policy",

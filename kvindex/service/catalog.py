@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-__all__ = ["BY_CLIENTS", "DEFAULT_GROUP", "Catalog", "Change", "Partition", "Registration"]
-
 DEFAULT_GROUP = "default"
 
 BY_CLIENTS = "zmq"

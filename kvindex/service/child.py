@@ -29,8 +29,6 @@ from kvindex.service.service import Ranks, Service
 from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 
-__all__ = ["ReplicaService", "child_site", "main"]
-
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 60.0

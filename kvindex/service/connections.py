@@ -24,8 +24,6 @@ from kvindex.service.messages import Headers, Reply, Request, Stream
 from kvindex.service.site import Site
 from kvindex.service.unread import Unread
 
-__all__ = ["Connection"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING: Final = 16  # requests of one connection that wait for the one that is answered

@@ -11,8 +11,6 @@ import msgspec
 from kvindex.service.messages import Stream
 from kvindex.service.timeline import Happening, Timeline, parse_id
 
-__all__ = ["HEARTBEAT", "SEND_WITHIN", "StreamCounters", "event_stream", "sse"]
-
 HEARTBEAT: Final = 10.0
 """Seconds without news after which a comment says that the connection is alive."""
 

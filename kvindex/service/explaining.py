@@ -21,16 +21,6 @@ from kvindex.service.messages import UNREADABLE, refusal
 from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.errors import DiscoveryError
 
-__all__ = [
-    "Explained",
-    "Explainer",
-    "Question",
-    "TokenizerError",
-    "explain",
-    "read_question",
-    "tokenize",
-]
-
 _MOST_BYTES: Final = 32 << 20  # of an engine's answer: some million tokens
 _WORDS_OF_ERROR: Final = 300
 

@@ -23,8 +23,6 @@ from kvindex.service.metrics.families import ReadCollector, counter, gauge
 from kvindex.service.service import Service
 from kvindex.service.traffic import BUCKETS, AllTraffic
 
-__all__ = ["DynamoCollector", "Exposition", "RequestCollector"]
-
 
 class Exposition:
     """Writes a server's metrics: its service's, those of all processes, and `Server.statistics`.

@@ -19,8 +19,6 @@ from kvindex.service.messages import Headers, Reply, refused
 from kvindex.service.networks import address_of
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["REASONS", "Counters", "Guard", "Limits", "Refusal", "check_tokens"]
-
 REASONS: Final = (
     "body",  # 413: longer than Limits.body_bytes
     "connections",  # 503: more than Limits.connections

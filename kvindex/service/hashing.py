@@ -51,8 +51,6 @@ from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.service.traffic import Traffic
 
-__all__ = ["HashFollower", "HashQueries", "HashQuery", "hashed", "no_hashes", "packed_hashes"]
-
 _SEED: Final = 1337
 _UNIT: Final = 2  # tokens that stand for a block: the halves of its hash
 

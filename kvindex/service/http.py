@@ -22,8 +22,6 @@ try:
 except ImportError:
     from asyncio import run as run_loop  # type: ignore[assignment]
 
-__all__ = ["HttpServer"]
-
 logger = logging.getLogger(__name__)
 
 _SWEEP: Final = 1.0  # seconds between looks for overdue connections

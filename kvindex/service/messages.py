@@ -10,28 +10,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-__all__ = [
-    "JSON",
-    "MSGPACK",
-    "MSGPACK_TYPES",
-    "TEXT",
-    "UNREADABLE",
-    "Handler",
-    "Headers",
-    "RefusedError",
-    "Reply",
-    "Request",
-    "Route",
-    "Stream",
-    "in_threads",
-    "json_reply",
-    "packed",
-    "read_json",
-    "refusal",
-    "refused",
-    "text_reply",
-]
-
 JSON: Final = b"application/json"
 MSGPACK: Final = b"application/msgpack"
 TEXT: Final = b"text/plain; charset=utf-8"

@@ -27,8 +27,6 @@ from typing import Final, TypeAlias
 
 from kvindex.wire.errors import ConfigurationError, EndpointRefusedError
 
-__all__ = ["LOOPBACK", "PRIVATE", "Networks", "address_of", "parse_networks", "resolved"]
-
 Address: TypeAlias = "IPv4Address | IPv6Address"
 Network: TypeAlias = "IPv4Network | IPv6Network"
 Resolve: TypeAlias = Callable[[str], Sequence[str]]

@@ -14,18 +14,6 @@ import msgspec
 import kvindex
 from kvindex.service.messages import Handler, Route
 
-__all__ = [
-    "COUNT",
-    "GROUP",
-    "binary",
-    "description",
-    "json",
-    "media",
-    "objects",
-    "parameter",
-    "route",
-]
-
 COUNT: Final = {"type": "integer", "minimum": 0}
 
 _MSGPACK: Final = "application/msgpack"

@@ -11,8 +11,6 @@ from kvindex.service.catalog import DEFAULT_GROUP, Partition
 from kvindex.service.messages import Reply, Request, json_reply, read_json
 from kvindex.service.service import Service
 
-__all__ = ["Outcome", "count_outcome"]
-
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 

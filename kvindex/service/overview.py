@@ -15,16 +15,6 @@ import msgspec
 from kvindex import State, __version__
 from kvindex.service.catalog import Partition
 
-__all__ = [
-    "Counted",
-    "Fleet",
-    "PartitionOf",
-    "PartitionView",
-    "RankView",
-    "Totals",
-    "overview",
-]
-
 _COUNTED = (
     *("gaps", "replays_asked", "replays_filled", "replays_failed"),
     *("losses", "restarts", "decode_failures"),

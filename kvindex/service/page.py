@@ -42,8 +42,6 @@ from kvindex.service.timeline import Happening, Timeline, parse_id
 from kvindex.service.traffic import ASKED, AllTraffic
 from kvindex.service.trends import WINDOWS, Trends
 
-__all__ = ["FLEET_FOR", "MOST_NODES", "SWEEP", "Page", "Watched"]
-
 SWEEP: Final = 5.0
 """Seconds between looks at what ranks count while their states stay the same."""
 

@@ -26,8 +26,6 @@ from kvindex.service.catalog import Catalog, Change, Registration
 from kvindex.service.settings import ServeSettings
 from kvindex.service.traffic import Traffic
 
-__all__ = ["Children", "Registered", "Start", "Stop", "read_order", "write_order"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE: Final = 0.1  # seconds before one that died is started again

@@ -15,8 +15,6 @@ import httptools
 from kvindex.service.guards import Guard, Refusal
 from kvindex.service.messages import Reply, Request, Stream, in_threads
 
-__all__ = ["Proxy"]
-
 _READ: Final = 64 << 10  # bytes at once
 _CONNECT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 60.0  # for a response to begin: a registration may take half of that

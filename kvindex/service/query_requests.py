@@ -34,8 +34,6 @@ from kvindex.service.messages import (
 from kvindex.service.queries import QueryError, read_query
 from kvindex.service.service import Service
 
-__all__ = ["answer"]
-
 _OCTETS: Final = b"application/octet-stream"
 
 

@@ -32,8 +32,6 @@ from kvindex.service.messages import (
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError, RegistrationError
 
-__all__ = ["Peer", "deregister_peer", "register", "register_peer", "unregister"]
-
 _MOST_BYTES: Final = 16 << 10
 """Of a body: a registration is kept, sent to other processes and saved."""
 

@@ -23,8 +23,6 @@ from kvindex import (
 from kvindex.service.catalog import BY_CLIENTS, Catalog, Partition, Registration
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Dial", "Effect", "Registry", "as_it_is"]
-
 logger = logging.getLogger(__name__)
 
 Effect: TypeAlias = Literal["new", "same", "moved"]

@@ -39,8 +39,6 @@ from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.workers import BLOCK_SIZE
 from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Source
 
-__all__ = ["Server", "own_directory"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_LOOK: Final = 1.0  # seconds for sources to report workers before requests are answered

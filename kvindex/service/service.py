@@ -27,8 +27,6 @@ from kvindex.service.registry import Registry
 from kvindex.service.traffic import Traffic
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["Ranks", "Service", "Standing"]
-
 _PATIENCE = 30.0  # seconds after the start that ranks are waited for
 _STANDING_FOR = 0.5  # seconds for which one standing answers all callers
 

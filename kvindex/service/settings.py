@@ -20,16 +20,6 @@ if sys.version_info >= (3, 11):
 else:  # the extra `server` brings it
     import tomli as tomllib
 
-__all__ = [
-    "DIALECTS",
-    "TOKEN_VARIABLE",
-    "ConfigFile",
-    "ServeSettings",
-    "Table",
-    "is_loopback",
-    "read_config",
-]
-
 TOKEN_VARIABLE: Final = "KVINDEX_TOKEN"
 """The environment variable that may hold the token."""
 

@@ -18,8 +18,6 @@ from kvindex.service.messages import (
     refused,
 )
 
-__all__ = ["OTHER", "Count", "Site"]
-
 logger = logging.getLogger(__name__)
 
 Count: TypeAlias = Callable[[str, str, int], None]

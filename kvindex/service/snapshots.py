@@ -13,8 +13,6 @@ from kvindex import BusyError, Client, ClosedError
 from kvindex.service.messages import Request, Route, Stream, in_threads, refusal
 from kvindex.service.openapi import binary, route
 
-__all__ = ["snapshot_route"]
-
 _PIECE: Final = 256 << 10  # bytes read at once
 _FRESH: Final = 10.0  # seconds for which a snapshot that is being sent is sent to others, too
 _MOST: Final = 2  # snapshots that are being sent at once

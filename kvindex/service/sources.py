@@ -22,8 +22,6 @@ from kvindex.subscribe.discovery import (
     Target,
 )
 
-__all__ = ["FixedSource", "Reconfigured", "Serving", "source_of", "token_reader"]
-
 # What each kind takes; the sources' own docstrings say what it means.
 _KINDS: Final[dict[str, dict[str, Any]]] = {
     "engines": {"urls": list[str], "model": str},

@@ -21,8 +21,6 @@ from kvindex.service.catalog import BY_CLIENTS, Catalog, Registration
 from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.log_rate import LogRate
 
-__all__ = ["Saver", "fetch_snapshot", "read_registrations", "registrations_path"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_REGISTRATIONS_BYTES = 64 << 20

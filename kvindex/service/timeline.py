@@ -20,8 +20,6 @@ from kvindex import Rank, RankStatus, State
 from kvindex.service.catalog import Partition
 from kvindex.service.overview import PartitionOf
 
-__all__ = ["HISTORY", "Happening", "Kind", "Since", "Timeline", "parse_id"]
-
 HISTORY: Final = 5_000
 """Happenings that are kept: some hundred bytes each."""
 

@@ -17,8 +17,6 @@ from typing import Any, Final
 from kvindex.service.catalog import Partition
 from kvindex.service.traffic import ASKED
 
-__all__ = ["WINDOWS", "Trends"]
-
 WINDOWS: Final[Mapping[int, int]] = {300: 5, 900: 10, 3600: 30, 21_600: 180, 86_400: 720}
 """Seconds that may be asked for, each with the seconds of one of its points: at most 120."""
 

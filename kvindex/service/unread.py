@@ -10,8 +10,6 @@ import termios
 from contextlib import suppress
 from typing import Any, Final
 
-__all__ = ["Unread"]
-
 _LONG: Final = 64 << 10  # bytes that wait for a client: more are a long answer
 _LEAST_RATE: Final = 4096  # bytes a second that a client reads of a long answer
 

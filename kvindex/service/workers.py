@@ -14,8 +14,6 @@ from kvindex.subscribe.discovery import read_targets as read_listed
 from kvindex.subscribe.discovery.files import LOOK_EVERY, FollowedFile
 from kvindex.wire.errors import DiscoveryError
 
-__all__ = ["BLOCK_SIZE", "TABLES", "ConfigSource", "Defaults", "read_targets", "target_of"]
-
 TABLES: Final = ("workers", "engines", "discovery")
 """The tables of the file besides those of `settings.py`."""
 

@@ -16,16 +16,6 @@ from kvindex.shm.ring import DeadReaderPolicy, Layout, Waiting, check_policy
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = [
-    "QueueOptions",
-    "WriterSettings",
-    "check_cancel",
-    "check_options",
-    "check_reading",
-    "checked_length",
-    "local_ranks",
-]
-
 
 class QueueOptions(TypedDict, total=False):
     """The keyword options of a `MessageQueue`, which says what each one means.

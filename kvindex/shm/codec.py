@@ -21,17 +21,6 @@ import msgspec
 from kvindex.shm.ring import RAW, Buffer
 from kvindex.wire.errors import ConfigurationError, DecodeError, EncodeError
 
-__all__ = [
-    "BUFFERS",
-    "ENCODED",
-    "Codec",
-    "MsgpackCodec",
-    "PickleCodec",
-    "body_of",
-    "choose_codec",
-    "decoder_of",
-]
-
 ENCODED, BUFFERS = 1, 2
 """Kinds of messages beside `RAW`: an encoded object, and one with buffers beside it."""
 

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
     from kvindex.shm.queue import MessageQueue
 
-__all__ = [
-    "ProcessGroup",
-    "create_from_process_group",
-    "create_from_process_group_single_reader",
-]
-
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 300.0  # seconds

@@ -7,8 +7,6 @@ import msgspec
 from kvindex.shm.ring import RingHandle
 from kvindex.wire.errors import ConfigurationError, DecodeError
 
-__all__ = ["Handle"]
-
 _MAX_BYTES = 1 << 20
 
 

@@ -22,8 +22,6 @@ from kvindex.shm.writing import WritingEnd, open_writing_end
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
 
-__all__ = ["MessageQueue"]
-
 
 class MessageQueue:
     """One writer, many readers; every reader gets every message, in order.

@@ -11,8 +11,6 @@ import msgspec
 
 from kvindex.wire.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
 
-__all__ = ["TorchProcessGroup", "check_rank", "pack_object", "unpack_object"]
-
 _MAX_OBJECT_BYTES: Final = 64 << 20
 _TIMED_OUT: Final = ("timed out", "timeout")
 

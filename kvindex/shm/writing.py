@@ -26,8 +26,6 @@ from kvindex.shm.ring import (
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ClosedError, ConfigurationError
 
-__all__ = ["WritingEnd", "open_writing_end"]
-
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from kvindex.wire.errors import BusyError, ClosedError
 
-__all__ = ["Commands"]
-
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")

@@ -16,8 +16,6 @@ from kvindex.subscribe.watch import Watch
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Connection", "Contexts", "Room", "SocketOptions"]
-
 _NOBLOCK = int(zmq.NOBLOCK)
 _POLLIN = int(zmq.POLLIN)
 _MONITORED = struct.Struct("=Hi")  # event, value

@@ -17,25 +17,6 @@ from kvindex.subscribe.sequencer import RankBatch, RankLost, RankRestarted, Stat
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.rank import Rank, Trust
 
-__all__ = [
-    "Allowance",
-    "BatchSink",
-    "Decode",
-    "DecodedBatch",
-    "Delivery",
-    "Fingerprint",
-    "FingerprintMaker",
-    "Outlet",
-    "RankAdded",
-    "RankRemoved",
-    "RankStatus",
-    "RanksRenamed",
-    "Sink",
-    "StatusSink",
-    "StreamItem",
-    "Tap",
-]
-
 logger = logging.getLogger(__name__)
 
 TURN = 0.05

@@ -19,8 +19,6 @@ from kvindex.wire.rank import Rank
 if TYPE_CHECKING:  # a feed has notes
     from kvindex.subscribe.feed import Feed
 
-__all__ = ["Notes", "TopicCheck", "feed_status"]
-
 logger = logging.getLogger(__name__)
 
 _OVERFLOW_SHOWN = 60.0  # seconds after messages were dropped

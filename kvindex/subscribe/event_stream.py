@@ -19,8 +19,6 @@ from kvindex.wire.rank import Rank
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["EventStream"]
-
 _CLOSED = "the event stream is closed"
 _TURN = 0.001  # seconds for which a task may iterate before others get their turn
 

@@ -48,8 +48,6 @@ from kvindex.subscribe.watch import Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
 from kvindex.wire.rank import Rank
 
-__all__ = ["Feed", "FeedSettings"]
-
 logger = logging.getLogger(__name__)
 
 

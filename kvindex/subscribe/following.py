@@ -14,8 +14,6 @@ from kvindex.wire.errors import NotLiveError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName
 
-__all__ = ["Following", "LoopBell", "wait_until"]
-
 _Self = TypeVar("_Self", bound="Following")
 
 

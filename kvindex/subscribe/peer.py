@@ -26,8 +26,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["HostCheck", "Inflow"]
-
 _AGAIN_AFTER = 30.0  # seconds: a name may become known later
 _HOST = re.compile(r"tcp://(?:[^;]*;)?\[?(.*?)\]?:\d+")
 _SLACK = 16 * 1024 * 1024  # bytes that the system and ZeroMQ may have read ahead

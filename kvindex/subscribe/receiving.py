@@ -34,20 +34,6 @@ from kvindex.subscribe.sequencer import AskReplay, Batch
 from kvindex.wire import parse_live, parse_replay, replay_request
 from kvindex.wire.errors import ConfigurationError, DecodeError
 
-__all__ = [
-    "Connected",
-    "Damaged",
-    "Disconnected",
-    "Event",
-    "LiveLink",
-    "Named",
-    "Reader",
-    "ReplayLink",
-    "ReplayOver",
-    "Replied",
-    "Run",
-]
-
 _unpack_seq = struct.Struct(">Q").unpack
 
 

@@ -14,17 +14,6 @@ from kvindex.subscribe.sequencer import Cursor
 from kvindex.wire.errors import ConfigurationError, DecodeError
 from kvindex.wire.rank import Rank
 
-__all__ = [
-    "Claim",
-    "Resumption",
-    "SavedCursor",
-    "SavedRanks",
-    "check_saved",
-    "plan_resumption",
-    "resume_ranks",
-    "settle",
-]
-
 _VERSION = 1
 _NOBODY: Mapping[int, int] = MappingProxyType({})
 

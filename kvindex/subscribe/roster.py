@@ -20,8 +20,6 @@ from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_rank
 
-__all__ = ["Roster"]
-
 logger = logging.getLogger(__name__)
 
 

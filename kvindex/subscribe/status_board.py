@@ -20,8 +20,6 @@ from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName, find_ranks
 
-__all__ = ["StatusBoard"]
-
 logger = logging.getLogger(__name__)
 
 _NOBODY: frozenset[Rank] = frozenset()

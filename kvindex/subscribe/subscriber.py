@@ -35,8 +35,6 @@ from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
-__all__ = ["FORKED", "StreamOptions", "Subscriber"]
-
 FORKED = "this process was forked; connect in the child"
 _COMMAND_TIMEOUT = 30.0  # seconds that a call may wait for the thread, which a slow sink can hold
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})

@@ -17,8 +17,6 @@ from kvindex.subscribe.roster import Roster
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.watch import Watch
 
-__all__ = ["SubscriberThread"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often

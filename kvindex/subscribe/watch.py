@@ -25,8 +25,6 @@ import zmq
 
 from kvindex.wire.waker import Waker
 
-__all__ = ["Deadlines", "Watch"]
-
 Owner = TypeVar("Owner")
 
 

@@ -12,8 +12,6 @@ from kvindex.wire import CacheSettings
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Endpoints", "PublisherAddress", "Worker", "not_a_worker", "workers_of"]
-
 Endpoints: TypeAlias = str | Sequence[str] | Mapping[int, str]
 """One endpoint for rank 0 (later ranks follow from it), one for each rank, or `{dp_rank: …}`."""
 

@@ -9,8 +9,6 @@ from kvindex.testing.chain import Link
 from kvindex.testing.values import CacheOptions
 from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-__all__ = ["Announcer"]
-
 
 class Announcer:
     """Collect events until they are drained."""

@@ -29,8 +29,6 @@ from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["PagedCache", "Running"]
-
 
 class Running:
     """A request that holds blocks: made by `PagedCache.begin`, ended by `PagedCache.finish`."""

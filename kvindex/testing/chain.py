@@ -12,8 +12,6 @@ import msgspec
 from kvindex.wire import BlockHash
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Chain", "HashForm", "Hasher", "Link", "Namespace"]
-
 HashForm = Literal["u64", "i64", "bytes"]
 """How hashes appear on the wire: vLLM's default, SGLang's, or raw SHA-256 digests."""
 

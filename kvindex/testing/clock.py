@@ -7,8 +7,6 @@ import threading
 
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["ManualClock"]
-
 
 class ManualClock:
     """Return the time that a test has set: pass it wherever a `clock` callable is accepted.

@@ -30,8 +30,6 @@ from kvindex.wire.rank import Rank
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["FakeEngine"]
-
 
 class FakeEngine:
     """Serve requests from a paged cache and publish every change in an engine's own words.

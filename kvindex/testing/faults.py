@@ -10,8 +10,6 @@ import msgspec
 
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Faults", "Frames", "Lane", "LaneFaults"]
-
 Frames = list[bytes]
 
 _PROBABILITIES = ("drop", "duplicate", "reorder", "delay", "corrupt")

@@ -16,8 +16,6 @@ from kvindex.testing.http_routes import Response, Routes, metrics_text
 from kvindex.testing.http_service import EngineKind, EngineService, HttpOptions
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["HttpEngine"]
-
 _MAX_BODY: Final = 8 << 20  # bytes
 _IDLE: Final = 30.0  # seconds that a connection may be silent
 

@@ -12,19 +12,6 @@ import msgspec
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.requests import field_against_cache
 
-__all__ = [
-    "Completion",
-    "RequestError",
-    "chat_images",
-    "chat_tokens",
-    "completions",
-    "new_tokens",
-    "read_body",
-    "text_of",
-    "text_tokens",
-    "tokenized",
-]
-
 _DEFAULT_MAX_TOKENS: Final = 16
 _SPECIAL: Final = ("<begin>", "<end>", "<system>", "<user>", "<assistant>", "<tool>", "<image>")
 _ID: Final = {name: 256 + number for number, name in enumerate(_SPECIAL)}

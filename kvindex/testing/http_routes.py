@@ -21,8 +21,6 @@ from kvindex.testing.http_service import EngineService
 from kvindex.testing.values import Served
 from kvindex.wire.errors import KVIndexError
 
-__all__ = ["Response", "Routes", "metrics_text"]
-
 _JSON = "application/json"
 _ERROR_TYPES = {403: "PermissionDeniedError", 404: "NotFoundError"}
 

@@ -15,8 +15,6 @@ from kvindex.testing.http_requests import Completion, RequestError, new_tokens
 from kvindex.testing.values import Served
 from kvindex.wire.errors import ConfigurationError, TokenError
 
-__all__ = ["EngineKind", "EngineService", "HttpOptions"]
-
 EngineKind = Literal["vllm", "sglang"]
 
 SourcesShape = Literal["ranks", "list", "sources"]

@@ -27,8 +27,6 @@ from kvindex.testing.ports import reserve_port
 from kvindex.wire.errors import ClosedError, ConfigurationError
 from kvindex.wire.waker import Waker
 
-__all__ = ["FaultyLink"]
-
 logger = logging.getLogger(__name__)
 
 _HWM: Final = 100_000

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from kvindex.testing.chain import Link
 from kvindex.wire.errors import InvariantError
 
-__all__ = ["BlockPool", "CpuTier", "Held"]
-
 Held = tuple[int, Link]
 """The content of a physical block: (group number, block)."""
 

@@ -11,8 +11,6 @@ from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import Dialect
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Outlet", "reserve_port"]
-
 
 def reserve_port(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket, int]:
     """Return a free TCP port, or this one, and the socket that keeps it from others.

@@ -10,16 +10,6 @@ import msgspec
 from kvindex.wire import BlockHash
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = [
-    "CacheKey",
-    "CacheOptions",
-    "Group",
-    "Lookup",
-    "PromptKeys",
-    "ResidentPrefix",
-    "Served",
-]
-
 CacheKey = tuple[BlockHash, str, int | None]
 """The identity of a block in events: (block_hash, medium, group_idx)."""
 

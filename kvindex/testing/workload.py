@@ -9,8 +9,6 @@ import msgspec
 
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Request", "Workload"]
-
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request to an engine.

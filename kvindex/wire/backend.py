@@ -21,16 +21,6 @@ from typing import Final, Literal
 
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = [
-    "BACKEND",
-    "SLOWER",
-    "Backend",
-    "choose_backend",
-    "explain_fallback",
-    "hidden_native_build",
-    "warn_of_fallback",
-]
-
 logger = logging.getLogger(__name__)
 
 Backend = Literal["native", "python"]

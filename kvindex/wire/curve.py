@@ -7,8 +7,6 @@ import zmq
 
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Curve"]
-
 _KEY_BYTES = 40  # 32 bytes as Z85 text
 
 

@@ -34,18 +34,6 @@ from kvindex.wire import fields
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 
-__all__ = [
-    "MAX_BLOCKS",
-    "MAX_RARE_BYTES",
-    "MAX_SKIPPED",
-    "MAX_TAG",
-    "bounded",
-    "check_blocks",
-    "decode_batch",
-    "decode_bounded",
-    "decode_uncommon",
-]
-
 MAX_RARE_BYTES: Final = 1 << 20
 """How long a payload may be that is not of the common forms."""
 

@@ -14,8 +14,6 @@ import msgspec
 
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["DIALECTS", "LATEST", "Dialect", "dialect"]
-
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """How one engine version writes event batches and replay replies.

@@ -20,8 +20,6 @@ from kvindex.wire.dialect import LATEST, Dialect
 from kvindex.wire.errors import DecodeError, EncodeError
 from kvindex.wire.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 
-__all__ = ["encode_batch"]
-
 _write = msgspec.msgpack.Encoder().encode
 _ONLY_INT = frozenset({int})
 _HASH_KINDS = {True: frozenset({int, bytes}), False: _ONLY_INT}  # by has_bytes_hashes

@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-__all__ = ["AllBlocksCleared", "BlockHash", "BlockRemoved", "BlockStored", "Event", "EventBatch"]
-
 BlockHash: TypeAlias = int | bytes
 """An engine's label for a block: a 64-bit int (signed or unsigned) or raw digest bytes."""
 

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from kvindex.wire.errors import DecodeError
 
-__all__ = ["MAX_DEPTH", "MAX_VALUES", "ExtraKeys", "extra_keys", "join", "mm_infos", "mm_keys"]
-
 MAX_DEPTH: Final = 4
 """Deepest accepted nesting of arrays within one block's keys; vLLM nests once."""
 

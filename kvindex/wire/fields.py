@@ -15,23 +15,6 @@ from kvindex.wire.errors import DecodeError
 from kvindex.wire.events import BlockHash
 from kvindex.wire.quirks import text_token
 
-__all__ = [
-    "MAX_HASH_BYTES",
-    "Lookahead",
-    "block_hash",
-    "block_hashes",
-    "informational_int",
-    "informational_text",
-    "optional_hash",
-    "optional_int",
-    "optional_small_int",
-    "optional_text",
-    "small_int",
-    "split_bigrams",
-    "tokens",
-    "tokens_per_block",
-]
-
 MAX_HASH_BYTES: Final = 64
 """Longest accepted block hash: engines send 16 or 32 bytes."""
 

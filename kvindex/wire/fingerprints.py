@@ -11,8 +11,6 @@ if BACKEND == "native":
     from kvindex.wire._native import FINGERPRINT_SECRET_BYTES
     from kvindex.wire._native import Fingerprints as Core
 
-__all__ = ["Fingerprints", "secret_words"]
-
 _PURPOSE = b"kvindex payload"
 _KNOWN_PAYLOAD = b"kvindex: two functions that differ give this different fingerprints"
 

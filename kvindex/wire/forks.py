@@ -19,8 +19,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-__all__ = ["Fork", "close_in_children", "guard_forks", "prepare_forks"]
-
 logger = logging.getLogger(__name__)
 
 _Owner = TypeVar("_Owner")

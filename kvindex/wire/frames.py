@@ -15,19 +15,6 @@ import msgspec
 
 from kvindex.wire.errors import DecodeError, EncodeError
 
-__all__ = [
-    "END_SEQ",
-    "LiveFrame",
-    "ReplayReply",
-    "live_frames",
-    "parse_live",
-    "parse_replay",
-    "parse_replay_request",
-    "replay_end",
-    "replay_frames",
-    "replay_request",
-]
-
 END_SEQ: Final = 2**64 - 1
 """The seq of the message that ends a replay."""
 

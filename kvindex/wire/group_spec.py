@@ -9,8 +9,6 @@ import msgspec
 
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["CacheSettings", "GroupSpec"]
-
 _WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 _NO_PREFIX_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
 _CHUNKED = "chunked_local_attention"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["LogRate"]
-
 _INTERVAL = 10.0  # seconds between log lines of one kind
 
 

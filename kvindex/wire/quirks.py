@@ -11,18 +11,6 @@ from typing import Final
 
 from kvindex.wire.events import BlockHash
 
-__all__ = [
-    "EMPTY_TUPLE_HASH",
-    "content_hash",
-    "fold_hash",
-    "fold_medium",
-    "is_content_hash",
-    "is_root_parent",
-    "medium_tier",
-    "outlives_clear",
-    "text_token",
-]
-
 _MASK_64: Final = 2**64 - 1
 
 EMPTY_TUPLE_HASH: Final = 5740354900026072187

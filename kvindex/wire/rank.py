@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-__all__ = ["Rank", "State", "Trust"]
-
 
 class Rank(NamedTuple):
     """One data-parallel rank of one worker: one publisher, one numbering, one cache, one tree.

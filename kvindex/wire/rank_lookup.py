@@ -8,8 +8,6 @@ from typing import TypeAlias
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 
-__all__ = ["RankName", "RankNames", "find_rank", "find_ranks"]
-
 RankName: TypeAlias = Rank | str
 """A `Rank`, or its text as `str(rank)` gives it, or the name of its worker."""
 

@@ -15,8 +15,6 @@ import msgspec
 
 from kvindex.wire.errors import DecodeError, EncodeError
 
-__all__ = ["MAX_FRAMES", "MAX_FRAME_BYTES", "RecordedMessage", "RecordingWriter", "read_recording"]
-
 MAX_FRAMES: Final = 16
 """Most frames in one recorded message; engines send up to 4."""
 

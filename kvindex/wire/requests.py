@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["field_against_cache", "reads_cache"]
-
 
 def field_against_cache(body: Mapping[str, Any]) -> str:
     """Return the field of an OpenAI request for which the engine reads no cache; "" without one.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["Waker"]
-
 
 class Waker:
     """Wakes a thread that waits in a selector or poller; waking it twice is as good as once.

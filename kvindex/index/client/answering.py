@@ -16,8 +16,6 @@ from kvindex.wire.rank import Rank, Trust
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["Answering"]
-
 _JUST_ADDED = Trust(State.CONNECTING, False, 0)
 
 

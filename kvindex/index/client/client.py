@@ -43,15 +43,6 @@ if TYPE_CHECKING:  # see `_split`; no dependency: editors and type checkers have
 
     from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engines, Source
 
-__all__ = [
-    "MAX_BLOCKS_PER_RANK",
-    "RESUME_WITHIN",
-    "Client",
-    "ClientOptions",
-    "connect",
-    "follow_item",
-]
-
 RESUME_WITHIN: Final = 600.0
 """Seconds: any service discovery has reported all workers by then."""
 

@@ -14,8 +14,6 @@ from kvindex.subscribe import SavedRanks
 from kvindex.wire.errors import ConfigurationError, SnapshotError
 from kvindex.wire.rank import Rank
 
-__all__ = ["SavedState", "read_saved"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ from kvindex.index.views import ResidentBlock
 from kvindex.wire import BlockHash
 from kvindex.wire.errors import InvariantError
 
-__all__ = ["Block", "Blocks", "Budget", "Place"]
-
 
 class Budget:
     """How many blocks are resident over all the ranks of an index (`used`), and how many may be."""

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from kvindex.index.spans import Spans, extend_spans
 from kvindex.wire import GroupSpec
 
-__all__ = ["Cache", "GroupCoverage", "TieredHit", "engine_hit", "tiered_hit"]
-
 
 class Cache(NamedTuple):
     """What all groups of a rank have in common."""

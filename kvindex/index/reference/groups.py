@@ -15,8 +15,6 @@ from kvindex.index.spans import main_group
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
 from kvindex.wire.quirks import fold_medium, medium_tier
 
-__all__ = ["Group", "RankGroups"]
-
 # Bounds against a publisher that invents ever new names: each namespace costs every query a walk.
 _MAX_GROUPS = 64
 _MAX_SHAPES = 16  # distinct (block size, lookahead)

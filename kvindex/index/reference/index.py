@@ -23,8 +23,6 @@ from kvindex.wire.backend import warn_of_fallback
 from kvindex.wire.errors import InvariantError, UnknownRankError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Index"]
-
 _OF_ARGUMENTS = (UnknownRankError, TypeError, ValueError, OverflowError)
 
 

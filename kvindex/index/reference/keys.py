@@ -19,16 +19,6 @@ from kvindex.index.keys import Lora, Namespace, event_lora, pack_extra, without_
 from kvindex.index.tokens import Prompt, pack_tokens
 from kvindex.wire import BlockStored
 
-__all__ = [
-    "Key",
-    "KeyMaker",
-    "PromptKeys",
-    "Salts",
-    "block_contents",
-    "has_own_extras",
-    "stored_namespace",
-]
-
 Key: TypeAlias = bytes
 
 _MAX_SALTS = 64  # distinct first extra keys remembered

@@ -16,8 +16,6 @@ from kvindex.index.spans import Spans, extend_spans, main_group, union
 from kvindex.wire.quirks import medium_tier
 from kvindex.wire.rank import Rank
 
-__all__ = ["Held", "held_blocks", "no_match", "rank_match"]
-
 Held: TypeAlias = "dict[Namespace, dict[Place, Spans]]"
 """For each namespace, the stretches of the prompt that each place holds."""
 

@@ -15,8 +15,6 @@ from kvindex.index.keys import Namespace
 from kvindex.index.reference.blocks import Place
 from kvindex.wire import BlockHash
 
-__all__ = ["Orphan", "Orphans"]
-
 _MAX_CONTENT_BYTES = 64 * 2**20  # a publisher chooses its block size: the count alone is no bound
 
 

@@ -12,8 +12,6 @@ from kvindex.index.reference.orphans import Orphan, Orphans
 from kvindex.wire import BlockHash
 from kvindex.wire.quirks import fold_hash
 
-__all__ = ["Chain", "Placing"]
-
 _COUNTERS = (
     *("stored", "stored_text", "reannounced", "orphaned", "orphans_attached", "unplaced"),
     *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),

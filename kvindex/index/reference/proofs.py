@@ -21,8 +21,6 @@ from kvindex.index.reference.keys import block_contents, stored_namespace
 from kvindex.wire import BlockHash, BlockStored
 from kvindex.wire.quirks import fold_hash
 
-__all__ = ["Proofs", "Step", "proven_places", "step_key"]
-
 _MAX_STEPS = 1 << 17
 _MAX_STEP_BYTES = 1 << 26  # of the steps' tokens: a publisher chooses its block size
 _MAX_UNIT = 8192  # tokens; longer pickles have several frames

@@ -27,8 +27,6 @@ from kvindex.wire.quirks import (
     outlives_clear,
 )
 
-__all__ = ["RankBlocks"]
-
 _MAX_PLACES = 64  # distinct (medium, group) places
 _MAX_TAGS = 64  # distinct unknown event tags counted by name
 # Looks at held blocks that clears may take to find what they drop, and how many each stored block

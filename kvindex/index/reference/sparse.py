@@ -13,8 +13,6 @@ from kvindex.index.reference.proofs import Proofs, Step, proven_places, step_key
 from kvindex.wire import BlockHash, BlockStored
 from kvindex.wire.quirks import fold_hash
 
-__all__ = ["MAX_UNITS", "Sparse"]
-
 MAX_UNITS = 1024
 """Most units of a block: all of them together count once for all bounds."""
 

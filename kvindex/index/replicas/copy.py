@@ -37,8 +37,6 @@ from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed, RankStatus
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Catchup", "Copy"]
-
 
 class Catchup:
     """The positions of one joiner. Owner: one thread at a time."""

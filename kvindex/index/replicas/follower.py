@@ -34,8 +34,6 @@ from kvindex.wire.errors import (
     WriterDiedError,
 )
 
-__all__ = ["Follower"]
-
 logger = logging.getLogger(__name__)
 
 _BACKOFF, _MAX_BACKOFF = 0.05, 1.0  # seconds between two attempts to join

@@ -41,8 +41,6 @@ from kvindex.index.replicas.messages import (
 from kvindex.shm.ring import Buffer, RingReceiver, ShmRingBuffer, Waiting
 from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
 
-__all__ = ["Drain", "Link", "Membership", "RefusedError", "ask"]
-
 _LOOK = 0.05  # seconds between checks whether to stop: of a closing, and of a joining
 _STEP = 1 << 20  # bytes that are received at once
 _MAX_MESSAGE_BYTES = 1 << 30

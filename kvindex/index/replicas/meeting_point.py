@@ -29,8 +29,6 @@ try:
 except ImportError:  # not POSIX: `listen_at` says so
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Listener", "check_platform", "connect_to"]
-
 _BACKLOG = 128
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _MAX_PATH_BYTES = 107

@@ -30,8 +30,6 @@ from kvindex.subscribe import RanksRenamed, RankStatus, StreamItem
 from kvindex.wire.errors import ClosedError, QueueTimeoutError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Outflow", "Patience", "StreamTap"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_COUNT = 2**63 - 1  # the largest number that every reader of msgpack reads

@@ -37,8 +37,6 @@ from kvindex.index.replicas.snapshot import Snapshots
 from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
 from kvindex.wire.log_rate import LogRate
 
-__all__ = ["Guest", "Reception"]
-
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 10.0  # seconds for each step of a joiner

@@ -23,8 +23,6 @@ from kvindex.subscribe.status_board import StatusBoard
 from kvindex.wire.errors import ConfigurationError, QueueTimeoutError
 from kvindex.wire.forks import Fork, prepare_forks
 
-__all__ = ["Replica", "join"]
-
 _BUFFER_BYTES = 256 << 20
 _FORK_PATIENCE = 5.0  # seconds for which a fork waits for a message or a query under way
 

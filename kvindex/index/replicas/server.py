@@ -21,8 +21,6 @@ from kvindex.wire.errors import ClosedError, ConfigurationError
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["FanOut"]
-
 logger = logging.getLogger(__name__)
 
 

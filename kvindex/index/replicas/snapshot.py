@@ -25,9 +25,6 @@ from kvindex.index.replicas.outflow import StreamTap
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 
-__all__ = ["Snapshots"]
-
-
 _HOLD = 0.005  # seconds: a turn of the thread under load takes longer
 
 

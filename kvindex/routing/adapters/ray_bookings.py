@@ -14,8 +14,6 @@ from kvindex.wire.rank import Rank
 if TYPE_CHECKING:
     from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-__all__ = ["RequestBookings"]
-
 _Sent: TypeAlias = tuple[Booking, asyncio.TimerHandle]
 
 

@@ -15,8 +15,6 @@ from kvindex.wire.rank import Rank
 if TYPE_CHECKING:
     from ray.serve.request_router import ReplicaID, RunningReplica
 
-__all__ = ["Replicas", "keep", "routers"]
-
 logger = logging.getLogger(__name__)
 
 routers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -14,18 +14,6 @@ from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
 from kvindex.service.messages import MSGPACK, RefusedError, Reply
 from kvindex.wire.errors import RegistrationError
 
-__all__ = [
-    "ConductorQuery",
-    "TokensError",
-    "answer",
-    "little_endian",
-    "not_registered",
-    "packed_tokens",
-    "query",
-    "registration",
-    "which",
-]
-
 _I32 = 2**31 - 1
 Fault: TypeAlias = "tuple[str, str]"  # reason and message
 Check: TypeAlias = Callable[[Any], "Fault | None"]

@@ -14,18 +14,6 @@ from kvindex.service.messages import Reply, json_reply
 from kvindex.service.registry import Effect
 from kvindex.wire.errors import RegistrationError
 
-__all__ = [
-    "U32",
-    "DynamoRegister",
-    "DynamoUnregister",
-    "Endpoint",
-    "check_endpoint",
-    "not_registered",
-    "registered",
-    "unregistered",
-    "workers",
-]
-
 # Bounds that msgspec cannot check are described here, and checked below.
 _U64 = Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": 2**64 - 1})]
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]

@@ -12,8 +12,6 @@ from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
 from kvindex.service.messages import Reply, json_reply
 from kvindex.wire.errors import RegistrationError
 
-__all__ = ["RfcRegister", "RfcUnregister", "registered", "services", "unregistered"]
-
 _DEVICES = ("npu", "xpu", "gpu")  # as MindIE calls the tier whose events an engine publishes
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]

@@ -8,8 +8,6 @@ from typing import TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["ReadCollector", "Rows", "counter", "gauge"]
-
 Rows: TypeAlias = Iterable[tuple[Sequence[str], float]]
 
 

@@ -10,8 +10,6 @@ from prometheus_client.core import Metric
 from kvindex.routing import Router
 from kvindex.service.metrics.families import ReadCollector, counter, gauge
 
-__all__ = ["FunnelCollector"]
-
 _STAGES: Final = {
     "asked": "Tokens of the prompts of finished requests",
     "attainable": "Of these, tokens that the best rank held when the request was routed",

@@ -10,8 +10,6 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from kvindex import BACKEND, State, __version__
 from kvindex.service.metrics.families import ReadCollector, Rows, counter, gauge
 
-__all__ = ["RankCollector", "SeriesLabels", "Statistics"]
-
 _Rank: TypeAlias = Mapping[str, Any]  # an entry of `statistics()["ranks"]`
 _Ranks: TypeAlias = Collection[tuple[list[str], _Rank]]  # each with its labels
 

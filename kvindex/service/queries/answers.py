@@ -13,8 +13,6 @@ from kvindex.wire._native import AnswerWriter
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank, State, Trust
 
-__all__ = ["AnswerForm"]
-
 _WORSE: Final = (
     State.LIVE,
     State.STALE,

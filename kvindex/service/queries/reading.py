@@ -10,8 +10,6 @@ import msgspec
 from kvindex.wire._native import read_query as _scan
 from kvindex.wire.errors import ConfigurationError, QueryError
 
-__all__ = ["Query", "read_query"]
-
 _FIELD = "token_ids"
 _NO_LIMIT = 2**62
 _SHOWN = 40  # bytes of what was found

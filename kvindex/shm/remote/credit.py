@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["SendWindow"]
-
 
 class SendWindow:
     """Which messages are unread, and whether another one may be sent.

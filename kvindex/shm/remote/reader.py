@@ -25,8 +25,6 @@ from kvindex.wire.errors import (
     WriterDiedError,
 )
 
-__all__ = ["RemoteReader"]
-
 _POLLIN = int(zmq.POLLIN)
 _EVENT = struct.Struct("=Hi")
 _HANDSHAKE_FAILED = int(

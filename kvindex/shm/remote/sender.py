@@ -28,8 +28,6 @@ from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ClosedError, ConfigurationError, QueueTimeoutError
 from kvindex.wire.log_rate import LogRate
 
-__all__ = ["RemoteSender"]
-
 logger = logging.getLogger(__name__)
 
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)

@@ -18,8 +18,6 @@ import msgspec
 
 from kvindex.wire.errors import ConfigurationError, SegmentError
 
-__all__ = ["CLOSED", "HEADER_BYTES", "READY", "Layout", "SlotState"]
-
 HEADER_BYTES = 4096
 _LINE = 64
 _HEADER = struct.Struct("=8sIIIQ")  # magic, version, n_reader, max_chunks, max_chunk_bytes

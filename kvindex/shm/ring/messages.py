@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from kvindex.wire.errors import DecodeError
 
-__all__ = ["CONTINUED", "LENGTH_BYTES", "MORE", "RAW", "Assembly", "Buffer", "fragments"]
-
 Buffer = bytes | bytearray | memoryview
 """Bytes that a message is made of."""
 

@@ -23,8 +23,6 @@ from kvindex.wire.errors import (
 if TYPE_CHECKING:
     from kvindex.wire._native import RingReader
 
-__all__ = ["RingReceiver"]
-
 # Bytes that are copied out at once; more are decoded where they are. A copy of this many takes
 # about as long as asking twice.
 _COPIED = 32 << 10

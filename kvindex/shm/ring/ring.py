@@ -29,13 +29,6 @@ from kvindex.wire.errors import ClosedError, ConfigurationError, SegmentError
 if TYPE_CHECKING:
     from kvindex.wire._native import RingReader, RingWriter
 
-__all__ = [
-    "RingEnd",
-    "RingHandle",
-    "ShmRingBuffer",
-    "check_native",
-]
-
 RingHandle = tuple[int, int, int, str]
 """The arguments that attach to a ring: n_reader, max_chunk_bytes, max_chunks, name."""
 

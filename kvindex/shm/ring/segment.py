@@ -33,8 +33,6 @@ try:
 except (ImportError, AttributeError):  # not Linux: `check_platform` says so
     _SET, _GET = -1, -1
 
-__all__ = ["MAKER", "Segment", "check_platform", "sweep"]
-
 logger = logging.getLogger(__name__)
 
 _FOLDER = "/dev/shm"

@@ -17,8 +17,6 @@ from kvindex.wire.errors import ConfigurationError, ReaderDiedError
 if TYPE_CHECKING:
     from kvindex.wire._native import RingWriter
 
-__all__ = ["DeadReaderPolicy", "RingSender", "check_dead", "check_policy"]
-
 logger = logging.getLogger(__name__)
 
 DeadReaderPolicy = Literal["remove", "raise"]

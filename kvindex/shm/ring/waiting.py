@@ -10,8 +10,6 @@ import msgspec
 
 from kvindex.wire.errors import ConfigurationError, QueueTimeoutError, WaitCancelledError
 
-__all__ = ["Patience", "Waiting", "check_cancel"]
-
 logger = logging.getLogger(__name__)
 
 

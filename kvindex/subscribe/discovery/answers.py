@@ -10,23 +10,6 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-__all__ = [
-    "MAX_RANKS",
-    "Announcement",
-    "Reached",
-    "Resolve",
-    "addresses_of",
-    "is_sglang",
-    "look_up_host",
-    "named_models",
-    "positive",
-    "reach",
-    "read_server_info",
-    "read_sources",
-    "with_host",
-    "without_secrets",
-]
-
 MAX_RANKS: Final = 1024
 """Most DP ranks that one engine may name; the largest deployments have some hundreds."""
 

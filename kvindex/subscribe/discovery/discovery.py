@@ -21,8 +21,6 @@ from kvindex.subscribe.following import wait_until
 from kvindex.wire.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
 from kvindex.wire.forks import Fork, prepare_forks
 
-__all__ = ["Discovery", "DiscoveryOptions"]
-
 logger = logging.getLogger("kvindex.subscribe.discovery")
 
 _ASKERS = 32

@@ -26,8 +26,6 @@ from kvindex.subscribe.discovery.web import Web
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
-__all__ = ["ASK_TIMEOUT", "EngineReport", "ask_engine", "engine_name"]
-
 ASK_TIMEOUT: Final = 5.0
 """Seconds in which an engine must have answered."""
 

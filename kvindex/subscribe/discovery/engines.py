@@ -18,8 +18,6 @@ from kvindex.wire.errors import ClosedError, ConfigurationError, UnknownRankErro
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
-__all__ = ["EngineSource", "Engines", "follow_engines", "split_engines"]
-
 
 class EngineSource:
     """Lists engines at fixed URLs; a `Discovery` asks them again and again.

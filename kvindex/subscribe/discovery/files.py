@@ -18,8 +18,6 @@ from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
-__all__ = ["LOOK_EVERY", "FileSource", "FollowedFile", "read_targets"]
-
 _MAX_BYTES: Final = 16 << 20
 LOOK_EVERY: Final = 0.1  # seconds
 _SETTLED: Final = 27  # further looks at which a changed file is still the same before it is read

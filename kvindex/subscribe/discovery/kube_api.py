@@ -15,8 +15,6 @@ import msgspec
 from kvindex.subscribe.discovery.web import Stream, Web
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
-__all__ = ["SERVICE_ACCOUNT", "KubeApi"]
-
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod has its account's token, the API server's certificate, and its namespace."""
 

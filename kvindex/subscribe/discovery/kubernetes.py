@@ -17,8 +17,6 @@ from kvindex.subscribe.discovery.targets import Notify, Target
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
-__all__ = ["KubernetesSource", "Pod", "PodRules", "pod_of", "pool_of", "rules_of", "targets_of"]
-
 POOLS = "/apis/inference.networking.k8s.io/v1"
 """Where the API server has the pools of the Gateway API Inference Extension."""
 

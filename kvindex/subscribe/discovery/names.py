@@ -13,8 +13,6 @@ from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 
-__all__ = ["DnsSource", "UsualPorts", "usual_worker"]
-
 LookUp: TypeAlias = Callable[[str], Sequence[str]]
 """Returns the addresses of a name, or raises an OSError."""
 

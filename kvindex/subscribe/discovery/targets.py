@@ -11,18 +11,6 @@ from kvindex.subscribe import PublisherAddress, Worker
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = [
-    "Engine",
-    "Notify",
-    "Source",
-    "Target",
-    "check_names",
-    "described",
-    "is_other",
-    "ranks_of",
-    "with_ranks",
-]
-
 
 class Target(msgspec.Struct, frozen=True):
     """One engine, as a source lists it: to be asked, or known already.

@@ -26,8 +26,6 @@ from kvindex.subscribe.discovery.targets import (
 )
 from kvindex.wire.errors import DiscoveryError
 
-__all__ = ["MAX_ENGINES", "Step", "Tracker"]
-
 logger = logging.getLogger("kvindex.subscribe.discovery")
 
 MAX_ENGINES = 4096

@@ -21,8 +21,6 @@ import msgspec
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
 from kvindex.wire.forks import close_in_children
 
-__all__ = ["MAX_ANSWER", "HttpReply", "Web", "split_url"]
-
 MAX_ANSWER: Final = 8 << 20
 """Most bytes of one answer. SGLang's `/server_info` is the longest of an engine, with 20 kB."""
 

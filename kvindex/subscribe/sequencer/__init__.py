@@ -100,8 +100,8 @@ from kvindex.subscribe.sequencer.values import (
     RankRestarted,
     ReplayPolicy,
     SequencerConfig,
-    State,
 )
+from kvindex.wire.rank import State
 
 __all__ = [
     "MAX_COUNT",

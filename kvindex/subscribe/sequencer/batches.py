@@ -12,8 +12,6 @@ from sortedcontainers import SortedDict
 
 from kvindex.subscribe.sequencer.values import Batch, Cursor
 
-__all__ = ["Applied", "Held", "HeldBatch"]
-
 _IN_CURSOR = ("epoch", "seq", "ts", "next_seq", "complete", "oldest_ts")
 
 

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from kvindex.subscribe.sequencer.repair import Purpose, Repair
 from kvindex.subscribe.sequencer.state import StreamState
-from kvindex.subscribe.sequencer.values import Batch, State
-
-__all__ = [
-    "accept_damaged_reply",
-    "accept_end",
-    "accept_reply",
-    "fail",
-    "judge_damaged",
-    "judge_live",
-    "time_out",
-]
+from kvindex.subscribe.sequencer.values import Batch
+from kvindex.wire.rank import State
 
 MAX_REFUSED = 16
 """Without replay: batches refused in a row for their age until the clock counts as set back."""

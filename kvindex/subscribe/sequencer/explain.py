@@ -7,9 +7,7 @@ import math
 from kvindex.subscribe.sequencer.batches import Applied
 from kvindex.subscribe.sequencer.repair import Repair
 from kvindex.subscribe.sequencer.state import StreamState
-from kvindex.subscribe.sequencer.values import State
-
-__all__ = ["explain"]
+from kvindex.wire.rank import State
 
 
 def explain(stream: StreamState, state: State) -> str:

@@ -11,8 +11,6 @@ import msgspec
 from kvindex.subscribe.sequencer.batches import Applied
 from kvindex.subscribe.sequencer.values import ReplayPolicy, SequencerConfig
 
-__all__ = ["Purpose", "Repair", "Replay"]
-
 MAX_REPLIES = 1_000_000
 """Replies to one request; a longer replay is cut and asked for again from where it stood."""
 

@@ -16,11 +16,8 @@ from kvindex.subscribe.sequencer.values import (
     Batch,
     Cursor,
     SequencerConfig,
-    State,
 )
-from kvindex.wire.rank import Rank
-
-__all__ = ["Sequencer"]
+from kvindex.wire.rank import Rank, State
 
 
 class Sequencer:

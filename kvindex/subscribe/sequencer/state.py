@@ -24,11 +24,8 @@ from kvindex.subscribe.sequencer.values import (
     RankLost,
     RankRestarted,
     SequencerConfig,
-    State,
 )
-from kvindex.wire.rank import Rank
-
-__all__ = ["StreamState"]
+from kvindex.wire.rank import Rank, State
 
 _MOVES: Mapping[State, tuple[State, ...]] = {
     State.CONNECTING: (State.SYNCING, State.LIVE, State.CLOSED),

@@ -8,23 +8,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 from kvindex.wire.errors import ConfigurationError
-from kvindex.wire.rank import Rank, State
-
-__all__ = [
-    "MAX_COUNT",
-    "MAX_SEQ",
-    "Action",
-    "AskReplay",
-    "Batch",
-    "CloseReplay",
-    "Cursor",
-    "RankBatch",
-    "RankLost",
-    "RankRestarted",
-    "ReplayPolicy",
-    "SequencerConfig",
-    "State",
-]
+from kvindex.wire.rank import Rank
 
 MAX_SEQ = 2**64 - 2
 """Largest number of a batch: 2**64 - 1 marks the end of a replay."""

@@ -27,8 +27,6 @@ from kvindex.tools.audit.prefixes import PrefixTree
 from kvindex.tools.audit.rank_audit import RankAudit, Window
 from kvindex.tools.audit.report import Bucket, Report
 
-__all__ = ["Auditor"]
-
 # The ranks whose tokens a router should count by docs/guarantees.md.
 _COUNTED = frozenset({State.LIVE, State.REPAIRING, State.STALE})
 

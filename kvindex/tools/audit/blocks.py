@@ -11,8 +11,6 @@ from kvindex import BlockHash
 from kvindex.tools.audit.histogram import Histogram
 from kvindex.tools.audit.prefixes import Prefix, PrefixTree
 
-__all__ = ["Evicted", "HeldBlocks"]
-
 _MAX_MEDIA = 64  # on which one block may lie
 
 

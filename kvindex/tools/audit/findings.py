@@ -24,8 +24,6 @@ from kvindex.tools.audit.report import (
 )
 from kvindex.tools.audit.trust import trust_lines
 
-__all__ = ["FACTORS", "report_of"]
-
 FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
 """Sizes of caches whose savings are reported, in times of the cache as it was seen."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-__all__ = ["Histogram", "Series"]
-
 _PER_OCTAVE = 8
 _LEAST = 2.0**-10
 

@@ -9,8 +9,6 @@ from html import escape
 from kvindex.tools.audit.report import Report
 from kvindex.tools.audit.sections import Section, duration, headlines, sections
 
-__all__ = ["html_of"]
-
 _ROWS = 1024  # of a table; the JSON has them all
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 

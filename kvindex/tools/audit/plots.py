@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["draw_bars", "draw_shares"]
-
 _WIDE, _NARROW, _HEIGHT = 1000, 480, 220  # in pixels of the page, about: text keeps its size
 _CHARACTER = 7
 _LEFT, _BOTTOM, _TOP = 64, 40, 12

@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
-__all__ = ["Prefix", "PrefixTree"]
-
 _KEY_BYTES = 16
 _BEGINNING = 8  # tokens
 _MAX_BEGINNINGS = 1 << 16

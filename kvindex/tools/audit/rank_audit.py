@@ -34,8 +34,6 @@ from kvindex.tools.audit.stores import (
 )
 from kvindex.wire.quirks import fold_hash, is_content_hash, is_root_parent
 
-__all__ = ["RankAudit", "Window"]
-
 
 class Window(NamedTuple):
     """What is counted now, and beside whom.

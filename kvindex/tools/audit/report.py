@@ -4,17 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = [
-    "Bar",
-    "Bucket",
-    "Duplication",
-    "RankReport",
-    "Report",
-    "Saving",
-    "SharedPrefix",
-    "Tokens",
-]
-
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that ranks computed in the window, in whole blocks.

@@ -12,8 +12,6 @@ import msgspec
 from kvindex.tools.audit.plots import draw_bars, draw_shares
 from kvindex.tools.audit.report import Bar, RankReport, Report, Tokens
 
-__all__ = ["Section", "duration", "headlines", "sections"]
-
 _NAMES = {
     "elsewhere": "held by another rank",
     "evicted": "evicted here before, held by nobody",

@@ -20,8 +20,6 @@ from kvindex import (
 )
 from kvindex.wire.quirks import fold_medium, is_root_parent, medium_tier
 
-__all__ = ["MainGroup", "block_contents", "is_sparse", "is_whole", "runs_of", "tier_of"]
-
 _MAX_GROUPS = 64
 _TOKEN_BYTES = 8
 _SIGN = 1 << 63

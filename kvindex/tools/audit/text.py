@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from kvindex.tools.audit.report import Report
 from kvindex.tools.audit.sections import Section, duration, headlines, sections
 
-__all__ = ["text_of"]
-
 _WIDTH = 96
 _ROWS = 32  # more would push the rest off the screen; the JSON has them all
 

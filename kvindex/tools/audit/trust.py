@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from kvindex.tools.audit.rank_audit import RankAudit
 from kvindex.tools.audit.report import Report
 
-__all__ = ["trust_lines"]
-
 _NAMES = 4  # of ranks in one line
 _MANY = 0.15  # of the computed tokens; a prompt's last block alone is less, mostly
 

@@ -12,21 +12,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvindex import CacheSettings, ConfigurationError, GroupSpec
 
-__all__ = [
-    "Options",
-    "add_cache_options",
-    "add_prompt_options",
-    "cache_of",
-    "count",
-    "group_of",
-    "option",
-    "parse_tokens",
-    "port",
-    "rate",
-    "read_tokens",
-    "seconds",
-]
-
 Options: TypeAlias = "argparse._ActionsContainer"
 """A parser, or a group of its options."""
 

@@ -27,8 +27,6 @@ from kvindex.tools.cli.output import Progress, StateChanges, counted, json_line,
 from kvindex.tools.cli.recorded import recordings_of
 from kvindex.tools.cli.signals import handled
 
-__all__ = ["Listening", "add_options", "run"]
-
 _LOOK = 0.25  # seconds between looks at how the ranks stand
 
 

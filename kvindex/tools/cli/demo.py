@@ -36,8 +36,6 @@ from kvindex.tools.cli.output import Colour, painted, table, version_text
 from kvindex.wire import BlockHash
 from kvindex.wire.quirks import fold_hash
 
-__all__ = ["add_options", "run"]
-
 _DIALECTS = {"vllm-0": "vllm-0.33.0", "sglang-0": "sglang-0.5.18"}
 _DP_SIZE = 2
 _FAULTS = Faults(live=LaneFaults(drop=0.03, duplicate=0.04, reorder=0.03))

@@ -28,8 +28,6 @@ from kvindex.tools.cli.endpoints import WORKER_FORM, parse_worker
 from kvindex.tools.cli.output import Colour, counted, in_options, painted, plain, printable
 from kvindex.tools.doctor import CAUSES, Finding, Limits, Report, Target, UserPrompt, examine
 
-__all__ = ["add_options", "run"]
-
 _COLOURS: dict[str, Colour] = {"error": "red", "warning": "yellow", "info": "green"}
 _SHOWN_EVIDENCE = 300  # characters
 

@@ -12,16 +12,6 @@ from kvindex.subscribe.discovery import EngineSource, Source, ask_engine
 from kvindex.tools.cli.arguments import cache_of, option
 from kvindex.tools.cli.output import printable
 
-__all__ = [
-    "WORKER_FORM",
-    "add_engine_options",
-    "asked_workers",
-    "engines_of",
-    "names_engines",
-    "parse_worker",
-    "workers_of",
-]
-
 WORKER_FORM = "NAME=ENDPOINT[,replay=ENDPOINT][,dp=N][,topic=T][,bind]"
 
 _WHERE = (

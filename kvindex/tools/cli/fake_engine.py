@@ -22,8 +22,6 @@ from kvindex.tools.cli.arguments import count, option, port, rate, seconds
 from kvindex.tools.cli.signals import handled
 from kvindex.wire import LATEST
 
-__all__ = ["add_options", "run"]
-
 _PROMPT = tuple(range(100))  # the prompt of README's first example
 _PROMPT_EVERY = 10  # requests: often enough to stay in a cache that evicts what is old
 _WORKLOAD = 1_000  # requests until the workload starts again

@@ -29,8 +29,6 @@ from kvindex.tools.cli.output import StateChanges, counted
 from kvindex.tools.cli.signals import handled
 from kvindex.tools.cli.status import state_table
 
-__all__ = ["add_options", "run"]
-
 _LOOK = 0.5  # seconds between looks at the ranks' states
 
 

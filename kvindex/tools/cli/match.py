@@ -21,8 +21,6 @@ from kvindex.tools.cli.arguments import (
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of
 from kvindex.tools.cli.output import counted, in_options, json_line, table
 
-__all__ = ["add_options", "match_table", "run"]
-
 _NOTHING_MATCHED = 1
 _NOT_LIVE = 3
 

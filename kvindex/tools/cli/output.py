@@ -14,20 +14,6 @@ import msgspec
 from kvindex import BACKEND, Rank, RankStatus, State, __version__
 from kvindex.wire.backend import SLOWER, explain_fallback
 
-__all__ = [
-    "Colour",
-    "Progress",
-    "StateChanges",
-    "counted",
-    "in_options",
-    "json_line",
-    "painted",
-    "plain",
-    "printable",
-    "table",
-    "version_text",
-]
-
 # What the library calls its own arguments, and how they are written here.
 _OPTIONS = {
     "Worker(bind=True)": "--bind",

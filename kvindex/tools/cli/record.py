@@ -27,8 +27,6 @@ from kvindex.tools.cli.endpoints import add_engine_options, asked_workers
 from kvindex.tools.cli.output import Progress, counted
 from kvindex.wire import RecordingWriter, parse_live, parse_replay, replay_request
 
-__all__ = ["add_options", "file_names", "run"]
-
 _BURST = 256  # messages received from one socket before the others get their turn
 _SUFFIX = ".frames"
 _WARNING_INTERVAL = 10.0  # seconds between two lines on what a rank misses

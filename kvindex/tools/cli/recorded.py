@@ -25,8 +25,6 @@ from kvindex.tools.cli.arguments import cache_of
 from kvindex.tools.cli.output import Progress
 from kvindex.wire import RecordedMessage, decode_batch, parse_live, parse_replay, read_recording
 
-__all__ = ["Recorded", "recordings_of"]
-
 
 def recordings_of(arguments: argparse.Namespace, *, resets: bool = True) -> list[Recorded]:
     """Return the recordings that a command's arguments name.

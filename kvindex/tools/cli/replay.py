@@ -21,8 +21,6 @@ from kvindex.tools.cli.match import match_table
 from kvindex.tools.cli.output import Progress, counted, json_line, table
 from kvindex.tools.cli.recorded import Recorded, recordings_of
 
-__all__ = ["add_options", "run"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare this command's options."""

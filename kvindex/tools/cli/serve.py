@@ -31,8 +31,6 @@ from kvindex.tools.cli.endpoints import WORKER_FORM, add_engine_options, workers
 from kvindex.tools.cli.output import counted
 from kvindex.tools.cli.signals import handled
 
-__all__ = ["add_options", "options_of", "run", "sources_of"]
-
 _OWN_KEYS = ("model", "routing_group", "block_size")
 _SETTINGS = (
     *("host", "port", "processes", "shutdown_within", "dialect", "hash_queries", "tokenizer"),

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["handled"]
-
 
 @contextmanager
 def handled(

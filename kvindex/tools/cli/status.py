@@ -16,8 +16,6 @@ from kvindex.index.replicas import ask
 from kvindex.tools.cli.arguments import option, seconds
 from kvindex.tools.cli.output import counted, in_options, printable, table
 
-__all__ = ["add_options", "run", "state_table"]
-
 _NOT_LIVE = 3
 
 

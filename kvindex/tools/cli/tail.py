@@ -19,8 +19,6 @@ from kvindex.tools.cli.arguments import count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, asked_workers
 from kvindex.tools.cli.output import StateChanges, counted, json_line, printable
 
-__all__ = ["add_options", "describe", "run", "time_of"]
-
 _LOOK = 0.5  # seconds between looks at which ranks are not live
 
 

@@ -28,8 +28,6 @@ from kvindex.tools.cli.endpoints import add_engine_options, engines_of, names_en
 from kvindex.wire.errors import DiscoveryError
 from kvindex.wire.waker import Waker
 
-__all__ = ["SORTS", "ServiceError", "ServiceFleet", "add_options", "run"]
-
 SORTS: Final = {
     "state": "s",
     "name": "n",

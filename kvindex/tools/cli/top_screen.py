@@ -22,8 +22,6 @@ from kvindex.tools.cli.output import counted, in_options, printable
 from kvindex.tools.cli.top import SORTS
 from kvindex.wire.waker import Waker
 
-__all__ = ["View", "drawn", "print_once", "show", "sorted_ranks"]
-
 _COLOURS: Final = {
     "live": "green",
     "syncing": "cyan",

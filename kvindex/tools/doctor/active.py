@@ -15,8 +15,6 @@ from kvindex.subscribe.discovery import DiscoveryError
 from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineHttp, Usage
 
-__all__ = ["OUTCOMES", "probe_engine"]
-
 _BLOCKS: Final = 4
 _MAX_PROMPT: Final = 1 << 18  # tokens
 _USUAL_BLOCK: Final = 16  # tokens, where nothing states it

@@ -15,8 +15,6 @@ from kvindex.tools.doctor.listener import Listener
 from kvindex.tools.doctor.report import Finding, finding_of
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["Case", "Limits", "Shared", "Target"]
-
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The engine to examine: by its URL, by its endpoints, or by both.

@@ -7,8 +7,6 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["CAUSES", "SECTIONS", "Cause", "Severity", "words_for"]
-
 Severity = Literal["error", "warning", "info"]
 """error: hits are (almost) none for this. warning: hits are lost for it. info: a hint."""
 

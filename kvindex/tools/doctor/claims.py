@@ -13,8 +13,6 @@ from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineHttp
 from kvindex.tools.doctor.report import finding_of
 
-__all__ = ["accept_mapped", "ask_and_check", "version_of"]
-
 _DENIED: Final = re.compile("answers 40[13]")
 _LARGE_BLOCK: Final = 256  # tokens
 _MAX_RANKS: Final = 64  # of a service that are reported one by one

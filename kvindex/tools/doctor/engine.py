@@ -13,9 +13,6 @@ import msgspec
 from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.errors import DiscoveryError
 
-__all__ = ["EngineHttp", "EngineMetrics", "Usage"]
-
-
 _SAMPLE: Final = re.compile(
     r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? +([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|NaN|Inf))"
 )

@@ -30,8 +30,6 @@ from kvindex.tools.doctor.streams import (
 )
 from kvindex.wire.errors import ConfigurationError
 
-__all__ = ["examine"]
-
 _AT_ONCE: Final = 64  # questions under way
 _MAX_TARGETS: Final = 1024
 

@@ -19,8 +19,6 @@ from kvindex import BlockHash, BlockStored, PublisherAddress
 from kvindex.wire import BlockRemoved, decode_batch, parse_live
 from kvindex.wire.errors import DecodeError
 
-__all__ = ["Listener", "Reception", "block_run"]
-
 _MAX_MESSAGE: Final = 8 << 20  # bytes
 _MAX_MESSAGES: Final = 100_000  # of one connection in one examination
 _MAX_TOPICS: Final = 64

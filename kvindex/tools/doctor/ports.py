@@ -16,8 +16,6 @@ from kvindex.tools.doctor.zmtp import Peer, greet, look
 from kvindex.wire import END_SEQ, ReplayReply, parse_replay, replay_request
 from kvindex.wire.errors import DecodeError
 
-__all__ = ["check_rank", "check_replayed", "check_shape"]
-
 _MAX_MESSAGE: Final = 8 << 20  # bytes
 
 _PUBLISHES: Final = ("PUB", "XPUB")

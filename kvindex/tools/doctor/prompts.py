@@ -12,8 +12,6 @@ from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.report import Finding, finding_of
 from kvindex.wire.requests import field_against_cache
 
-__all__ = ["UserPrompt", "check_prompt", "first_difference"]
-
 
 class UserPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt to ask about; at least one of the first three.

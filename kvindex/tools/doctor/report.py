@@ -9,8 +9,6 @@ import msgspec
 
 from kvindex.tools.doctor.causes import CAUSES, SECTIONS, Severity, words_for
 
-__all__ = ["Examined", "Finding", "Report", "finding_of", "ordered", "rank_of"]
-
 _SEVERITIES: Final = ("error", "warning", "info")
 _ORDER: Final = {kind: place for place, kind in enumerate(CAUSES)}
 

@@ -12,15 +12,6 @@ from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineMetrics
 from kvindex.tools.doctor.report import Finding, finding_of
 
-__all__ = [
-    "check_hashes",
-    "check_prefixes",
-    "check_received",
-    "check_serving",
-    "check_streams",
-    "prompt_tokens",
-]
-
 _MANY: Final = 20  # blocks, or prompts, from which a share of them means something
 _MAX_NODES: Final = 2_000
 _LIMITED: Final = {

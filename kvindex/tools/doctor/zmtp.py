@@ -16,8 +16,6 @@ import msgspec
 
 from kvindex import Worker
 
-__all__ = ["Peer", "greet", "look"]
-
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _VERSIONED: Final = 11  # bytes up to the version: then the peer sends the rest of its greeting
 _COMMAND: Final = 4

@@ -12,8 +12,6 @@ from ray.serve.request_router import PendingRequest
 from kvindex.testing import FakeEngine
 from tests.routing.adapters.traffic import BLOCKS
 
-__all__ = ["Engine", "token_ids_in_vain"]
-
 
 class Engine:
     """A replica: engines that publish what they hold, one for each DP rank, and tell Ray where."""

@@ -15,8 +15,6 @@ from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
 from tests.routing.adapters.traffic import BLOCKS
 
-__all__ = ["Ingress", "LLMServer", "events_of", "kv_event_metadata"]
-
 
 def kv_event_metadata(engine: FakeEngine) -> dict[str, Any]:
     """Return the report of Ray's own LLM servers on their engine."""

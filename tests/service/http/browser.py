@@ -17,8 +17,6 @@ from kvindex.service.page import Page
 from tests.live import PATIENCE
 from tests.service.http.page_server import at_a_port
 
-__all__ = ["READ_AGAIN", "SHARED", "names", "shown", "tab_of", "tiles"]
-
 SHARED = list(range(64))
 READ_AGAIN = "document.dispatchEvent(new Event('visibilitychange'))"
 

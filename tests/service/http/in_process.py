@@ -16,8 +16,6 @@ from kvindex.service.messages import Reply, Request, Route, Stream
 from kvindex.service.site import Site
 from kvindex.testing import FakeEngine
 
-__all__ = ["Answer", "Asker", "body_of", "request"]
-
 
 class _Answer(NamedTuple):
     status_code: int

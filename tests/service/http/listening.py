@@ -18,17 +18,6 @@ from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 from tests.live import PATIENCE
 
-__all__ = [
-    "Listening",
-    "Transport",
-    "connection_on",
-    "listening",
-    "listening_on",
-    "post",
-    "read_until",
-    "responses",
-]
-
 
 async def later(request: Request) -> Reply | Stream:
     """Answer after a while: with the path, and how long the body is."""

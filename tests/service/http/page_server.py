@@ -20,8 +20,6 @@ from tests.live import worker_of
 from tests.service.http.listening import listening_on
 from tests.service.test_fleet_overview import Source, status_of
 
-__all__ = ["MODEL", "ManyRanks", "at_a_port", "page_of", "paged", "register"]
-
 MODEL = Partition("llama")
 
 

@@ -23,17 +23,6 @@ import pytest
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
 
-__all__ = [
-    "BLOCK",
-    "Answer",
-    "Served",
-    "certificate_in",
-    "engine",
-    "matched",
-    "register",
-    "serving",
-]
-
 ROOT = Path(__file__).parents[3]
 BLOCK = 4
 
