@@ -25,10 +25,12 @@ from benchmarks.measures import (
     match,
     memory,
     native,
+    paced,
     queue,
     routing,
     select,
 )
+from benchmarks.process import allow_descriptors
 from benchmarks.results import Report, Result, bars_table, details, read, write
 from benchmarks.scale import FULL, QUICK, SMOKE
 
@@ -40,6 +42,7 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "apply": apply.run,
     "ingest": ingest.run,
     "latency": latency.run,
+    "paced": paced.run,
     "threads": latency.run_threads,
     "memory": memory.run,
     "growth": growth.run,
@@ -56,6 +59,7 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
 def main() -> None:
     """Run what was asked for and print it."""
     options = _options()
+    allow_descriptors()
     if options.show:
         report = read(options.show)
         print(environment.header(report.environment), "", details(report.results), "", sep="\n")

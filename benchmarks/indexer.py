@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ class Indexer:
 
     def __init__(self, command: list[str], port: int, *, cpus: Iterable[int] | None = None) -> None:
         self.address = "127.0.0.1", port
+        self._worker_ranks = 0
         self._process = subprocess.Popen(
             pinned(command, cpus), env={**os.environ, "DYN_LOG": "error"}, stdout=subprocess.DEVNULL
         )
@@ -55,23 +56,32 @@ class Indexer:
         """The service's process id."""
         return self._process.pid
 
-    def register(self, endpoints: Iterable[str]) -> None:
-        """Subscribe to the publishers of one worker, one for each rank."""
+    def register(self, endpoints: Sequence[str], worker_ranks: int = 0) -> None:
+        """Subscribe to the publishers, one for each rank.
+
+        Args:
+            endpoints: of the publishers.
+            worker_ranks: ranks of each worker; 0: one worker has all.
+        """
+        self._worker_ranks = worker_ranks or len(endpoints)
         for rank, endpoint in enumerate(endpoints):
             self._post(
                 "/register",
-                instance_id=_INSTANCE,
+                instance_id=_INSTANCE + rank // self._worker_ranks,
                 endpoint=endpoint,
                 model_name=MODEL,
                 block_size=BLOCK_SIZE,
-                dp_rank=rank,
+                dp_rank=rank % self._worker_ranks,
             )
 
     def depths(self, tokens: list[int]) -> dict[int, int]:
         """Return the leading blocks of a prompt that each rank holds."""
         scores = self._post("/query", token_ids=tokens, model_name=MODEL)["scores"]
-        ranks = scores.get(str(_INSTANCE), {})
-        return {int(rank): tokens // BLOCK_SIZE for rank, tokens in ranks.items()}
+        return {
+            (int(instance) - _INSTANCE) * self._worker_ranks + int(rank): tokens // BLOCK_SIZE
+            for instance, ranks in scores.items()
+            for rank, tokens in ranks.items()
+        }
 
     def wait(self, sentinel: list[int], ranks: int, timeout: float) -> None:
         """Return when every rank holds the sentinel: all that was sent before is applied."""

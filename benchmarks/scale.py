@@ -24,6 +24,9 @@ class Scale:
     ingest_single_blocks: int
     busy_entries: int
     busy_seconds: float
+    paced_ranks: tuple[int, ...]
+    paced_rounds: int
+    paced_seconds: float
     memory_entries: int
     memory_ranks: int
     growth: tuple[int, ...]
@@ -62,6 +65,9 @@ FULL: Final = Scale(
     ingest_single_blocks=600_000,
     busy_entries=300_000,
     busy_seconds=5.0,
+    paced_ranks=(64, 512),
+    paced_rounds=3,
+    paced_seconds=3.0,
     memory_entries=10_000_000,
     memory_ranks=512,
     growth=(100_000, 300_000, 1_000_000, 3_000_000, 10_000_000),
@@ -100,6 +106,9 @@ QUICK: Final = Scale(
     ingest_single_blocks=32_000,
     busy_entries=60_000,
     busy_seconds=1.0,
+    paced_ranks=(64,),
+    paced_rounds=1,
+    paced_seconds=1.0,
     memory_entries=300_000,
     memory_ranks=512,
     growth=(100_000, 300_000),
@@ -138,6 +147,9 @@ SMOKE: Final = Scale(
     ingest_single_blocks=1_000,
     busy_entries=2_000,
     busy_seconds=0.2,
+    paced_ranks=(8,),
+    paced_rounds=1,
+    paced_seconds=0.2,
     memory_entries=4_000,
     memory_ranks=8,
     growth=(2_000, 4_000),

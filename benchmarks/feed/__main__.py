@@ -7,22 +7,24 @@ without a limit on what may queue.
 Speaks JSON lines: says `{"endpoints": …}`, then `{"joined": true}` when every rank has its
 subscriber; waits for a line, sends the fast part, says `{"seconds": …, "prompts": …}`; waits for
 a line, sends a part of what is paced, says `{"sent": true}`, and so on; and stays until stdin ends.
+With a rate of batches it says `{"sent": [[marker, time.perf_counter()], …]}`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Final, TypeAlias
 
 import zmq
 
-from benchmarks.feed.spec import FeedSpec
+from benchmarks.feed.spec import MARKS_PER_SECOND, FeedSpec, marker
 from benchmarks.feed.zmtp import accept_subscriber, flood, framed
 from benchmarks.workload import (
     EVERYWHERE,
@@ -36,6 +38,7 @@ from benchmarks.workload import (
     long_prompts,
     messages,
 )
+from benchmarks.workload.payloads import Piece
 
 SAMPLES: Final = 32  # prompts by which the answers are checked
 _SLICE: Final = 0.0005  # seconds of sending at a time when paced
@@ -48,7 +51,9 @@ def main() -> None:
     """Publish what the specification on the command line says."""
     spec = FeedSpec.from_dict(json.loads(sys.argv[1]))
     fleet = Fleet(spec.ranks, seed=spec.source.seed)
-    if spec.paced_blocks:
+    if spec.batch_rate:
+        _publish_voices(spec, fleet)
+    elif spec.paced_blocks:
         _publish_paced(spec, fleet)
     else:
         _publish_fast(spec, fleet)
@@ -109,6 +114,72 @@ def _publish_paced(spec: FeedSpec, fleet: Fleet) -> None:
             publisher.close()
 
 
+def _publish_voices(spec: FeedSpec, fleet: Fleet) -> None:
+    queues = _queues(spec, fleet.place_everywhere(EVERYWHERE))
+    _extend(queues, spec, spec.source.changes(fleet, spec.blocks))
+    requests = long_prompts(fleet, islice(spec.source.requests(), 100 * SAMPLES), SAMPLES - 1)
+    prompts = [fleet.prompt(EVERYWHERE), *requests]
+    _extend(queues, spec, fleet.place_everywhere(SENTINEL))
+    fast = _in_turn(queues, [0] * spec.ranks)
+    later = replace(spec.source, seed=spec.source.seed + 1)
+    paced = _queues(spec, later.changes(fleet, fleet.entries + spec.paced_blocks))
+    seqs = list(map(len, queues))
+    voices = list(_with_markers(spec, fleet, paced, seqs))
+    listeners = [socket.create_server(("127.0.0.1", 0), backlog=1) for _ in queues]
+    endpoints = [f"tcp://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    _say(endpoints=endpoints, blocks=fleet.entries, batches=len(voices))
+    connections = [accept_subscriber(listener) for listener in listeners]
+    for connection in connections:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _say(joined=True)
+    gc.disable()  # a pause of this process would count as age
+    if sys.stdin.readline():
+        for message, parts in fast:
+            connections[message.rank].sendall(framed(parts))
+        _say(seconds=0.0, prompts=_plain(prompts))
+    if sys.stdin.readline():
+        _say(sent=_speak(connections, voices, spec.batch_rate))
+        sys.stdin.read()
+
+
+_Voice: TypeAlias = tuple[int, bytes, int | None]
+"""A rank, its next message on the wire, and the marker in it."""
+
+
+def _with_markers(
+    spec: FeedSpec, fleet: Fleet, queues: Queues, seqs: list[int]
+) -> Iterator[_Voice]:
+    """Yield what is paced, the ranks in turn, with markers between at the wanted rate."""
+    every = max(1, round(spec.batch_rate / MARKS_PER_SECOND))
+    number = 0
+    for place, message in enumerate(filter(None, chain.from_iterable(zip_longest(*queues)))):
+        if place % every == 0:
+            rank = number * 7 % spec.ranks
+            [mark] = _encoded(spec, fleet.place_segments(rank, marker(number)))
+            yield rank, framed(_parts(seqs[rank], mark)), number
+            seqs[rank] += 1
+            number += 1
+        yield message.rank, framed(_parts(seqs[message.rank], message)), None
+        seqs[message.rank] += 1
+
+
+def _speak(
+    connections: Sequence[socket.socket], voices: Sequence[_Voice], rate: float
+) -> list[tuple[int, float]]:
+    """Send each message when it is due; return when each marker was sent."""
+    sent = []
+    due = time.perf_counter()
+    for rank, wire, mark in voices:
+        ahead = due - time.perf_counter()
+        if ahead > _SLICE:
+            time.sleep(ahead)
+        if mark is not None:
+            sent.append((mark, time.perf_counter()))
+        connections[rank].sendall(wire)
+        due += 1 / rate
+    return sent
+
+
 def _queues(spec: FeedSpec, changes: Iterable[Change]) -> Queues:
     queues: Queues = [[] for _ in range(spec.ranks)]
     _extend(queues, spec, changes)
@@ -116,13 +187,28 @@ def _queues(spec: FeedSpec, changes: Iterable[Change]) -> Queues:
 
 
 def _extend(queues: Queues, spec: FeedSpec, changes: Iterable[Change]) -> None:
-    for message in messages(
+    for message in _encoded(spec, changes):
+        queues[message.rank].append(message)
+
+
+def _encoded(spec: FeedSpec, changes: Iterable[Change]) -> Iterator[Message]:
+    return messages(
         changes,
-        MsgpackEncoder(),
+        _Encoder(spec.worker_ranks),
         event_blocks=spec.event_blocks,
         batch_events=spec.batch_events,
-    ):
-        queues[message.rank].append(message)
+    )
+
+
+class _Encoder(MsgpackEncoder):
+    """Names each rank's dp_rank within its worker."""
+
+    def __init__(self, worker_ranks: int) -> None:
+        super().__init__()
+        self._worker_ranks = worker_ranks
+
+    def encode(self, rank: int, pieces: Sequence[Piece]) -> bytes:
+        return super().encode(rank % self._worker_ranks if self._worker_ranks else rank, pieces)
 
 
 def _in_turn(queues: Queues, first_seqs: list[int]) -> list[tuple[Message, list[bytes]]]:

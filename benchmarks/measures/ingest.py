@@ -37,6 +37,7 @@ class _Flow:
 FLOWS = [
     _Flow("batches of 64 blocks", 64, 64, 1, Bar(times=2.0), Bar(times=3.0)),
     _Flow("batches of 16 one-block events", 16, 1, 16, None, Bar(times=2.0)),
+    _Flow("batches of one block", 1, 1, 1, None, Bar(times=3.0)),
 ]
 
 

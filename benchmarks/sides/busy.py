@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import cycle, islice
 from time import perf_counter, perf_counter_ns, sleep
 from typing import Any
 
+from benchmarks.feed import marker_tokens
 from benchmarks.sides.adapter import Adapter
 from benchmarks.sides.matching import check, load
 from benchmarks.workload import EVERYWHERE, Fleet, Source, long_prompts, messages
@@ -102,3 +104,37 @@ def ask(match: Any, prompts: list[Any], seconds: float, pause: float, samples: l
             return
         if pause:
             sleep(pause)
+
+
+def listen(
+    match: Callable[[Any], Any],
+    is_held: Callable[[Any], bool],
+    prompts: list[Any],
+    seconds: float,
+    markers: int,
+    pause: float,
+) -> dict[str, Any]:
+    """Match the prompts in turn for so long, and look for one marker after the other meanwhile.
+
+    Returns:
+        `samples`: the nanoseconds of each match; `seen`: pairs of a marker and the time
+        (`time.perf_counter`) at which it was found first; `since`: the time at which this began.
+    """
+    samples: list[int] = []
+    seen: list[tuple[int, float]] = []
+    wanted = [marker_tokens(number) for number in range(markers)]
+    due = since = perf_counter()
+    end = due + seconds
+    for prompt in cycle(prompts):
+        started = perf_counter_ns()
+        match(prompt)
+        samples.append(perf_counter_ns() - started)
+        while len(seen) < markers and is_held(wanted[len(seen)]):
+            seen.append((len(seen), perf_counter()))
+        due += pause
+        now = perf_counter()
+        if now >= end:
+            break
+        if due > now:
+            sleep(due - now)
+    return {"samples": samples, "seen": seen, "since": since}

@@ -7,7 +7,8 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.feed import sentinel_tokens
-from benchmarks.sides.busy import ask
+from benchmarks.process import allow_descriptors
+from benchmarks.sides.busy import ask, listen
 from kvindex import Client, Match, State, Worker, connect
 
 _POLL = 0.005  # seconds between looks for the sentinel, as on the other side
@@ -18,12 +19,25 @@ class Subscribed:
 
     def __init__(self) -> None:
         self._client: Client | None = None
+        self._worker_ranks = 0
 
-    def connect(self, endpoints: list[str]) -> None:
-        """Subscribe to a feed; the feed tells when all have joined."""
+    def connect(self, endpoints: list[str], worker_ranks: int = 0) -> None:
+        """Subscribe to a feed; the feed reports when all have joined.
+
+        Args:
+            endpoints: one for each rank.
+            worker_ranks: ranks of each worker; 0: one worker has all.
+        """
         gc.collect()
         gc.freeze()
-        self._client = connect([Worker("engine", endpoints)])
+        allow_descriptors()
+        size = self._worker_ranks = worker_ranks or len(endpoints)
+        self._client = connect(
+            [
+                Worker(str(first // size), endpoints[first : first + size])
+                for first in range(0, len(endpoints), size)
+            ]
+        )
 
     def wait(self, ranks: int, timeout: float) -> None:
         """Return when every rank holds the sentinel: all that was sent before is applied."""
@@ -37,7 +51,7 @@ class Subscribed:
     def check(self, prompts: list[Any]) -> None:
         """Assert the right depth of each rank for each prompt, and that nothing was lost."""
         for tokens, depths in prompts:
-            held = _depths(self._open.match(tokens))
+            held = self._depths(self._open.match(tokens))
             if held != {int(rank): blocks for rank, blocks in depths}:
                 raise AssertionError(f"a wrong answer for a prompt of {len(tokens)} tokens")
         statuses = self._open.subscriber.statuses().values()
@@ -49,6 +63,28 @@ class Subscribed:
         samples: list[int] = []
         ask(self._open.match, [tokens for tokens, _ in prompts], seconds, pause, samples)
         return samples
+
+    def listen(
+        self, prompts: list[Any], seconds: float, markers: int, pause: float
+    ) -> dict[str, Any]:
+        """Match while a feed with markers goes on; return what `busy.listen` notes."""
+        return listen(
+            self._open.match,
+            lambda tokens: self._open.match(tokens).best is not None,
+            [tokens for tokens, _ in prompts],
+            seconds,
+            markers,
+            pause,
+        )
+
+    def forget_turns(self) -> None:
+        """Let the longest turn be the longest from now on."""
+        self._open.subscriber._thread._counters.pop("longest_turn_us", None)
+
+    def thread(self) -> dict[str, int]:
+        """Return the counters of the subscriber's thread."""
+        counters: dict[str, int] = self._open.statistics()["thread"]
+        return counters
 
     def close(self) -> None:
         """Unsubscribe."""
@@ -62,6 +98,6 @@ class Subscribed:
             raise RuntimeError("connect first")
         return self._client
 
-
-def _depths(match: Match) -> dict[int, int]:
-    return {m.rank.dp_rank: m.blocks for m in match if m.blocks}
+    def _depths(self, match: Match) -> dict[int, int]:
+        size = self._worker_ranks
+        return {int(m.rank.worker) * size + m.rank.dp_rank: m.blocks for m in match if m.blocks}
