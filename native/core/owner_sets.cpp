@@ -1,6 +1,7 @@
 #include "core/owner_sets.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvindex {
 
@@ -9,6 +10,8 @@ namespace {
 constexpr size_t kFewestSlots = 64;
 
 }  // namespace
+
+bool OwnerSets::is_bitmap(uint32_t size, size_t words) { return size > kInline && words <= size; }
 
 OwnerSets::OwnerSets(uint64_t secret) : secret_(secret), sets_(1), slots_(kFewestSlots) {}
 
@@ -39,28 +42,49 @@ void OwnerSets::write_bitmap(SetId set, uint32_t* words, size_t count) const {
   for (uint32_t i = 0; i < found.size; ++i) words[list[i] / 32] |= uint32_t{1} << (list[i] % 32);
 }
 
-SetId OwnerSets::with(SetId set, OwnerId owner) {
-  members_.clear();
-  for_each(set, [&](OwnerId member) { members_.push_back(member); });
-  members_.insert(std::lower_bound(members_.begin(), members_.end(), owner), owner);
-  return intern(sets_[set].hash ^ mark(owner));
-}
+SetId OwnerSets::with(SetId set, OwnerId owner) { return changed(set, owner, 1); }
 
 SetId OwnerSets::without(SetId set, OwnerId owner) {
-  if (sets_[set].size == 1) return kNoOwners;
-  members_.clear();
-  for_each(set, [&](OwnerId member) {
-    if (member != owner) members_.push_back(member);
-  });
-  return intern(sets_[set].hash ^ mark(owner));
+  return sets_[set].size == 1 ? kNoOwners : changed(set, owner, ~uint32_t{0});
 }
 
-SetId OwnerSets::intern(uint64_t hash) {
+SetId OwnerSets::changed(SetId id, OwnerId owner, uint32_t more) {
+  const Set& before = sets_[id];
+  const uint32_t size = before.size + more;
+  const size_t word = owner / 32;
+  if (before.bitmap) {  // word by word, however many owners there are
+    draft_.assign(before.many.get(), before.many.get() + before.words);
+    if (word >= draft_.size()) draft_.resize(word + 1);
+    draft_[word] ^= uint32_t{1} << (owner % 32);
+    while (draft_.back() == 0) draft_.pop_back();
+    if (is_bitmap(size, draft_.size())) return intern(before.hash ^ mark(owner), size, true);
+    draft_.clear();
+    for_each(id, [&](OwnerId member) { draft_.push_back(member); });
+  } else {
+    draft_.assign(before.list(), before.list() + before.size);
+  }
+  const auto at = std::lower_bound(draft_.begin(), draft_.end(), owner);
+  if (size > before.size) {
+    draft_.insert(at, owner);
+  } else {
+    draft_.erase(at);
+  }
+  const size_t words = draft_.back() / 32 + 1;
+  const bool bitmap = is_bitmap(size, words);
+  if (bitmap) {
+    const std::vector<OwnerId> members = std::exchange(draft_, std::vector<uint32_t>(words));
+    for (const OwnerId member : members) draft_[member / 32] |= uint32_t{1} << (member % 32);
+  }
+  return intern(before.hash ^ mark(owner), size, bitmap);
+}
+
+SetId OwnerSets::intern(uint64_t hash, uint32_t size, bool bitmap) {
   const size_t mask = slots_.size() - 1;
   size_t slot = hash & mask;
   for (; slots_[slot] != 0; slot = (slot + 1) & mask) {
     Set& found = sets_[slots_[slot]];
-    if (found.hash == hash && same(found, members_)) {
+    if (found.hash == hash && found.size == size && found.bitmap == bitmap &&
+        std::equal(draft_.begin(), draft_.end(), found.kept(), found.kept() + found.length())) {
       ++found.users;
       return slots_[slot];
     }
@@ -76,7 +100,11 @@ SetId OwnerSets::intern(uint64_t hash) {
   Set& made = sets_[id];
   made.hash = hash;
   made.users = 1;
-  assign(made, members_);
+  made.size = size;
+  made.bitmap = bitmap;
+  made.words = bitmap ? static_cast<uint32_t>(draft_.size()) : 0;
+  if (size > kInline) made.many = std::make_unique<uint32_t[]>(draft_.size());
+  std::copy(draft_.begin(), draft_.end(), size > kInline ? made.many.get() : made.few);
   slots_[slot] = id;
   if (++distinct_ * 2 > slots_.size()) rehash(slots_.size() * 2);
   return id;
@@ -106,28 +134,6 @@ void OwnerSets::release(SetId set) {
   } else if (distinct_ * 8 < slots_.size() && slots_.size() > kFewestSlots) {
     rehash(slots_.size() / 2);
   }
-}
-
-void OwnerSets::assign(Set& set, const std::vector<OwnerId>& owners) const {
-  set.size = static_cast<uint32_t>(owners.size());
-  set.words = owners.back() / 32 + 1;
-  set.bitmap = owners.size() > kInline && set.words <= owners.size();
-  if (set.bitmap) {
-    set.many = std::make_unique<uint32_t[]>(set.words);
-    for (const OwnerId owner : owners) set.many[owner / 32] |= uint32_t{1} << (owner % 32);
-  } else if (owners.size() > kInline) {
-    set.many = std::make_unique<uint32_t[]>(owners.size());
-    std::copy(owners.begin(), owners.end(), set.many.get());
-  } else {
-    std::copy(owners.begin(), owners.end(), set.few);
-  }
-}
-
-bool OwnerSets::same(const Set& set, const std::vector<OwnerId>& owners) const {
-  if (set.size != owners.size()) return false;
-  if (!set.bitmap) return std::equal(owners.begin(), owners.end(), set.list());
-  return std::all_of(owners.begin(), owners.end(),
-                     [&](OwnerId owner) { return set.contains(owner); });
 }
 
 void OwnerSets::rehash(size_t slots) {

@@ -68,20 +68,24 @@ class OwnerSets {
     std::unique_ptr<uint32_t[]> many;  // the bitmap, or the list when it is longer than `few`
 
     const OwnerId* list() const { return size <= kInline ? few : many.get(); }
+    const uint32_t* kept() const { return bitmap ? many.get() : list(); }
+    size_t length() const { return bitmap ? words : size; }
     bool contains(OwnerId owner) const;
   };
 
   uint64_t mark(OwnerId owner) const;
-  void assign(Set& set, const std::vector<OwnerId>& owners) const;
-  bool same(const Set& set, const std::vector<OwnerId>& owners) const;
-  SetId intern(uint64_t hash);
+  static bool is_bitmap(uint32_t size, size_t words);
+  // A set with an owner more (1) or less (-1, modulo 2**32).
+  SetId changed(SetId id, OwnerId owner, uint32_t more);
+  // The set that `draft_` is, so many owners as a bitmap or a list.
+  SetId intern(uint64_t hash, uint32_t size, bool bitmap);
   void rehash(size_t slots);
 
   const uint64_t secret_;  // of the hashes, so that an engine cannot aim at one slot
   std::vector<Set> sets_;
   std::vector<SetId> free_;
   std::vector<SetId> slots_;  // open addressing by hash; 0 is empty
-  std::vector<OwnerId> members_;  // of the set that is being looked for
+  std::vector<uint32_t> draft_;  // the set that is being looked for: a list, or a bitmap's words
   size_t distinct_ = 0;
 };
 
