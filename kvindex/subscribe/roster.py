@@ -93,7 +93,7 @@ class Roster:
         feeds: list[Feed] = []
         try:
             for address in worker.publishers():
-                feeds.append(Feed(worker, address, self._settings, self._watch, self._settle_names))
+                feeds.append(Feed(worker, address, self._settings, self._watch, self._note_named))
             ports = [feed.address.dp_rank for feed in feeds]
             identity = self._settings.fingerprints.identity
             plan, unused = resume_ranks(saved, worker.name, ports, identity, present)
@@ -180,6 +180,11 @@ class Roster:
                 feed.close(now)
             except Exception:
                 logger.exception("%s: closing it failed", feed.rank)
+
+    def _note_named(self, named: Feed) -> None:
+        """Rename ranks, unless a publisher names the dp_rank of its port, and has it: O(1) then."""
+        if not named.reader.named == named.rank.dp_rank == named.address.dp_rank:
+            self._settle_names(named)
 
     def _settle_names(self, named: Feed) -> None:
         """Rename a worker's ranks: one of its publishers has named its dp_rank, or has left."""
