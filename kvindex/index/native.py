@@ -156,6 +156,10 @@ class Index(BaseIndex):
         while self._core.apply(self._add(rank), packed) != _APPLIED:
             pass  # removed by another thread in between: it is known again now
 
+    def lane_target(self) -> tuple[Core, Callable[[Rank], int | None]]:
+        """Return the core and what finds a rank's number in it: for `kvindex.subscribe.lanes`."""
+        return self._core, lambda rank: self._ids.get(rank)
+
     # Queries ---------------------------------------------------------------------------------
 
     def match(

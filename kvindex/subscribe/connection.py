@@ -272,6 +272,12 @@ class Connection:
             self._inflow.note_read(len(frame) for frames in messages for frame in frames)
         return messages
 
+    def note_received(self, size: int, *, drained: bool) -> None:
+        """Note whole messages that a lane received: their bytes, and whether any are left."""
+        self._inflow.whole = True
+        self._inflow.read += size
+        self.drained = drained
+
     def drop(self) -> tuple[int, list[bytes]]:
         """Receive what waits, up to a bound, without a copy; return how many, and the last one."""
         receive = self.socket.recv

@@ -224,6 +224,7 @@ class Outlet:
         counters: where failures are counted.
         on_statuses: receives the statuses that were shown, if given.
         has_room: whether the sink accepts more; None: always.
+        on_payload: receives the batches that lanes have applied, if given.
 
     Attributes:
         shut: set by any thread; from then on the sink is not called.
@@ -238,8 +239,10 @@ class Outlet:
         counters: Counter[str],
         on_statuses: StatusSink | None = None,
         has_room: Callable[[], bool] | None = None,
+        on_payload: Callable[[Rank, bytes], None] | None = None,
     ) -> None:
         self.has_room = has_room
+        self._on_payload = on_payload
         self.shut = False
         self.forked = False
         self._sink = sink
@@ -284,6 +287,12 @@ class Outlet:
             if not time_left():
                 return count + 1
         return len(batches)
+
+    def put_payloads(self, rank: Rank, payloads: Sequence[bytes]) -> None:
+        """Pass on batches that a lane has applied, to whoever else wants them."""
+        if self._on_payload is not None:
+            for payload in payloads:
+                self._call(RankBatch, self._on_payload, rank, payload)
 
     def put_statuses(self, statuses: Sequence[RankStatus]) -> None:
         """Hand over the statuses that are new on the board, perhaps none."""
@@ -346,6 +355,11 @@ class Delivery:
     def add_run(self, first_seq: int, batches: Sequence[Any]) -> None:
         """Enqueue live batches behind all other items."""
         self.waiting.append(_Row(first_seq, batches))
+
+    def note_taken(self, seq: int, payloads: Sequence[bytes], now: float) -> None:
+        """Note that a lane has applied the batches up to `seq`."""
+        self.seq, self.batch_at = seq, now
+        self._outlet.put_payloads(self._rank, payloads)
 
     def rename(self, rank: Rank) -> None:
         """Rename the items that wait, and all later ones."""

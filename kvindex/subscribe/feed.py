@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from kvindex.subscribe.connection import Connection, Contexts, Room, SocketOptions
 from kvindex.subscribe.delivery import Allowance, Decode, Delivery, FingerprintMaker, Outlet
 from kvindex.subscribe.diagnosis import Notes
+from kvindex.subscribe.lanes import Lanes
 from kvindex.subscribe.peer import HostCheck
 from kvindex.subscribe.receiving import (
     Connected,
@@ -64,6 +65,7 @@ class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
         contexts: where the sockets live.
         outlet: where items go.
         counters: where failures of the thread and the sink are counted.
+        lanes: receive ordinary messages, if given.
     """
 
     sequencer: SequencerConfig
@@ -75,6 +77,7 @@ class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
     contexts: Contexts
     outlet: Outlet
     counters: Counter[str]
+    lanes: Lanes | None = None
 
 
 class Feed:
@@ -120,7 +123,13 @@ class Feed:
         self._fingerprints = settings.fingerprints.identity
         self._on_named = on_named
         self._named_by_cursor = False
+        self._watch = watch
+        self._counters = settings.counters
         self._look_again = partial(watch.look_again, self)
+        self._lanes = lanes = settings.lanes
+        intake = watch.intake
+        self._lane = None if lanes is None or intake is None else lanes.make(intake)
+        self._armed = False
         connect = partial(
             Connection,
             settings.contexts.of(address.endpoint, address.replay),
@@ -180,6 +189,7 @@ class Feed:
 
     def cursor(self, now: float) -> SavedCursor | None:
         """Return what another process needs to go on from here; None if it cannot."""
+        self.settle(now)
         self.delivery.hand_over_all(now)  # the cursor must stand where the sink does
         cursor = self.sequencer.cursor()
         if cursor is None:
@@ -191,10 +201,69 @@ class Feed:
             fingerprints=self._fingerprints,
         )
 
+    # The lane ---------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Have the lane receive, if nothing but the next batches is awaited."""
+        lane, lanes, live = self._lane, self._lanes, self.live
+        if lane is None or lanes is None or self.closed or self.delivery.waiting:
+            return
+        start = self.sequencer.run_start
+        number = lanes.number(self.rank)
+        if start is None or number is None or not live.is_ordinary:
+            return
+        connection, watch = live.connection, self._watch
+        monitor = connection.monitor
+        lane.arm(
+            connection.socket.underlying,
+            0 if monitor is None else monitor.underlying,
+            watch.descriptor(connection.socket),
+            watch.descriptor(monitor),
+            number,
+            self.reader.topic.topic,
+            start,
+            self.sequencer.applied.oldest_ts,
+            self.reader.named is not None,
+        )
+        self._armed = True
+        watch.leave_to_lane(self)
+
+    def collect(self, now: float, *, drained: bool = True) -> None:
+        """Have the sequencer accept what the lane has taken."""
+        lane = self._lane
+        if lane is None or not lane.has_taken:
+            return
+        size, first_seq, timestamps, fingerprints, payloads = lane.collect()
+        self.live.connection.note_received(size, drained=drained)
+        if timestamps:
+            accepted = self.sequencer.live_run(first_seq, timestamps, fingerprints, now)
+            assert accepted == len(timestamps), "a lane took what its sequencer did not expect"
+            self._counters["lane_batches"] += accepted
+            self.delivery.note_taken(first_seq + accepted - 1, payloads, now)
+
+    def collect_some(self, now: float) -> None:
+        """Likewise, where the lane has left messages in the socket."""
+        self.collect(now, drained=False)
+        if self.live.connection.is_overfull():
+            self.settle(now)
+            self.shed(now)
+            self._look_again()
+
+    def settle(self, now: float) -> None:
+        """Have the lane receive no more, and take over all that it received."""
+        lane = self._lane
+        if lane is not None and self._armed:
+            self._armed = False
+            lane.disarm()
+            self.collect(now)
+            self.live.leave(lane.collect_left())
+            self._look_again()
+
     # Events -----------------------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
         """Process what the sockets received, up to a bound, so that other feeds get their turn."""
+        self.settle(now)
         self._allowance.begin()
         delivery, replay = self.delivery, self.replay
         awaits_replies = replay.request is not None
@@ -207,6 +276,7 @@ class Feed:
                 self._process(replay.take(now), now)
         if delivery.waiting:
             self._look_again()
+        self._arm()
 
     def _process(self, events: Iterable[Event], now: float) -> None:
         """Process events while there is time; those of one message at least."""
@@ -317,6 +387,14 @@ class Feed:
         deadline = self.deadline
         if deadline is None or deadline > now:
             return False
+        self.settle(now)  # what was taken may put the deadline off
+        due = deadline == self.deadline
+        if due:
+            self._tick(now)
+        self._arm()
+        return due
+
+    def _tick(self, now: float) -> None:
         self._allowance.begin()
         stuck_at = self.live.connection.stuck_at
         if stuck_at is not None and stuck_at <= now:
@@ -325,7 +403,6 @@ class Feed:
         self._carry_out(self.sequencer.tick(now), now)
         if self.delivery.waiting:
             self._look_again()
-        return True
 
     def shed(self, now: float) -> None:
         """Drop messages beyond the bytes that may wait."""
@@ -340,6 +417,7 @@ class Feed:
 
     def bound_inflow(self, now: float) -> None:
         """Hang up on peers that send an endless message; drop messages beyond the limit."""
+        self.settle(now)
         if not self.closed:
             self.shed(now)
         for connection in (self.live.connection, self.replay.connection):
@@ -351,11 +429,13 @@ class Feed:
                 connection.look_again()
                 text = "a message from %s had no end; the connection was closed"
                 self.notes.warn("endless", text, connection.endpoint)
+        self._arm()
 
     def close(self, now: float) -> None:
         """Close the sockets and the sequencer; idempotent."""
         if self.closed:
             return
+        self.settle(now)
         self.closed = True
         self.replay.close()
         self.live.close()

@@ -256,6 +256,19 @@ class LiveLink:
         """Whether the last look left something."""
         return bool(self._unread) or not self.connection.drained
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether a lane may receive: nothing is awaited but messages with the wanted topic."""
+        return (
+            self.connection.connected
+            and self._reader.topic.confirmed
+            and not (self._unread or self._parting or self._closed or self._listens_to_all)
+        )
+
+    def leave(self, messages: list[list[bytes]]) -> None:
+        """Handle these messages before those that are still in the socket."""
+        self._unread.extend(messages)
+
     def shed(self) -> int:
         """Drop messages where more bytes wait than may, but the newest; return how many.
 

@@ -56,11 +56,6 @@ class Roster:
         feed.failure = f"failed: {error!r}; remove the worker and add it again"
         feed.close(now)
 
-    def bound_inflow(self, now: float) -> None:
-        """Have every feed bound what its peers send."""
-        for feed in self.feeds.values():
-            self.guard(feed, feed.bound_inflow, now)
-
     def publish(self, feeds: Iterable[Feed], now: float) -> None:
         """Show others the new statuses of these feeds."""
         statuses = [feed_status(feed, now) for feed in feeds if self.feeds.get(feed.rank) is feed]

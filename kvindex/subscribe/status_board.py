@@ -65,6 +65,7 @@ class StatusBoard:
     def _make_lock(self) -> None:
         self._lock = threading.RLock()  # held by its own `with`: see BatchQueue
         self._changed = threading.Condition(self._lock)
+        self._waiters = 0
 
     # By the writing thread --------------------------------------------------------------------
 
@@ -81,10 +82,10 @@ class StatusBoard:
         with self._writing() as changed:
             for status in statuses:
                 before = self._statuses.get(status.rank)
-                if before is None or before.trust != status.trust:
-                    self._trusts = None
                 if before is None or before.state is not status.state:
-                    self._standing = None
+                    self._trusts = self._standing = None
+                elif (before.complete, before.lag) != (status.complete, status.lag):
+                    self._trusts = None
                 if self._listeners and (before is None or _phase(before) != _phase(status)):
                     changed.append(status)
                 self._statuses[status.rank] = status
@@ -154,6 +155,11 @@ class StatusBoard:
         """The ranks, sorted."""
         with self._lock:
             return tuple(sorted(self._statuses))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread waits for the statuses to change."""
+        return self._waiters > 0
 
     @property
     def ended(self) -> str | None:
@@ -254,13 +260,17 @@ class StatusBoard:
             ClosedError: the writing thread has ended, or ended meanwhile.
         """
         with self._lock:
-            met = self._changed.wait_for(
-                lambda: (
-                    self._ended is not None
-                    or condition(_Snapshots(dict(self._statuses), self.aged))
-                ),
-                timeout,
-            )
+            self._waiters += 1
+            try:
+                met = self._changed.wait_for(
+                    lambda: (
+                        self._ended is not None
+                        or condition(_Snapshots(dict(self._statuses), self.aged))
+                    ),
+                    timeout,
+                )
+            finally:
+                self._waiters -= 1
             self.check_open()
             return met
 

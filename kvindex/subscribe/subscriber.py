@@ -25,6 +25,7 @@ from kvindex.subscribe.delivery import (
 )
 from kvindex.subscribe.feed import FeedSettings
 from kvindex.subscribe.following import Following
+from kvindex.subscribe.lanes import Lanes
 from kvindex.subscribe.resumption import SavedRanks, check_saved
 from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.subscriber_thread import SubscriberThread
@@ -77,6 +78,7 @@ class Subscriber(Following):
         has_room: called on the subscriber's thread, between two batches. While it returns False
             nothing is received and no time-out counts, but calls are served; after `wake`, or a
             second later, it is called again.
+        lanes: apply ordinary batches to an index in place of `on_batch`, if given.
         on_loss, …, clock: the `StreamOptions`. `on_loss` only sets `RankLost.reset`.
 
     Attributes:
@@ -109,6 +111,7 @@ class Subscriber(Following):
         on_statuses: StatusSink | None = None,
         on_stop: Callable[[], None] | None = None,
         has_room: Callable[[], bool] | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         calls = {"sink": sink, "decode": decode, "on_batch": on_batch}
         _check_settings(replay_policy, socket_options, calls)
@@ -128,8 +131,16 @@ class Subscriber(Following):
             clock=clock,
             room=Room(socket_options or SocketOptions()),
             contexts=Contexts(context),
-            outlet=Outlet(sink, on_batch, self._counters, on_statuses, has_room),
+            outlet=Outlet(
+                sink,
+                on_batch,
+                self._counters,
+                on_statuses,
+                has_room,
+                None if lanes is None else lanes.on_payload,
+            ),
             counters=self._counters,
+            lanes=lanes,
         )
         self._thread = SubscriberThread(settings, on_stop)
         self.board = self._board = self._thread.board
@@ -243,7 +254,7 @@ class Subscriber(Following):
     def statistics(self) -> dict[str, Any]:
         """Return plain JSON-ready values: `ranks` by `str(rank)` as `RankStatus`, and `thread`."""
         ranks = {str(rank): status.to_dict() for rank, status in self.statuses().items()}
-        return {"ranks": ranks, "thread": dict(self._counters)}
+        return {"ranks": ranks, "thread": self._thread.statistics()}
 
     def close(self) -> None:
         """Stop the thread and close every socket; idempotent.

@@ -9,17 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
 
 from kvindex.subscribe.commands import Commands
 from kvindex.subscribe.feed import Feed, FeedSettings
 from kvindex.subscribe.roster import Roster
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.subscribe.watch import Watch
+from kvindex.subscribe.watch import SHOW_AFTER, Watch
 
 logger = logging.getLogger(__name__)
 
 _MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
+_SHOWN_AT_ONCE = 128  # feeds whose progress is shown in one turn
+_BETWEEN = 0.005  # seconds between two turns of bounding
+_BOUNDING = 0.002  # seconds of a turn for bounding the inflow
 _TURN = 0.1  # seconds for all busy feeds, so that calls wait little however many feeds there are
 
 
@@ -48,12 +55,17 @@ class SubscriberThread:
         self._on_stop = on_stop
         self._pid = os.getpid()
         self.board = StatusBoard(settings.clock, settings.sequencer.stale_after + 2 * _MAX_SLEEP)
-        self._watch = Watch()
+        self._lanes = settings.lanes
+        self._watch = Watch(settings.lanes)
         self.roster = Roster(settings, self._watch, self.board)
         self._bound_at = settings.clock()  # when the inflow is bounded next
+        self._to_bound: deque[Feed] = deque()  # the feeds whose turn it is
         self.wake = self._watch.wake
         self.commands = Commands(self.wake)
         self._waiting: dict[Feed, None] = {}  # feeds that wait for their turn, the longest first
+        self._unshown: dict[Feed, None] = {}  # feeds whose lanes have taken something
+        self._woke_at = time.perf_counter()
+        self._show_at = 0.0  # of time.monotonic; when it shows in statuses
         self.stopping = False
         self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)
         self._thread.start()
@@ -98,25 +110,76 @@ class SubscriberThread:
             if not self._outlet.forked:  # else the sockets and feeds are the parent's
                 self._stop(reason)
 
+    def statistics(self) -> dict[str, Any]:
+        """Return the thread's counters; any thread may call this.
+
+        Of them `turns` are those of waiting and work, `lane_rounds` those that lanes made alone,
+        `longest_turn_us` the longest time between two waits, in microseconds, and `lane_batches`
+        the batches that lanes took; `lanes` is why there are none, or "in use".
+        """
+        return {**self._counters, "lanes": self._why_no_lanes() or "in use"}
+
+    def _why_no_lanes(self) -> str:
+        if self._lanes is None:
+            return "the events do not go into a native index"
+        return self._lanes.trouble
+
     def _turn(self) -> None:
         """Wait for work, and do some of it: calls, then messages, then time-outs."""
         if not self._has_room():
-            self._watch.wait_for_call(_MAX_SLEEP)
+            self._watch.wait_for_call(_BETWEEN if self._to_bound else _MAX_SLEEP)
             self.commands.run()
             if not self.stopping:
                 self._bound_inflow(self._clock())
+            self._woke_at = time.perf_counter()
             return  # no time-out may count while its reply waits in a socket
-        self._waiting.update(self._watch.wait(0.0 if self._waiting else self._sleep()))
+        self._note_turn()
+        watch, seconds = self._watch, 0.0 if self._waiting else self._sleep()
+        self._waiting.update(watch.wait(seconds, shows_at_once=self._shows_at_once))
         now = self._clock()
+        if watch.taken and not self._unshown:
+            self._show_at = time.monotonic() + SHOW_AFTER
+        self._unshown.update(dict.fromkeys(watch.taken))
         self.board.sign(now)
-        self._counters["turns"] += 1
+        self._woke_at = time.perf_counter()
+        changed = []
         if self.commands.waiting:
+            changed += self._collect(now)  # a call finds every stream where the sink stands
             self.commands.run()
         if self.stopping:
             return  # at once: in a child that a command has forked the sockets are the parent's
-        changed = [*self._pump(now), *self._tick(now)]
+        for feed in watch.more:
+            self.roster.guard(feed, feed.collect_some, now)
+        if self._shows_at_once:
+            changed += self._collect(now)
+        elif time.monotonic() >= self._show_at:
+            changed += self._collect(now, _SHOWN_AT_ONCE)
+        changed += [*self._pump(now), *self._tick(now)]
         self._bound_inflow(now)
         self.roster.publish(dict.fromkeys(changed), now)
+
+    @property
+    def _shows_at_once(self) -> bool:
+        """Whether somebody waits for what lanes take."""
+        return self.board.is_awaited or (self._lanes is not None and self._lanes.shows_at_once)
+
+    def _note_turn(self) -> None:
+        """Count the turn that ends, and those that lanes have made alone."""
+        longest = time.perf_counter() - self._woke_at
+        intake, counters = self._watch.intake, self._counters
+        if intake is not None:
+            longest = max(longest, intake.longest_round())
+            counters["lane_rounds"] = intake.rounds
+        counters["turns"] += 1
+        counters["longest_turn_us"] = max(counters["longest_turn_us"], int(longest * 1e6))
+
+    def _collect(self, now: float, at_most: int | None = None) -> list[Feed]:
+        """Collect what the lanes of all feeds, or of so many, have taken; return the feeds."""
+        feeds = list(islice(self._unshown, at_most))
+        for feed in feeds:
+            del self._unshown[feed]
+            self.roster.guard(feed, feed.collect, now)
+        return feeds
 
     def _pump(self, now: float) -> Iterator[Feed]:
         """Pump waiting feeds, at least one; yield those pumped, and leave the rest waiting."""
@@ -148,10 +211,14 @@ class SubscriberThread:
             deadlines.set(feed, feed.deadline)
 
     def _bound_inflow(self, now: float) -> None:
-        """Bound the peers' inflow, once a second."""
-        if now >= self._bound_at:
+        """Bound the peers' inflow, of each feed once a second, but of few in one turn."""
+        if now >= self._bound_at and not self._to_bound:
             self._bound_at = now + _MAX_SLEEP
-            self.roster.bound_inflow(now)
+            self._to_bound.extend(self.roster.feeds.values())
+        until = time.perf_counter() + _BOUNDING
+        while self._to_bound and time.perf_counter() < until:
+            feed = self._to_bound.popleft()
+            self.roster.guard(feed, feed.bound_inflow, now)
 
     def _has_room(self) -> bool:
         """Whether the sink accepts more."""
@@ -160,7 +227,10 @@ class SubscriberThread:
 
     def _sleep(self) -> float:
         nearest = self.roster.deadlines.nearest
-        return _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
+        sleep = _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
+        if self._unshown:
+            sleep = min(sleep, self._show_at - time.monotonic())
+        return min(sleep, _BETWEEN) if self._to_bound else sleep
 
     def _stop(self, reason: str) -> None:
         """End everything; a failure is logged, and the rest ends all the same."""

@@ -19,11 +19,18 @@ from __future__ import annotations
 
 import heapq
 import selectors
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import zmq
 
 from kvindex.wire.waker import Waker
+
+if TYPE_CHECKING:
+    from kvindex.subscribe.lanes import Lanes
+    from kvindex.wire._native import Intake
+
+SHOW_AFTER = 0.1
+"""Seconds after which the batches that lanes took show in statuses, where nobody waits for them."""
 
 Owner = TypeVar("Owner")
 
@@ -31,15 +38,25 @@ Owner = TypeVar("Owner")
 class Watch:
     """Waits for any of many sockets, each watched on behalf of an owner.
 
+    Args:
+        lanes: take ordinary messages while this waits, if given.
+
     Attributes:
         wake: makes the waiting thread return from `wait`.
+        intake: what lanes belong to; None if there are none.
+        more: of the last wait: the owners whose lanes stopped at a bound, to go on in the next one.
+        taken: likewise: those whose lanes have taken something that is not collected yet.
 
     Thread safety: `wake` from any thread; everything else by the waiting thread only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Lanes | None = None) -> None:
         self._selector = selectors.DefaultSelector()
+        self.intake: Intake | None = None if lanes is None else lanes.intake(self._selector)
         self._descriptors: dict[zmq.Socket[bytes], int] = {}
+        self._owners: dict[int, Any] = {}  # by descriptor
+        self.more: list[Any] = []
+        self.taken: list[Any] = []
         self._again: dict[Any, None] = {}
         self._waker = Waker()
         self._selector.register(self._waker, selectors.EVENT_READ)
@@ -50,8 +67,9 @@ class Watch:
     def add(self, watched: zmq.Socket[bytes], owner: Any) -> None:
         """Wait for this socket too; its owner is returned by the next `wait`."""
         descriptor = int(watched.get(zmq.FD))
-        self._selector.register(descriptor, selectors.EVENT_READ, owner)
+        self._selector.register(descriptor, selectors.EVENT_READ)
         self._descriptors[watched] = descriptor
+        self._owners[descriptor] = owner
         self.look_again(owner)
 
     def remove(self, watched: zmq.Socket[bytes]) -> None:
@@ -59,20 +77,39 @@ class Watch:
         descriptor = self._descriptors.pop(watched, None)
         if descriptor is not None:
             self._selector.unregister(descriptor)
+            del self._owners[descriptor]
+
+    def descriptor(self, watched: zmq.Socket[bytes] | None) -> int:
+        """Return the descriptor of a watched socket; -1 for none."""
+        return -1 if watched is None else self._descriptors[watched]
 
     def look_again(self, owner: Any) -> None:
         """Have the next `wait` return this owner at once: its sockets may have messages left."""
         self._again[owner] = None
 
-    def wait(self, seconds: float) -> dict[Any, None]:
-        """Return the owners whose sockets may have messages, after at most this long."""
-        readable = self._selector.select(0 if self._again or seconds <= 0 else seconds)
+    def leave_to_lane(self, owner: Any) -> None:
+        """Do not return this owner next, as `look_again` wanted: its lane looks."""
+        self._again.pop(owner, None)
+
+    def wait(self, seconds: float, *, shows_at_once: bool = False) -> dict[Any, None]:
+        """Return the owners whose sockets may have messages, after at most this long.
+
+        If lanes take something, it returns at once, or `SHOW_AFTER` seconds later at most.
+        """
+        seconds = 0.0 if self._again else max(0.0, seconds)
+        of = self._owners
+        if self.intake is None:
+            ready = [key.fd for key, _ in self._selector.select(seconds)]
+        else:
+            ready, more, taken = self.intake.wait(seconds, SHOW_AFTER, shows_at_once)
+            self.more, self.taken = [of[d] for d in more], [of[d] for d in taken]
         owners, self._again = self._again, {}
-        for key, _ in readable:
-            if key.data is None:
+        for descriptor in ready:
+            owner = of.get(descriptor)
+            if owner is not None:
+                owners[owner] = None
+            elif descriptor == self._waker.fileno():
                 self._waker.clear()
-            else:
-                owners[key.data] = None
         return owners
 
     def wait_for_call(self, seconds: float) -> None:

@@ -12,6 +12,45 @@ class Fingerprints:
     def __init__(self, secrets: bytes) -> None: ...
     def of(self, payload: bytes) -> int: ...
 
+class Intake:
+    """Waits for sockets, and has armed lanes take what comes. Linux only; one thread calls it."""
+
+    rounds: int
+
+    def __init__(self, epoll: int, zmq_calls: list[int]) -> None: ...
+    def wait(
+        self, seconds: float, show_after: float, shows_at_once: bool
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Return descriptors of sockets: Python must look; lanes have more; lanes have taken."""
+    def longest_round(self) -> float:
+        """Return the longest time between two waits since the last call, in seconds."""
+
+class Lane:
+    """Takes the expected batches of one stream into an index; the thread of its intake calls it."""
+
+    has_taken: bool
+
+    def __init__(
+        self, intake: Intake, index: Index, fingerprints: Fingerprints, keeps_payloads: bool
+    ) -> None: ...
+    def arm(
+        self,
+        socket: int,
+        monitor: int,
+        descriptor: int,
+        monitor_descriptor: int,
+        rank: int,
+        topic: bytes,
+        seq: int,
+        oldest_ts: float,
+        is_named: bool,
+    ) -> None: ...
+    def disarm(self) -> None: ...
+    def collect(self) -> tuple[int, int, list[float], list[int], list[bytes]]:
+        """Return bytes received, first seq, timestamps, fingerprints, payloads since then."""
+    def collect_left(self) -> list[list[bytes]]:
+        """Return the messages received and not taken."""
+
 class PackedBatch:
     """A decoded batch of events in native form."""
 

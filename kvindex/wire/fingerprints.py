@@ -26,6 +26,7 @@ class Fingerprints:
         identity: names the function and its secret; fingerprints made under different identities
             cannot be compared.
         of: returns the fingerprint of a payload, -2**63 … 2**63 - 1.
+        core: the native function; None if there is none.
 
     Thread safety: immutable.
 
@@ -36,14 +37,17 @@ class Fingerprints:
         False
     """
 
-    __slots__ = ("identity", "of")
+    __slots__ = ("core", "identity", "of")
 
     def __init__(self, seed: int = 0) -> None:
+        self.core: Core | None
         self.of: Callable[[bytes], int]  # bound here: called for every message
         if BACKEND == "native":
             words = secret_words(seed, FINGERPRINT_SECRET_BYTES, _PURPOSE)
-            name, self.of = "nh64", Core(words).of
+            self.core = Core(words)
+            name, self.of = "nh64", self.core.of
         else:
+            self.core = None
             name, self.of = "blake2b", _blake2b(seed)
         self.identity = f"{name}:{self.of(_KNOWN_PAYLOAD) % 2**64:016x}"
 

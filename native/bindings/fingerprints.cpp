@@ -2,8 +2,6 @@
 
 #include <cstring>
 
-#include "core/prefix_key.hpp"
-
 namespace nb = nanobind;
 
 namespace kvindex {
@@ -17,19 +15,14 @@ KeyMaker::Secrets secret_words(nb::bytes secrets) {
   return words;
 }
 
-// Immutable: any thread may ask.
-struct Fingerprints {
-  explicit Fingerprints(nb::bytes secrets) : maker(secret_words(secrets)) {}
-
-  int64_t of(nb::bytes payload) const {
-    return static_cast<int64_t>(
-        maker.fingerprint({static_cast<const char*>(payload.data()), payload.size()}));
-  }
-
-  KeyMaker maker;
-};
-
 }  // namespace
+
+Fingerprints::Fingerprints(nb::bytes secrets) : maker(secret_words(secrets)) {}
+
+int64_t Fingerprints::of(nb::bytes payload) const {
+  return static_cast<int64_t>(
+      maker.fingerprint({static_cast<const char*>(payload.data()), payload.size()}));
+}
 
 void bind_fingerprints(nb::module_& module) {
   module.attr("FINGERPRINT_SECRET_BYTES") = sizeof(KeyMaker::Secrets);

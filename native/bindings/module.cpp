@@ -18,6 +18,7 @@
 #include "bindings/answer.hpp"
 #include "bindings/fingerprints.hpp"
 #include "bindings/gil.hpp"
+#include "bindings/intake.hpp"
 #include "bindings/packed_batch.hpp"
 #include "bindings/prefixes.hpp"
 #include "bindings/py_index.hpp"
@@ -393,6 +394,7 @@ NB_MODULE(_native, module) {
   kvindex::bind_queries(module);
   kvindex::bind_routing(module);
 #ifdef __linux__
+  kvindex::bind_intake(module);
   kvindex::bind_ring(module);
 #endif
   module.def("floor_convert", &kvindex::floor_convert, "token_ids"_a);

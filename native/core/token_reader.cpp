@@ -17,19 +17,19 @@ constexpr size_t kLane = 16;            // bytes that are worked on together
 constexpr size_t kPadding = 2 * kLane;  // bytes behind a window that are looked at too
 constexpr uint8_t kNoToken = 0xc1;      // begins nothing in msgpack
 
-typedef uint8_t Lane __attribute__((vector_size(kLane)));
+typedef uint8_t Bytes __attribute__((vector_size(kLane)));
 
-inline void load(const uint8_t* at, Lane& lane) { std::memcpy(&lane, at, sizeof lane); }
-inline void store(uint8_t* at, const Lane& lane) { std::memcpy(at, &lane, sizeof lane); }
+inline void load(const uint8_t* at, Bytes& lane) { std::memcpy(&lane, at, sizeof lane); }
+inline void store(uint8_t* at, const Bytes& lane) { std::memcpy(at, &lane, sizeof lane); }
 
 class Window {
  public:
   // `kPadding` bytes must follow the `size` bytes.
   Window(const uint8_t* bytes, size_t size) : bytes_(bytes) {
-    Lane lead, after1, after2, after3, after5, first;
+    Bytes lead, after1, after2, after3, after5, first;
     for (size_t i = 0; i < size + kLane; i += kLane) {
       load(bytes + i, lead);
-      store(&one_[i], choose(lead, Lane{} + 1, Lane{} + 2, Lane{} + 3, Lane{} + 5));
+      store(&one_[i], choose(lead, Bytes{} + 1, Bytes{} + 2, Bytes{} + 3, Bytes{} + 5));
     }
     for (size_t i = 0; i < size; i += kLane) {
       load(bytes + i, lead);
@@ -56,12 +56,12 @@ class Window {
 
  private:
   // For each lead the byte of the lane that belongs to the length it stands for, else 0.
-  static Lane choose(const Lane& lead, const Lane& of1, const Lane& of2, const Lane& of3,
-                     const Lane& of5) {
-    return (reinterpret_cast<Lane>(lead < 0x80) & of1) |
-           (reinterpret_cast<Lane>(lead == msgpack::kUint8) & of2) |
-           (reinterpret_cast<Lane>(lead == msgpack::kUint16) & of3) |
-           (reinterpret_cast<Lane>(lead == msgpack::kUint32) & of5);
+  static Bytes choose(const Bytes& lead, const Bytes& of1, const Bytes& of2, const Bytes& of3,
+                     const Bytes& of5) {
+    return (reinterpret_cast<Bytes>(lead < 0x80) & of1) |
+           (reinterpret_cast<Bytes>(lead == msgpack::kUint8) & of2) |
+           (reinterpret_cast<Bytes>(lead == msgpack::kUint16) & of3) |
+           (reinterpret_cast<Bytes>(lead == msgpack::kUint32) & of5);
   }
 
   const uint8_t* bytes_;

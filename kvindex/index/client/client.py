@@ -34,6 +34,7 @@ from kvindex.subscribe import (
     Tap,
     Worker,
 )
+from kvindex.subscribe.lanes import Lanes
 from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
@@ -175,9 +176,11 @@ class Client(Answering):
             options.get("clock", time.monotonic),
             None if tap is None else tap.restored,
         )
+        fingerprints = Fingerprints(self._index.seed)
         self.subscriber = Subscriber(
             known,
-            fingerprints=Fingerprints(self._index.seed),
+            fingerprints=fingerprints,
+            lanes=_lanes(self._index, fingerprints, tap),
             resume=self._saved,
             **_settings(self._index, self._saved, tap),
             on_stop=on_stop,
@@ -430,3 +433,11 @@ def _settings(index: Index, saved: SavedState, tap: Tap | None) -> dict[str, Any
         tap.statuses(statuses)
 
     return {"sink": on_item, "on_batch": on_batch, "decode": _keep, "on_statuses": on_statuses}
+
+
+def _lanes(index: Index, fingerprints: Fingerprints, tap: Tap | None) -> Lanes | None:
+    """Return lanes into an index; None if it is not the native one, or a user's own kind of it."""
+    if fingerprints.core is None or index.backend != "native" or type(index) is not Index:
+        return None
+    core, number = index.lane_target()
+    return Lanes(core, number, fingerprints.core, None if tap is None else tap.batch)
