@@ -107,12 +107,9 @@ class Feed:
         self.failure = ""
         self.closed = False
         self.lost_at: float | None = None  # when the connection broke; None while connected
-        repairable = address.replay is not None
         self.rank = rank = Rank(worker.name, address.dp_rank)
-        options = settings.socket_options
-        self.sequencer = Sequencer(
-            rank, replace(settings.sequencer, has_replay=repairable), now=settings.clock()
-        )
+        config = replace(settings.sequencer, has_replay=address.replay is not None)
+        self.sequencer = Sequencer(rank, config, now=settings.clock())
         self._allowance = Allowance(settings.clock, settings.outlet.has_room)
         time_left = self._allowance.left
         self.delivery = Delivery(rank, settings.outlet, time_left)
@@ -130,17 +127,23 @@ class Feed:
         intake = watch.intake
         self._lane = None if lanes is None or intake is None else lanes.make(intake)
         self._armed = False
+        self.live, self.replay = self._links(settings)
+
+    def _links(self, settings: FeedSettings) -> tuple[LiveLink, ReplayLink]:
+        """Return the two sides of the publisher; the live one connects at once."""
+        worker, address, options = self.worker, self.address, settings.socket_options
+        repairable = address.replay is not None
         connect = partial(
             Connection,
             settings.contexts.of(address.endpoint, address.replay),
             socket_options=options,
             curve=worker.curve,
             room=settings.room,
-            watch=watch,
+            watch=self._watch,
             owner=self,
         )
         hosts = HostCheck(address.endpoint), HostCheck(address.replay or "")
-        self.live = LiveLink(
+        live = LiveLink(
             lambda topics: connect(
                 zmq.SUB,
                 address.endpoint,
@@ -155,12 +158,13 @@ class Feed:
             hwm=options.queued(repairable=repairable),
             pause=options.max_reconnect,
         )
-        self.replay = ReplayLink(
+        replay = ReplayLink(
             lambda: connect(zmq.DEALER, address.replay or "", host=hosts[1]),
             self.reader,
             self.notes,
             self._look_again,
         )
+        return live, replay
 
     def rename(self, rank: Rank) -> None:
         """Give the rank another name, also in items that wait to be handed over."""

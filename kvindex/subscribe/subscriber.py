@@ -149,11 +149,7 @@ class Subscriber(Following):
         self._drop.atexit = False
         prepare_forks(self, Subscriber._prepare_fork)
         try:
-            for worker in workers_of(workers):
-                self.add(worker, resume=saved)
-            if isinstance(resume, Mapping):
-                roster = self._thread.roster
-                self.call(lambda: roster.note_strangers(Rank(*rank) for rank in resume))
+            self._begin(workers, saved, resume)
         except BusyError:
             self._drop.detach()
             self._thread.end(0.0)  # `close` has waited long enough for the sink
@@ -161,6 +157,18 @@ class Subscriber(Following):
         except BaseException:
             self.close()
             raise
+
+    def _begin(
+        self,
+        workers: Iterable[Worker] | Worker,
+        saved: SavedRanks,
+        resume: Mapping[Rank, bytes] | SavedRanks,
+    ) -> None:
+        for worker in workers_of(workers):
+            self.add(worker, resume=saved)
+        if isinstance(resume, Mapping):
+            roster = self._thread.roster
+            self.call(lambda: roster.note_strangers(Rank(*rank) for rank in resume))
 
     # Calls from any thread --------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvindex import ConfigurationError, Worker
+from kvindex import BACKEND, ConfigurationError, Worker
 from kvindex.tools.cli.arguments import (
     Options,
     add_cache_options,
@@ -158,14 +158,14 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
+    if BACKEND != "native":
+        raise ConfigurationError(
+            "the service needs the native module: install a C++20 compiler, then kvindex again "
+            "with `pip install --no-cache-dir --force-reinstall`"
+        )
     try:
         from kvindex.service.server import Server
     except ModuleNotFoundError as error:
-        if error.name == "kvindex.wire._native":
-            raise ConfigurationError(
-                "the service needs the native module: install a C++20 compiler, then kvindex again "
-                "with `pip install --no-cache-dir --force-reinstall`"
-            ) from error
         if (error.name or "").startswith("kvindex"):
             raise
         raise ConfigurationError(
