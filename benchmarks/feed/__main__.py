@@ -81,15 +81,8 @@ def _publish_fast(spec: FeedSpec, fleet: Fleet) -> None:
 
 
 def _publish_paced(spec: FeedSpec, fleet: Fleet) -> None:
-    queues = _queues(spec, fleet.place_everywhere(EVERYWHERE))
-    _extend(queues, spec, spec.source.changes(fleet, spec.blocks))
-    requests = long_prompts(fleet, islice(spec.source.requests(), 100 * SAMPLES), SAMPLES - 1)
-    prompts = [fleet.prompt(EVERYWHERE), *requests]
-    _extend(queues, spec, fleet.place_everywhere(SENTINEL))
-    fast = _in_turn(queues, [0] * spec.ranks)
-    later = replace(spec.source, seed=spec.source.seed + 1)
-    paced_queues = _queues(spec, later.changes(fleet, fleet.entries + spec.paced_blocks))
-    paced = _in_turn(paced_queues, list(map(len, queues)))
+    queues, prompts, later = _filled(spec, fleet)
+    fast, paced = _in_turn(queues, [0] * spec.ranks), _in_turn(later, list(map(len, queues)))
     with zmq.Context() as context:
         sockets = [context.socket(zmq.XPUB) for _ in queues]
         for publisher in sockets:
@@ -115,16 +108,9 @@ def _publish_paced(spec: FeedSpec, fleet: Fleet) -> None:
 
 
 def _publish_voices(spec: FeedSpec, fleet: Fleet) -> None:
-    queues = _queues(spec, fleet.place_everywhere(EVERYWHERE))
-    _extend(queues, spec, spec.source.changes(fleet, spec.blocks))
-    requests = long_prompts(fleet, islice(spec.source.requests(), 100 * SAMPLES), SAMPLES - 1)
-    prompts = [fleet.prompt(EVERYWHERE), *requests]
-    _extend(queues, spec, fleet.place_everywhere(SENTINEL))
+    queues, prompts, later = _filled(spec, fleet)
     fast = _in_turn(queues, [0] * spec.ranks)
-    later = replace(spec.source, seed=spec.source.seed + 1)
-    paced = _queues(spec, later.changes(fleet, fleet.entries + spec.paced_blocks))
-    seqs = list(map(len, queues))
-    voices = list(_with_markers(spec, fleet, paced, seqs))
+    voices = list(_with_markers(spec, fleet, later, list(map(len, queues))))
     listeners = [socket.create_server(("127.0.0.1", 0), backlog=1) for _ in queues]
     endpoints = [f"tcp://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
     _say(endpoints=endpoints, blocks=fleet.entries, batches=len(voices))
@@ -140,6 +126,17 @@ def _publish_voices(spec: FeedSpec, fleet: Fleet) -> None:
     if sys.stdin.readline():
         _say(sent=_speak(connections, voices, spec.batch_rate))
         sys.stdin.read()
+
+
+def _filled(spec: FeedSpec, fleet: Fleet) -> tuple[Queues, list[Prompt], Queues]:
+    """Return what is sent before the paced part, prompts with their answers, and that part."""
+    queues = _queues(spec, fleet.place_everywhere(EVERYWHERE))
+    _extend(queues, spec, spec.source.changes(fleet, spec.blocks))
+    requests = long_prompts(fleet, islice(spec.source.requests(), 100 * SAMPLES), SAMPLES - 1)
+    prompts = [fleet.prompt(EVERYWHERE), *requests]
+    _extend(queues, spec, fleet.place_everywhere(SENTINEL))
+    later = replace(spec.source, seed=spec.source.seed + 1)
+    return queues, prompts, _queues(spec, later.changes(fleet, fleet.entries + spec.paced_blocks))
 
 
 _Voice: TypeAlias = tuple[int, bytes, int | None]
