@@ -169,7 +169,9 @@ def _results(cell: _Cell, runs: dict[str, list[_Paced]]) -> Iterator[Result]:
             notes=[note],
         )
 
-    yield result("CPU", "µs/batch", lambda paced: paced.cpu, Bar(times=3.0))
+    has_bars = (cell.rate, cell.blocks, cell.queries) == (BATCH_RATES[-1], BATCH_BLOCKS[-1], 0)
+    cpu_bar = Bar(times=3.0) if has_bars else None
+    yield result("CPU", "µs/batch", lambda paced: paced.cpu, cpu_bar)
     if cell.queries:
         for percent in (50, 99):
             yield result(f"age, p{percent}", "ms", partial(_age, percent))
@@ -181,7 +183,7 @@ def _results(cell: _Cell, runs: dict[str, list[_Paced]]) -> Iterator[Result]:
         measure=f"{cell.title}: longest turn",
         unit="ms",
         values={OURS: max(longest, default=0.0)},
-        bar=Bar(at_most=10.0),
+        bar=Bar(at_most=10.0) if has_bars else None,
         notes=[note],
     )
 
