@@ -31,7 +31,8 @@ int milliseconds(std::chrono::steady_clock::duration left) {
 void Intake::add(Lane& lane, int socket, int monitor) {
   watched_[socket] = {&lane, socket, false};
   if (monitor >= 0) watched_[monitor] = {&lane, socket, true};
-  pending_[&lane] = socket;  // descriptors report changes only, and something may be there already
+  // Descriptors report changes only, and something may be there already.
+  if (!is_pending(&lane)) pending_.emplace_back(&lane, socket);
 }
 
 void Intake::remove(Lane& lane, int socket, int monitor) {
@@ -39,7 +40,12 @@ void Intake::remove(Lane& lane, int socket, int monitor) {
     const auto at = watched_.find(descriptor);
     if (at != watched_.end() && at->second.lane == &lane) watched_.erase(at);
   }
-  pending_.erase(&lane);
+  std::erase_if(pending_, [&](const auto& entry) { return entry.first == &lane; });
+}
+
+bool Intake::is_pending(const Lane* lane) const {
+  return std::any_of(pending_.begin(), pending_.end(),
+                     [&](const auto& entry) { return entry.first == lane; });
 }
 
 void Intake::take(Lane& lane, int socket, Clock::time_point until, Found& found) {
@@ -49,7 +55,7 @@ void Intake::take(Lane& lane, int socket, Clock::time_point until, Found& found)
   if (outcome == Lane::Outcome::odd) found.ready.push_back(socket);
   if (outcome == Lane::Outcome::more) {
     found.more.push_back(socket);
-    pending_[&lane] = socket;
+    pending_.emplace_back(&lane, socket);
   }
 }
 
@@ -76,9 +82,12 @@ Intake::Found Intake::wait(double seconds, double show_after, bool shows_at_once
           lane->disarm();
           found.ready.push_back(socket);
         }
-      } else if (!pending_.contains(lane) && Clock::now() < until) {
-        // Else it was taken from just now, or it is still readable and comes again.
+      } else if (is_pending(lane)) {
+        continue;  // it was taken from just now
+      } else if (Clock::now() < until) {
         take(*lane, socket, until, found);
+      } else {
+        pending_.emplace_back(lane, socket);  // its turn comes before that of others
       }
     }
     const auto ended = Clock::now();

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/lane.hpp"
@@ -47,10 +48,11 @@ class Intake {
   using Clock = Lane::Clock;
 
   void take(Lane& lane, int socket, Clock::time_point until, Found& found);
+  bool is_pending(const Lane* lane) const;
 
   int epoll_;
   std::unordered_map<int, Watched> watched_;  // by descriptor
-  std::unordered_map<Lane*, int> pending_;    // lanes that may have more, and their sockets
+  std::vector<std::pair<Lane*, int>> pending_;  // lanes to take from next, and their sockets
   uint64_t rounds_ = 0;
   Clock::duration longest_round_{};
 };

@@ -16,6 +16,7 @@ constexpr int kPollIn = 1;
 constexpr size_t kMostMessages = 256;  // of one stream before others get their turn
 constexpr size_t kMostBytes = size_t{8} << 20;
 constexpr size_t kChunk = 16;  // messages received, then applied while the caches have them
+constexpr size_t kChunkBytes = size_t{32} << 10;  // likewise: a long message is a chunk by itself
 constexpr size_t kMostBlocks = size_t{1} << 17;  // as kvindex.wire.decode.MAX_BLOCKS
 constexpr size_t kMostKept = size_t{4} << 20;  // bytes of the decoded batch between messages
 constexpr size_t kSeqBytes = 8;
@@ -66,7 +67,7 @@ Lane::Outcome Lane::take(Clock::time_point until) {
   for (size_t messages = 0, bytes = 0; messages < kMostMessages && bytes < kMostBytes;) {
     size_t count = 0;
     bool is_drained = false;
-    while (count < kChunk && bytes < kMostBytes) {
+    for (const size_t end = bytes + kChunkBytes; count < kChunk && bytes < end; ++count) {
       if (count == chunk.size()) chunk.emplace_back(*zmq_);
       if (!chunk[count].receive(socket_)) {
         is_drained = true;
@@ -74,7 +75,6 @@ Lane::Outcome Lane::take(Clock::time_point until) {
       }
       bytes += chunk[count].bytes();
       taken_.bytes += chunk[count].bytes();
-      ++count;
     }
     // Messages first, then the monitor: so no message of a new connection is taken for one of the
     // connection before.

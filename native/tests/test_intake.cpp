@@ -218,6 +218,29 @@ void takes_no_more_than_others_can_wait_for() {
   }
 }
 
+// A lane whose messages take all the time of a round, again and again, does not keep others out.
+void busy_lanes_let_others_have_their_turn() {
+  World world;
+  FakeSocket quiet, no_monitor;
+  const uint32_t other = world.index.add();
+  Lane lane(kFake, world.index, KeyMaker(made_secrets(2)), false);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = quiet.descriptor();
+  EXPECT(epoll_ctl(world.epoll, EPOLL_CTL_ADD, quiet.descriptor(), &event) == 0);
+  lane.arm(&quiet, &no_monitor, {other, "kv", 0, 50.0, false});
+  world.intake.add(lane, quiet.descriptor(), -1);
+  world.look();
+  for (uint64_t seq = 0; seq < 100'000; ++seq) world.socket.send(message(seq));
+  quiet.send(message(0));
+  int looks = 0;
+  while (world.index.size(other) == 0) {
+    EXPECT(++looks <= 3);
+    world.look();
+  }
+  world.intake.remove(lane, quiet.descriptor(), -1);
+}
+
 void leaves_what_a_removed_rank_sends() {
   World world;
   world.index.remove(world.rank);
@@ -261,6 +284,7 @@ int main() {
   leaves_what_is_not_expected();
   leaves_all_when_the_monitor_reports();
   takes_no_more_than_others_can_wait_for();
+  busy_lanes_let_others_have_their_turn();
   leaves_what_a_removed_rank_sends();
   queries_meanwhile();
   EXPECT(open_messages == 0);
