@@ -54,8 +54,7 @@ class FeedSpec:
 
 def sentinel_tokens() -> list[int]:
     """Return the prompt that every rank holds at the end."""
-    tokens: list[int] = Fleet(1, seed=0).prompt(SENTINEL).tokens.tolist()
-    return tokens
+    return _tokens(SENTINEL)
 
 
 def marker(number: int) -> tuple[Segment, ...]:
@@ -65,5 +64,9 @@ def marker(number: int) -> tuple[Segment, ...]:
 
 def marker_tokens(number: int) -> list[int]:
     """Return a marker's tokens."""
-    tokens: list[int] = Fleet(1, seed=0).prompt(marker(number)).tokens.tolist()
+    return _tokens(marker(number))
+
+
+def _tokens(prompt: tuple[Segment, ...]) -> list[int]:
+    tokens: list[int] = Fleet(1, seed=0).prompt(prompt).tokens.tolist()
     return tokens

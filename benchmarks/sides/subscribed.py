@@ -7,7 +7,6 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.feed import sentinel_tokens
-from benchmarks.process import allow_descriptors
 from benchmarks.sides.busy import ask, listen
 from kvindex import Client, Match, State, Worker, connect
 
@@ -30,7 +29,6 @@ class Subscribed:
         """
         gc.collect()
         gc.freeze()
-        allow_descriptors()
         size = self._worker_ranks = worker_ranks or len(endpoints)
         self._client = connect(
             [

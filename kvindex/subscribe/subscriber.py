@@ -148,15 +148,7 @@ class Subscriber(Following):
         self._drop = weakref.finalize(self, _drop, self._thread, os.getpid())
         self._drop.atexit = False
         prepare_forks(self, Subscriber._prepare_fork)
-        try:
-            self._begin(workers, saved, resume)
-        except BusyError:
-            self._drop.detach()
-            self._thread.end(0.0)  # `close` has waited long enough for the sink
-            raise
-        except BaseException:
-            self.close()
-            raise
+        self._begin(workers, saved, resume)
 
     def _begin(
         self,
@@ -164,11 +156,20 @@ class Subscriber(Following):
         saved: SavedRanks,
         resume: Mapping[Rank, bytes] | SavedRanks,
     ) -> None:
-        for worker in workers_of(workers):
-            self.add(worker, resume=saved)
-        if isinstance(resume, Mapping):
-            roster = self._thread.roster
-            self.call(lambda: roster.note_strangers(Rank(*rank) for rank in resume))
+        """Add the first workers; close everything if that fails."""
+        try:
+            for worker in workers_of(workers):
+                self.add(worker, resume=saved)
+            if isinstance(resume, Mapping):
+                roster = self._thread.roster
+                self.call(lambda: roster.note_strangers(Rank(*rank) for rank in resume))
+        except BusyError:
+            self._drop.detach()
+            self._thread.end(0.0)  # `close` has waited long enough for the sink
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     # Calls from any thread --------------------------------------------------------------------
 

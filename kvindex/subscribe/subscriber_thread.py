@@ -64,8 +64,8 @@ class SubscriberThread:
         self.commands = Commands(self.wake)
         self._waiting: dict[Feed, None] = {}  # feeds that wait for their turn, the longest first
         self._unshown: dict[Feed, None] = {}  # feeds whose lanes have taken something
-        self._woke_at = time.perf_counter()
-        self._show_at = 0.0  # of time.monotonic; when it shows in statuses
+        self._woke_at = time.monotonic()
+        self._show_at = 0.0  # when it shows in statuses
         self.stopping = False
         self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)
         self._thread.start()
@@ -131,7 +131,7 @@ class SubscriberThread:
             self.commands.run()
             if not self.stopping:
                 self._bound_inflow(self._clock())
-            self._woke_at = time.perf_counter()
+            self._woke_at = time.monotonic()
             return  # no time-out may count while its reply waits in a socket
         self._note_turn()
         watch, seconds = self._watch, 0.0 if self._waiting else self._sleep()
@@ -141,7 +141,7 @@ class SubscriberThread:
             self._show_at = time.monotonic() + SHOW_AFTER
         self._unshown.update(dict.fromkeys(watch.taken))
         self.board.sign(now)
-        self._woke_at = time.perf_counter()
+        self._woke_at = time.monotonic()
         changed = []
         if self.commands.waiting:
             changed += self._collect(now)  # a call finds every stream where the sink stands
@@ -165,7 +165,7 @@ class SubscriberThread:
 
     def _note_turn(self) -> None:
         """Count the turn that ends, and those that lanes have made alone."""
-        longest = time.perf_counter() - self._woke_at
+        longest = time.monotonic() - self._woke_at
         intake, counters = self._watch.intake, self._counters
         if intake is not None:
             longest = max(longest, intake.longest_round())
@@ -215,8 +215,8 @@ class SubscriberThread:
         if now >= self._bound_at and not self._to_bound:
             self._bound_at = now + _MAX_SLEEP
             self._to_bound.extend(self.roster.feeds.values())
-        until = time.perf_counter() + _BOUNDING
-        while self._to_bound and time.perf_counter() < until:
+        until = time.monotonic() + _BOUNDING
+        while self._to_bound and time.monotonic() < until:
             feed = self._to_bound.popleft()
             self.roster.guard(feed, feed.bound_inflow, now)
 

@@ -2,7 +2,6 @@
 
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <cstring>
 #include <utility>
 #include <vector>

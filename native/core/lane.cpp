@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "core/big_endian.hpp"
 #include "core/decode.hpp"
 
 namespace kvindex {
@@ -19,7 +20,6 @@ constexpr size_t kChunk = 16;  // messages received, then applied while the cach
 constexpr size_t kChunkBytes = size_t{32} << 10;  // likewise: a long message is a chunk by itself
 constexpr size_t kMostBlocks = size_t{1} << 17;  // as kvindex.wire.decode.MAX_BLOCKS
 constexpr size_t kMostKept = size_t{4} << 20;  // bytes of the decoded batch between messages
-constexpr size_t kSeqBytes = 8;
 
 }  // namespace
 
@@ -104,9 +104,8 @@ bool Lane::monitor_reports() const {
 bool Lane::apply(ZmqMessage& message) {
   if (message.frames() != 3) return false;
   const std::string_view head = message.frame(1);
-  if (!message.frame(0).starts_with(expected_.topic) || head.size() != kSeqBytes) return false;
-  uint64_t seq = 0;
-  for (const char byte : head) seq = seq << 8 | static_cast<unsigned char>(byte);
+  if (!message.frame(0).starts_with(expected_.topic) || head.size() != sizeof(uint64_t)) return false;
+  const auto seq = load_big_endian<uint64_t>(reinterpret_cast<const uint8_t*>(head.data()));
   if (seq != expected_.seq || seq == ~uint64_t{0}) return false;
   const std::string_view payload = message.frame(2);
   thread_local Batch batch;

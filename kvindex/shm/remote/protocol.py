@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, TypeAlias
@@ -134,7 +135,7 @@ def decode(part: bytes) -> Packet:
         raise Malformed(f"{len(part)} bytes that are no packet of this protocol") from None
 
 
-class RemoteEnd:
+class RemoteEnd(ABC):
     """A socket that refuses a second thread, and forked children; any thread may close it.
 
     ZeroMQ's sockets break when two threads use them, and in a forked child they wait for ever.
@@ -178,8 +179,8 @@ class RemoteEnd:
                 self._closed = True
                 self._close()
 
-    def _close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _close(self) -> None: ...
 
     def _close_socket(self, linger: float) -> None:
         """Close the socket; wait at most `linger` seconds until all is sent."""

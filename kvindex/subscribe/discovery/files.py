@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -116,7 +117,7 @@ def _by_rank(endpoints: str | list[str] | dict[str, str] | None) -> Any:
     return {int(rank): endpoint for rank, endpoint in endpoints.items()}
 
 
-class FollowedFile:
+class FollowedFile(ABC):
     """A file as a source: lists its engines, and again whenever it changes.
 
     A file that is missing, empty or cannot be understood removes no engine: its last list stays
@@ -144,9 +145,9 @@ class FollowedFile:
         self._read_state: object = self  # what it looked like when it was last read
         self._is_good = False  # whether it could be used then
 
+    @abstractmethod
     def read(self) -> Iterable[Target]:
         """Return the engines that the file lists now; `DiscoveryError` if it cannot be used."""
-        raise NotImplementedError
 
     def watch(self, notify: Notify) -> None:
         """Call `notify` with the engines, and again after each change, until `close`.
