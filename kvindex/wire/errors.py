@@ -31,6 +31,7 @@ __all__ = [
     "InUseError",
     "InvariantError",
     "KVIndexError",
+    "NatsError",
     "NoCandidateError",
     "NotLiveError",
     "PeerDiedError",
@@ -293,6 +294,10 @@ class DiscoveryError(_ReasonedError, ConnectionError):
     def __init__(self, message: str, *, url: str, reason: str) -> None:
         super().__init__(message, reason=reason)
         self.url = url
+
+
+class NatsError(KVIndexError, ConnectionError):
+    """NATS cannot be reached, or refuses what was asked; the message has its reason."""
 
 
 class NotLiveError(KVIndexError, TimeoutError):

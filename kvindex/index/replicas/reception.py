@@ -25,6 +25,7 @@ from kvindex.index.replicas.messages import (
     Frame,
     JoinRequest,
     Leave,
+    RankSection,
     Refused,
     ReportRequest,
     ServerReport,
@@ -33,7 +34,7 @@ from kvindex.index.replicas.messages import (
     frame_bytes,
 )
 from kvindex.index.replicas.outflow import Outflow, StreamTap
-from kvindex.index.replicas.snapshot import Snapshots
+from kvindex.index.replicas.snapshot import Part, Snapshots, TakenRank
 from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
 from kvindex.wire.log_rate import LogRate
 
@@ -65,7 +66,7 @@ class Guest:
         *,
         admit: Callable[[JoinRequest], Admission | Refused],
         report: Callable[[], bytes],
-        make_snapshot: Callable[[], Generator[bytes, None, None]],
+        make_snapshot: Callable[[], Generator[Part, None, None]],
         patience: float,
     ) -> None:
         self.connection = connection
@@ -110,7 +111,7 @@ class Guest:
             _expected(Attached, frame)
             with closing(self._make_snapshot()) as parts:
                 for part in parts:
-                    await self._send(part)
+                    await self._send_part(part)
             self.following = True
             on_joined(self)
             frame = await self._receive()
@@ -131,6 +132,14 @@ class Guest:
         data = bytes(self._received[:size])
         del self._received[:size]
         return data
+
+    async def _send_part(self, part: Part) -> None:
+        if not isinstance(part, TakenRank):
+            await self._send(encode_frame(part))
+            return
+        size = len(part.section)
+        await self._send(encode_frame(RankSection(part.rank, part.number, part.status, size)))
+        await self._send(part.section)
 
     async def _send(self, data: bytes) -> None:
         view = memoryview(data)

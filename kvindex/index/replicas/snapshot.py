@@ -18,14 +18,37 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterable
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from kvindex.index.client import Client
-from kvindex.index.replicas.messages import Begin, End, RankSection, encode_frame
+from kvindex.index.replicas.messages import Begin, End
 from kvindex.index.replicas.outflow import StreamTap
+from kvindex.subscribe import RankStatus
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 
 _HOLD = 0.005  # seconds: a turn of the thread under load takes longer
+
+
+class TakenRank(NamedTuple):
+    """A rank as it was just before a message.
+
+    Attributes:
+        rank: the rank.
+        number: of that message.
+        status: the rank's status then, if it was subscribed to.
+        section: its contents, of `Index.dump`.
+        cursor: up to where its stream was applied; None if it cannot be continued from there.
+    """
+
+    rank: Rank
+    number: int
+    status: RankStatus | None
+    section: bytes
+    cursor: bytes | None
+
+
+Part: TypeAlias = Begin | TakenRank | End
 
 
 class _Order:
@@ -33,12 +56,13 @@ class _Order:
 
     def __init__(self) -> None:
         self.lacks: dict[Rank, None] = {}  # in the order in which they are to be taken
-        self.ready: deque[bytes] = deque()
+        self.ready: deque[TakenRank] = deque()
 
-    def give(self, rank: Rank, parts: list[bytes]) -> None:
+    def give(self, rank: Rank, taken: TakenRank | None) -> None:
         if rank in self.lacks:
             del self.lacks[rank]
-            self.ready.extend(parts)
+            if taken is not None:
+                self.ready.append(taken)
 
 
 class Snapshots:
@@ -60,7 +84,7 @@ class Snapshots:
         self._hold = hold
         self._orders: list[_Order] = []
 
-    def parts(self) -> Generator[bytes, None, None]:
+    def parts(self) -> Generator[Part, None, None]:
         """Admit the readers that have attached to the ring; then yield the parts of a snapshot."""
         call = self._client.subscriber.call
         order = _Order()
@@ -70,7 +94,7 @@ class Snapshots:
             while end is None:
                 number, renames, ranks = call(self._begin)
                 order.lacks = dict.fromkeys(ranks)
-                yield encode_frame(Begin(number))
+                yield Begin(number)
                 while order.ready or (order.lacks and self._tap.renames == renames):
                     if not order.ready:
                         self._take_for(order)
@@ -78,17 +102,17 @@ class Snapshots:
                         yield order.ready.popleft()
                 end = call(partial(self._end, renames))
                 self.counters["snapshots_begun_again"] += end is None
-            yield encode_frame(end)
+            yield end
         finally:
             self._orders.remove(order)
 
     def _take_for(self, order: _Order) -> None:
         """Copy the next ranks that a joiner lacks, for all joiners that lack them."""
         taken = self._client.subscriber.call(partial(self._take, list(order.lacks)))
-        for rank, parts in taken:
-            self.counters["sections_taken"] += bool(parts)
+        for rank, copy in taken:
+            self.counters["sections_taken"] += copy is not None
             for each in self._orders:
-                each.give(rank, parts)
+                each.give(rank, copy)
 
     # On the subscriber's thread ---------------------------------------------------------------
 
@@ -96,20 +120,20 @@ class Snapshots:
         self._tap.attend()
         return self._tap.number, self._tap.renames, self._client.index.ranks
 
-    def _take(self, ranks: Iterable[Rank]) -> list[tuple[Rank, list[bytes]]]:
-        """Return head and section of as many ranks as the time is enough for, at least one."""
+    def _take(self, ranks: Iterable[Rank]) -> list[tuple[Rank, TakenRank | None]]:
+        """Return copies of as many ranks as the time is enough for, at least one; None: gone."""
         self._tap.flush()
-        taken: list[tuple[Rank, list[bytes]]] = []
-        until = time.monotonic() + self._hold
+        taken: list[tuple[Rank, TakenRank | None]] = []
+        subscriber, until = self._client.subscriber, time.monotonic() + self._hold
         for rank in ranks:
             try:
                 section = self._client.index.dump(rank)
             except UnknownRankError:  # removed: the messages say so
-                taken.append((rank, []))
+                taken.append((rank, None))
                 continue
-            status = self._client.subscriber.find(rank)
-            head = encode_frame(RankSection(rank, self._tap.number, status, len(section)))
-            taken.append((rank, [head, section]))
+            status = subscriber.find(rank)
+            cursor = None if status is None else subscriber.cursor(rank)
+            taken.append((rank, TakenRank(rank, self._tap.number, status, section, cursor)))
             if time.monotonic() >= until:
                 break
         return taken

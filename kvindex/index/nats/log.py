@@ -1,0 +1,290 @@
+"""The log of a pool, in JetStream: its stream, its head, appends and a reader.
+
+The stream promises nothing that kvindex relies on but this: it gives each message a number, one
+higher than the message before. An append names the number that it expects to follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from kvindex.wire.errors import ConfigurationError, NatsError
+from kvindex.wire.nats import NatsPool
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client as NatsClient
+    from nats.aio.msg import Msg
+
+SHORTEST_PAYLOAD = 64 << 10  # bytes: a server that allows less is refused
+_API_SECONDS = 2.0  # for each request to JetStream
+_WRONG_HEAD, _NO_STREAM, _OTHER_STREAM, _NO_JETSTREAM = 10071, 10059, 10058, 10076
+_EXPECTED = "Nats-Expected-Last-Sequence"
+_READ_BYTES = 64 << 20  # that wait in this process; the reader asks again for what is dropped
+
+
+class StreamSettings(msgspec.Struct, frozen=True):
+    """How a pool's stream and bucket are made if they are missing.
+
+    Attributes:
+        replicas: servers that store them: 1, 3 or 5.
+        store: "memory", or "file". Bodies contain prompts' tokens, so a file stores them at rest.
+        max_bytes: size of the log; the oldest messages go when it is full.
+
+    Raises:
+        ConfigurationError: a value cannot work.
+    """
+
+    replicas: int = 1
+    store: str = "memory"
+    max_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.replicas not in (1, 3, 5):
+            raise ConfigurationError(f"replicas must be 1, 3 or 5, not {self.replicas!r}")
+        if self.store not in ("memory", "file"):
+            raise ConfigurationError(f'store must be "memory" or "file", not {self.store!r}')
+        if self.max_bytes < 8 << 20:
+            raise ConfigurationError(f"max_bytes must be at least 8 MiB, not {self.max_bytes!r}")
+
+
+class Head(NamedTuple):
+    """The end of the log.
+
+    Attributes:
+        seq: number of the last message; 0 if there was none.
+        first_seq: number of the first message that is still there.
+        epoch: that of the last message; None if it is gone.
+    """
+
+    seq: int
+    first_seq: int
+    epoch: str | None
+
+
+class AppendRefusedError(NatsError):
+    """Another message has the number that an append expected to get."""
+
+
+class NoStreamError(NatsError):
+    """There is no such stream."""
+
+
+class LogMessage(NamedTuple):
+    """A message that was read.
+
+    Attributes:
+        seq: its number.
+        epoch: its epoch.
+        pending: messages that follow it in the log and were not sent yet.
+        body: as it was appended.
+    """
+
+    seq: int
+    epoch: str
+    pending: int
+    body: bytes
+
+
+class Log:
+    """The log of a pool. Owner: the event loop of its connection.
+
+    All methods raise NatsError if NATS does not answer in time or refuses; the message says why.
+    """
+
+    def __init__(self, client: NatsClient, pool: NatsPool) -> None:
+        self.pool = pool
+        self._client = client
+        self._stream = client.jetstream(timeout=_API_SECONDS)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Most bytes of a body that the server accepts, headers not counted."""
+        return self._client.max_payload - 1024
+
+    async def make(self, settings: StreamSettings) -> None:
+        """Make stream and bucket if they are missing, and use them as they are if not.
+
+        Raises:
+            ConfigurationError: the stream that exists cannot be used; what to change.
+        """
+        from nats.js import api
+
+        store = api.StorageType(settings.store)
+        if self._client.max_payload < SHORTEST_PAYLOAD:
+            raise ConfigurationError(
+                f"{self.pool}: max_payload of the server is {self._client.max_payload} bytes: "
+                f"set it to 1MB, at least to {SHORTEST_PAYLOAD}"
+            )
+        try:
+            await self._asked(
+                self._stream.add_stream(
+                    api.StreamConfig(
+                        name=self.pool.stream,
+                        subjects=[self.pool.log_subjects],
+                        num_replicas=settings.replicas,
+                        storage=store,
+                        max_bytes=settings.max_bytes,
+                        discard=api.DiscardPolicy.OLD,
+                        allow_direct=True,
+                    )
+                )
+            )
+        except NatsError as error:
+            if _code(error) != _OTHER_STREAM:
+                raise
+        await self._check_stream()
+        if await self._has_bucket():
+            return
+        await self._asked(
+            self._stream.create_object_store(
+                self.pool.bucket,
+                api.ObjectStoreConfig(storage=store, replicas=settings.replicas),
+            )
+        )
+
+    async def _check_stream(self) -> None:
+        from nats.js import api
+
+        config = (await self._asked(self._stream.stream_info(self.pool.stream))).config
+        trouble = ""
+        if list(config.subjects or ()) != [self.pool.log_subjects]:
+            trouble = f"its subjects are {config.subjects}, not {self.pool.log_subjects!r}"
+        elif config.discard != api.DiscardPolicy.OLD:
+            trouble = "it refuses messages when it is full (discard=new) instead of old ones"
+        elif config.sealed or config.retention != api.RetentionPolicy.LIMITS:
+            trouble = "it is sealed, or does not retain messages by limits"
+        if trouble:
+            raise ConfigurationError(
+                f"the stream {self.pool.stream} exists, but {trouble}: delete it, and the relay "
+                "makes another, or choose another pool"
+            )
+
+    async def _has_bucket(self) -> bool:
+        try:
+            await self._asked(self._stream.stream_info(f"OBJ_{self.pool.bucket}"))
+        except NoStreamError:
+            return False
+        return True
+
+    async def head(self) -> Head:
+        """Return the end of the log; raises NoStreamError if there is no stream."""
+        info = await self._asked(self._stream.stream_info(self.pool.stream))
+        state = info.state
+        if not state.messages:
+            return Head(state.last_seq, state.first_seq, None)
+        try:
+            message = await self._asked(
+                self._stream.get_msg(self.pool.stream, seq=state.last_seq)
+            )
+        except NoStreamError:  # the message is gone, or the stream: the next look shows it
+            return Head(state.last_seq, state.first_seq, None)
+        return Head(state.last_seq, state.first_seq, self._epoch(message.subject or ""))
+
+    async def append(self, epoch: str, expected: int, body: bytes) -> int:
+        """Append a body if the log's last number is `expected`; return the body's number.
+
+        Raises:
+            AppendRefusedError: it is another number.
+            NoStreamError: there is no stream.
+            NatsError: NATS refuses, or does not answer: whether it was appended is unknown.
+        """
+        ack = await self._asked(
+            self._stream.publish(
+                self.pool.log_prefix + epoch,
+                body,
+                timeout=_API_SECONDS,
+                headers={_EXPECTED: str(expected)},
+            )
+        )
+        return int(ack.seq)
+
+    async def read(self, seq: int) -> LogReader:
+        """Return a reader of the messages from this number on."""
+        from nats.js import api
+
+        subscription = await self._asked(
+            self._stream.subscribe(
+                self.pool.log_subjects,
+                stream=self.pool.stream,
+                ordered_consumer=True,
+                config=api.ConsumerConfig(
+                    deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=seq
+                ),
+                pending_msgs_limit=1 << 20,
+                pending_bytes_limit=_READ_BYTES,
+            )
+        )
+        return LogReader(subscription, self._epoch)
+
+    def _epoch(self, subject: str) -> str:
+        """Return the epoch of a subject; that of another subject is the subject itself."""
+        return subject.removeprefix(self.pool.log_prefix)
+
+    async def _asked(self, call: Any) -> Any:
+        """Return the answer of a call of nats-py; its errors become ours."""
+        import nats.errors
+        from nats.js import errors as js_errors
+
+        try:
+            return await call
+        except js_errors.APIError as error:
+            kind = NatsError
+            if error.err_code == _WRONG_HEAD:
+                kind = AppendRefusedError
+            elif isinstance(error, js_errors.NotFoundError):
+                kind = NoStreamError
+            raise kind(f"{self.pool}: {_described(error)}") from error
+        except js_errors.NoStreamResponseError as error:
+            raise NoStreamError(f"{self.pool}: no stream has the subject") from error
+        except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+            raise NatsError(f"{self.pool}: {type(error).__name__}: {error}") from error
+
+
+class LogReader:
+    """Messages in order, from some number on. Owner: the event loop of its connection."""
+
+    def __init__(self, subscription: Any, epoch_of: Any) -> None:
+        self._subscription = subscription
+        self._epoch_of = epoch_of
+
+    async def next(self, timeout: float) -> LogMessage:
+        """Return the next message; raises TimeoutError (asyncio's) if none comes in time."""
+        import nats.errors
+
+        try:
+            message: Msg = await self._subscription.next_msg(timeout)
+        except nats.errors.TimeoutError:
+            raise asyncio.TimeoutError from None
+        except nats.errors.Error as error:
+            raise NatsError(f"reading the log: {type(error).__name__}: {error}") from error
+        metadata = message.metadata
+        return LogMessage(
+            metadata.sequence.stream,
+            self._epoch_of(message.subject),
+            metadata.num_pending or 0,
+            message.data,
+        )
+
+    async def close(self) -> None:
+        """End the delivery."""
+        import nats.errors
+
+        try:
+            await self._subscription.unsubscribe()
+        except nats.errors.Error:  # the connection is closed, or lost
+            pass
+
+
+def _code(error: NatsError) -> int | None:
+    return getattr(error.__cause__, "err_code", None)
+
+
+def _described(error: Any) -> str:
+    """Return what JetStream refuses, and what to do."""
+    text = f"{error.description or type(error).__name__} ({error.err_code or error.code})"
+    if error.err_code == _NO_JETSTREAM or (error.code == 503 and error.err_code is None):
+        return f"{text}: enable JetStream in the server, and for this account"
+    return text

@@ -1,0 +1,379 @@
+"""A pool on NATS: its servers and names, and how a connection to it is made.
+
+A *pool* is a group of engines whose events one relay writes to NATS: the name is part of every name
+that kvindex uses there, so several pools share a server.
+
+| name | what it is |
+|---|---|
+| stream `KVINDEX_<pool>` | the log: messages of the subjects `kvindex.<pool>.log.<epoch>` |
+| bucket `KVINDEX_<pool>_snapshots` | an object store with the newest snapshots |
+| subject `kvindex.<pool>.load` | core NATS: what gateways have booked |
+
+nats-py, of the extra `kvindex[nats]`, is imported only where a connection is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypedDict
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvindex.wire.errors import ConfigurationError, NatsError
+from kvindex.wire.forks import prepare_forks
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client as NatsClient
+
+_POOL = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_PORT = 4222
+_PING_SECONDS, _PINGS = 2, 2  # so a stopped server is noticed within 4 to 6 s
+_CONNECT_SECONDS = 2
+_RETRY_SECONDS = 0.1
+_PENDING_BYTES = 64 << 20  # that wait to be written to a connection
+
+
+class NatsOptions(TypedDict, total=False):
+    """How a connection to NATS is secured; all are optional.
+
+    Attributes:
+        user, password: of the account.
+        token: instead of these.
+        nkey_file: instead of these, a file with an nkey seed.
+        credentials_file: instead of these, a file with a JWT and its nkey.
+        tls_ca_file: certificates of authorities that servers are checked against; the system's by
+            default. With any `tls_…` option or a tls:// URL, the connection is encrypted or
+            fails. The handshake comes first, so servers need `handshake_first` in their TLS
+            settings (nats-server 2.10.4): with the other order nats-py would go on in plain text
+            if the server, or somebody in between, offers no TLS.
+        tls_cert_file, tls_key_file: this client's certificate and its key.
+        key_file: a file with 32 random bytes. Bodies and snapshots in NATS are sealed with it
+            (AES-256-GCM), so that NATS and who operates it read neither.
+    """
+
+    user: str
+    password: str
+    token: str
+    nkey_file: str
+    credentials_file: str
+    tls_ca_file: str
+    tls_cert_file: str
+    tls_key_file: str
+    key_file: str
+
+
+class NatsPool(msgspec.Struct, frozen=True):
+    """A pool's servers and names.
+
+    Attributes:
+        servers: their URLs, each with a port.
+        name: the pool's name.
+        options: how connections are secured.
+    """
+
+    servers: tuple[str, ...]
+    name: str
+    options: NatsOptions
+
+    @property
+    def stream(self) -> str:
+        """The stream that holds the log."""
+        return f"KVINDEX_{self.name}"
+
+    @property
+    def log_subjects(self) -> str:
+        """The subjects of all epochs."""
+        return f"{self.log_prefix}*"
+
+    @property
+    def log_prefix(self) -> str:
+        """What the subject of an epoch begins with; the epoch follows."""
+        return f"kvindex.{self.name}.log."
+
+    @property
+    def bucket(self) -> str:
+        """The object store that holds the snapshots."""
+        return f"KVINDEX_{self.name}_snapshots"
+
+    @property
+    def load_subject(self) -> str:
+        """The subject on which gateways share their load."""
+        return f"kvindex.{self.name}.load"
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether connections use TLS."""
+        wanted = any(name.startswith("tls_") for name in self.options)
+        return wanted or any(server.startswith("tls:") for server in self.servers)
+
+    def __str__(self) -> str:
+        return f"{','.join(self.servers)}/{self.name}"
+
+
+def parse_pool(url: str, pool: str | None, options: NatsOptions) -> NatsPool:
+    """Return the pool that a URL and a name stand for.
+
+    Args:
+        url: "nats://HOST[:PORT][,HOST[:PORT]…][/POOL]"; tls:// instead of nats:// for TLS. The
+            port is 4222 by default.
+        pool: the pool's name, of letters, digits, "_" and "-", unless the URL has it.
+        options: how connections are secured.
+
+    Raises:
+        ConfigurationError: it is no such URL, names no pool or another one, or options
+            contradict each other; the message says which.
+
+    Examples:
+        >>> parse_pool("nats://n1,n2:4223/llama", None, {}).servers
+        ('nats://n1:4222', 'nats://n2:4223')
+    """
+    scheme, separator, rest = url.partition("://")
+    hosts, _, path = rest.partition("/")
+    if separator != "://" or scheme not in ("nats", "tls") or not hosts:
+        raise ConfigurationError(
+            f"{url!r} is no URL of NATS: expected nats://HOST[:PORT][,HOST…][/POOL], or tls://"
+        )
+    if path and pool and path != pool:
+        raise ConfigurationError(f"the URL names the pool {path!r}, pool= names {pool!r}")
+    name = path or pool or ""
+    if not _POOL.fullmatch(name):
+        raise ConfigurationError(
+            f"the pool {name!r:.100} has no name that NATS allows: use 1 to 64 letters, digits, "
+            '"_" and "-"'
+            if name
+            else f"no pool is named: write {url.rstrip('/')}/POOL, or pass pool="
+        )
+    servers = tuple(_server(scheme, host, url) for host in hosts.split(","))
+    _check_options(options)
+    return NatsPool(servers, name, options)
+
+
+def _server(scheme: str, host: str, url: str) -> str:
+    if "@" in host:
+        raise ConfigurationError(
+            "a password in a URL is shown in logs and lists of processes: pass user= and password=,"
+            " or credentials_file="
+        )
+    try:
+        parts = urlsplit(f"{scheme}://{host}")
+        port = _PORT if parts.port is None else parts.port
+        name = parts.hostname
+    except ValueError as error:
+        raise ConfigurationError(f"{url!r}: {host!r} is no HOST[:PORT]: {error}") from None
+    if not name or parts.path or parts.query or parts.fragment or port == 0:
+        raise ConfigurationError(f"{url!r}: {host!r} is no HOST[:PORT]")
+    return f"{scheme}://{f'[{name}]' if ':' in name else name}:{port}"
+
+
+def _check_options(options: NatsOptions) -> None:
+    unknown = options.keys() - NatsOptions.__annotations__.keys()
+    if unknown:
+        raise ConfigurationError(f"{sorted(unknown)[0]!r} is no option of a connection to NATS")
+    for name, value in options.items():
+        if not isinstance(value, str) or not value:
+            raise ConfigurationError(f"{name} must be text, not {value!r:.100}")
+    ways = [n for n in ("user", "token", "nkey_file", "credentials_file") if n in options]
+    if len(ways) > 1:
+        raise ConfigurationError(f"{ways[0]} and {ways[1]} exclude each other")
+    for one, other in (("user", "password"), ("tls_cert_file", "tls_key_file")):
+        if (one in options) != (other in options):
+            raise ConfigurationError(f"{one} and {other} belong together")
+
+
+def require_nats() -> None:
+    """Raise ConfigurationError if nats-py is not installed."""
+    try:
+        import nats  # noqa: F401
+    except ImportError:
+        raise ConfigurationError(
+            "nats-py is missing: install it with `pip install 'kvindex[nats]'`"
+        ) from None
+
+
+async def open_connection(
+    pool: NatsPool,
+    name: str,
+    *,
+    timeout: float = 5.0,
+    no_echo: bool = False,
+    on_change: Callable[[str], None] = lambda trouble: None,
+) -> NatsClient:
+    """Return a connection to a server of a pool, which reconnects by itself for ever.
+
+    Args:
+        pool: the pool.
+        name: what the connection is called in NATS's own monitoring.
+        timeout: seconds until a server must have accepted it.
+        no_echo: whether to leave out what this connection itself publishes.
+        on_change: called on the event loop with what is wrong, and with "" when connected again.
+
+    Raises:
+        ConfigurationError: nats-py is missing, or a file of the options cannot be used.
+        NatsError: no server accepted it in time; the message has the last reason.
+    """
+    require_nats()
+    from nats.aio.client import Client as NatsClient
+
+    last = "no answer"
+
+    async def note(error: Exception) -> None:
+        nonlocal last
+        last = _explained(pool, error)
+        on_change(last)
+
+    async def disconnected() -> None:
+        on_change("disconnected")
+
+    async def reconnected() -> None:
+        on_change("")
+
+    client = NatsClient()
+    options = _connect_options(pool)
+    try:
+        await asyncio.wait_for(
+            client.connect(
+                servers=list(pool.servers),
+                name=name,
+                error_cb=note,
+                disconnected_cb=disconnected,
+                reconnected_cb=reconnected,
+                connect_timeout=_CONNECT_SECONDS,
+                reconnect_time_wait=_RETRY_SECONDS,  # type: ignore[arg-type]  # it may be a float
+                max_reconnect_attempts=-1,
+                ping_interval=_PING_SECONDS,
+                max_outstanding_pings=_PINGS,
+                pending_size=_PENDING_BYTES,
+                no_echo=no_echo,
+                **options,
+            ),
+            timeout,
+        )
+    except BaseException as error:
+        with suppress(Exception):
+            await client.close()
+        if not isinstance(error, Exception):
+            raise
+        reason = last if isinstance(error, asyncio.TimeoutError) else _explained(pool, error)
+        raise NatsError(f"no connection to {pool} in {timeout:g} s: {reason}") from error
+    return client
+
+
+def _connect_options(pool: NatsPool) -> dict[str, Any]:
+    """Return the options of `nats.connect` that secure a connection."""
+    given = pool.options
+    options: dict[str, Any] = {
+        name: given[name]  # type: ignore[literal-required]
+        for name in ("user", "password", "token")
+        if name in given
+    }
+    for name, theirs in (("nkey_file", "nkeys_seed"), ("credentials_file", "user_credentials")):
+        if name in given:
+            options[theirs] = given[name]  # type: ignore[literal-required]
+    for name in ("nkey_file", "credentials_file", "tls_ca_file", "tls_cert_file", "tls_key_file"):
+        if name in given:
+            _check_readable(name, given[name])  # type: ignore[literal-required]
+    if pool.is_encrypted:
+        try:
+            context = ssl.create_default_context(cafile=given.get("tls_ca_file"))
+            if "tls_cert_file" in given:
+                context.load_cert_chain(given["tls_cert_file"], given["tls_key_file"])
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(f"the TLS files cannot be used: {error}") from error
+        options.update(tls=context, tls_handshake_first=True)
+    return options
+
+
+def _check_readable(name: str, path: str) -> None:
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"{name}: {path} cannot be read: {error.strerror}") from None
+
+
+def _explained(pool: NatsPool, error: Exception) -> str:
+    """Return an error of nats-py, and what to do about it."""
+    text = f"{type(error).__name__}: {error}".strip(": ")
+    if isinstance(error, ssl.SSLError) and "WRONG_VERSION" in text.upper():
+        return f"{text}; does the server's TLS have handshake_first? Without it, kvindex refuses it"
+    if "authorization" in text.lower():
+        return f"{text}; check user, token, nkey or credentials, and their rights"
+    return text
+
+
+class NatsThread:
+    """A thread with an event loop that runs one coroutine until `close`.
+
+    Args:
+        name: of the thread.
+        main: called on the loop; it ends when it is cancelled.
+        on_failure: called on the thread if it ends with an error.
+
+    Thread safety: every method may be called from any thread. In a forked child there is no
+    thread: `close` does nothing there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        main: Callable[[], Coroutine[Any, Any, None]],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._main = main
+        self._on_failure = on_failure
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self._is_forked = False
+        prepare_forks(self, lambda self, fork: fork.do_in_child(self._disown))
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop, soon; not at all once the thread has ended."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function)
+
+    def request_stop(self) -> None:
+        """Ask the thread to end; this waits for no lock, so finalizers may call it."""
+        self._closing = True
+        if not self._is_forked:
+            self.call_soon(self._cancel)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self.request_stop()
+        if not self._is_forked and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._supervise())
+        except BaseException as error:
+            self._on_failure(error)
+        finally:
+            self._loop.close()
+
+    async def _supervise(self) -> None:
+        self._task = asyncio.ensure_future(self._main())
+        if self._closing:
+            self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    def _disown(self) -> None:
+        self._is_forked = True
