@@ -209,6 +209,7 @@ def test_an_answer_after_the_epoch_was_abandoned_is_of_no_account() -> None:
     write(writer, b"two")
     writer.abandon("a message is missing")
     writer.acked(3)
+    assert writer.reason == "a message is missing"
     writer.saw(Head(3, 1, "A-1"), LATER)
     assert writer.step(2 * LATER) == Append("A-2", 3, b"")
 
@@ -327,6 +328,18 @@ def test_a_late_message_of_its_own_earlier_epoch_ends_the_epoch_without_a_wait()
     assert writer.step(3 * LATER) == Append("A-3", 3, b"")
 
 
+def test_a_head_of_its_own_earlier_epoch_ends_the_epoch_even_at_a_number_it_gave() -> None:
+    writer = writing(b"one")
+    writer.abandon("a message is missing")
+    writer.saw(Head(2, 1, "A-1"), 2 * LATER)
+    writer.acked(3)
+    writer.step(2 * LATER)
+    writer.write(b"two")
+    writer.failed("no answer", 2 * LATER)
+    writer.saw(Head(3, 1, "A-1"), 3 * LATER)  # the log forgot the begin, and got a late append
+    assert writer.state is BEGINNING
+
+
 def test_a_deleted_stream_ends_the_epoch() -> None:
     writer = unsure(b"one", b"two")
     writer.saw_no_stream()
@@ -385,3 +398,17 @@ def test_bodies_beyond_the_limit_are_dropped_oldest_first_and_the_newest_is_kept
     writer.saw(Head(3, 1, "A-1"), LATER)
     assert writer.step(2 * LATER) == Append("A-1", 3, b"y" * 2000)
     assert writer.counters["appended_again"] == 1
+
+
+def test_a_new_epoch_keeps_as_many_bytes_as_the_one_before() -> None:
+    writer = writing(b"x" * 900, kept_bytes=1000)
+    writer.abandon("a message is missing")
+    writer.saw(Head(2, 1, "A-1"), 2 * LATER)
+    writer.acked(3)
+    for seq in (4, 5):
+        writer.write(b"y" * 500)
+        writer.acked(seq)
+    writer.write(b"z")
+    writer.failed("no answer", 2 * LATER)
+    writer.saw(Head(4, 1, "A-2"), 3 * LATER)
+    assert writer.step(3 * LATER) == Append("A-2", 4, b"y" * 500)

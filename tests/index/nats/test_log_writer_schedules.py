@@ -125,6 +125,7 @@ def test_steady_trouble_costs_a_few_steps_a_second(trouble: str) -> None:
     while now < 100.0:
         step = owner.writer.step(now)
         steps += 1
+        assert steps <= 100 * 10
         if isinstance(step, Rest):
             now = step.until
         elif isinstance(step, Ready):
@@ -134,7 +135,6 @@ def test_steady_trouble_costs_a_few_steps_a_second(trouble: str) -> None:
             owner.step = step
             answer_in_trouble(owner, stream, trouble)
             owner.report(now)
-    assert steps <= 100 * 10
 
 
 def answer_in_trouble(owner: schedules.Owner, stream: schedules.Stream, trouble: str) -> None:
