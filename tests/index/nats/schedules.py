@@ -195,7 +195,8 @@ class World:
         if draw < 70:
             owner = self._random.choice(self.owners)
             for _ in range(self._random.choice((1, 1, 4, 10))):
-                self._go_on(owner)
+                if not self._go_on(owner):
+                    break
         elif draw < 80:
             self.now += self._random.choice((0.1, 0.5, 1.0, 4.0))
         elif draw < 86:
@@ -224,26 +225,29 @@ class World:
         else:
             stream.delete()
 
-    def _go_on(self, owner: Owner) -> None:
-        """Bring the owner's step further: ask for it, carry it out, report its outcome."""
+    def _go_on(self, owner: Owner) -> bool:
+        """Ask for the owner's step, carry it out, or report its outcome; False if it rests."""
         if owner.step is None:
-            self._ask(owner)
-        elif owner.outcome is None:
+            return self._ask(owner)
+        if owner.outcome is None:
             self._carry_out(owner)
         else:
             owner.report(self.now)
+        return True
 
-    def _ask(self, owner: Owner) -> None:
+    def _ask(self, owner: Owner) -> bool:
         step = owner.writer.step(self.now)
-        if isinstance(step, Ready):
-            if self._random.randrange(40):
-                owner.write()
-            else:
-                owner.writer.abandon("its queue was full")
-        elif not isinstance(step, Rest):
+        if isinstance(step, Rest):
+            return False
+        if not isinstance(step, Ready):
             owner.step = step
             if self._random.randrange(3):
                 self._carry_out(owner)
+        elif self._random.randrange(40):
+            owner.write()
+        else:
+            owner.writer.abandon("its queue was full")
+        return True
 
     def _carry_out(self, owner: Owner) -> None:
         if self._random.randrange(20) >= self._faults:
