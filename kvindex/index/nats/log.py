@@ -7,6 +7,7 @@ higher than the message before. An append names the number that it expects to fo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -224,23 +225,27 @@ class Log:
         return subject.removeprefix(self.pool.log_prefix)
 
     async def _asked(self, call: Any) -> Any:
-        """Return the answer of a call of nats-py; its errors become ours."""
-        import nats.errors
-        from nats.js import errors as js_errors
+        return await ask(self.pool, call)
 
-        try:
-            return await call
-        except js_errors.APIError as error:
-            kind = NatsError
-            if error.err_code == _WRONG_HEAD:
-                kind = AppendRefusedError
-            elif isinstance(error, js_errors.NotFoundError):
-                kind = NoStreamError
-            raise kind(f"{self.pool}: {_described(error)}") from error
-        except js_errors.NoStreamResponseError as error:
-            raise NoStreamError(f"{self.pool}: no stream has the subject") from error
-        except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
-            raise NatsError(f"{self.pool}: {type(error).__name__}: {error}") from error
+
+async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
+    """Return the answer of a call of nats-py; its errors become ours, and name the pool."""
+    import nats.errors
+    from nats.js import errors as js_errors
+
+    try:
+        return await call
+    except js_errors.APIError as error:
+        kind = NatsError
+        if error.err_code == _WRONG_HEAD:
+            kind = AppendRefusedError
+        elif isinstance(error, js_errors.NotFoundError):
+            kind = NoStreamError
+        raise kind(f"{pool}: {_described(error)}") from error
+    except js_errors.NoStreamResponseError as error:
+        raise NoStreamError(f"{pool}: no stream has the subject") from error
+    except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+        raise NatsError(f"{pool}: {type(error).__name__}: {error}") from error
 
 
 class LogReader:
