@@ -22,7 +22,7 @@ import msgspec
 
 from kvindex.index import Index
 from kvindex.index.nats.log import NoStreamError, ask
-from kvindex.index.replicas.messages import LENGTH, PROTOCOL, Begin, End
+from kvindex.index.replicas.messages import LENGTH, PROTOCOL, Begin
 from kvindex.index.replicas.snapshot import Part, TakenRank
 from kvindex.index.snapshot import MAX_CURSOR_BYTES, SnapshotReader, SnapshotWriter
 from kvindex.subscribe import RankStatus
@@ -197,6 +197,7 @@ class _Info(msgspec.Struct):
     size: int = 0
     digest: str = ""
     deleted: bool = False
+    seq: int = 0  # number of this note in the bucket's stream
 
 
 class PoolSnapshots:
@@ -211,6 +212,7 @@ class PoolSnapshots:
         self._metas, self._chunks = f"$O.{pool.bucket}.M.", f"$O.{pool.bucket}.C."
         self._chunk_bytes = min(_CHUNK_BYTES, client.max_payload - 1024)
         self._stream = client.jetstream(timeout=_API_SECONDS)
+        self._without: set[str] = set()  # subjects of chunks that belong to no object
 
     async def put(self, name: str, data: bytes) -> None:
         """Store an object: it is listed once all of it is stored."""
@@ -260,27 +262,49 @@ class PoolSnapshots:
             raise NatsError(f"{self._pool}: the snapshot {name} is damaged: its digest is wrong")
         return file.getvalue()
 
+    async def newest(self) -> list[str]:
+        """Return the names of all snapshots, those first that were stored last.
+
+        A stream that was deleted counts from 1 again, so positions do not show it.
+        """
+        return [name for name, _ in await self._by_age()]
+
     async def keep(self, newest: int) -> None:
-        """Delete all snapshots but the newest ones, and what unfinished uploads have left."""
-        names = await self.names()
-        kept = set()
-        for name in names[-newest:]:
-            kept.add(self._chunks + (await self._info(name)).nuid)
-        for name in names[:-newest]:
-            await self._purge(self._metas + base64.urlsafe_b64encode(name.encode()).decode())
-        for subject in await self._subjects(self._chunks):
-            if subject not in kept:
-                await self._purge(subject)
+        """Delete all snapshots but those stored last, and what unfinished uploads have left.
+
+        An upload that is under way looks like an unfinished one: its chunks are deleted if they
+        were there at the last call, too.
+        """
+        by_age = await self._by_age()
+        for name, _ in by_age[newest:]:
+            await self._purge(self._meta(name))
+        kept = {self._chunks + info.nuid for _, info in by_age[:newest]}
+        deleted = {self._chunks + info.nuid for _, info in by_age[newest:]}
+        without = set(await self._subjects(self._chunks)) - kept
+        for subject in without & (deleted | self._without):
+            await self._purge(subject)
+        self._without = without
+
+    async def _by_age(self) -> list[tuple[str, _Info]]:
+        infos = []
+        for name in await self.names():
+            with suppress(NoStreamError):  # deleted just now
+                infos.append((name, await self._info(name)))
+        return sorted(infos, key=lambda each: each[1].seq, reverse=True)
+
+    def _meta(self, name: str) -> str:
+        return self._metas + base64.urlsafe_b64encode(name.encode()).decode()
 
     async def _info(self, name: str) -> _Info:
-        subject = self._metas + base64.urlsafe_b64encode(name.encode()).decode()
-        message = await ask(self._pool, self._stream.get_last_msg(self._stream_name, subject))
+        call = self._stream.get_last_msg(self._stream_name, self._meta(name))
+        message = await ask(self._pool, call)
         try:
             info = msgspec.json.decode(message.data or b"", type=_Info)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise NatsError(f"{self._pool}: what is noted of {name} cannot be read") from error
         if info.deleted:
             raise NoStreamError(f"{self._pool}: the snapshot {name} is deleted")
+        info.seq = message.seq or 0
         return info
 
     async def _subjects(self, prefix: str) -> list[str]:
