@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SHORTEST_PAYLOAD = 64 << 10  # bytes: a server that allows less is refused
 _API_SECONDS = 2.0  # for each request to JetStream
 _WRONG_HEAD, _NO_STREAM, _OTHER_STREAM, _NO_JETSTREAM = 10071, 10059, 10058, 10076
+_NO_ROOM = (10023, 10028, 10047)
 _EXPECTED = "Nats-Expected-Last-Sequence"
 _READ_BYTES = 64 << 20  # that wait in this process; the reader asks again for what is dropped
 
@@ -287,7 +288,9 @@ def _code(error: NatsError) -> int | None:
 
 def _described(error: Any) -> str:
     """Return what JetStream refuses, and what to do."""
-    text = f"{error.description or type(error).__name__} ({error.err_code or error.code})"
-    if error.err_code == _NO_JETSTREAM or (error.code == 503 and error.err_code is None):
+    text = f"{error.description or type(error).__name__} ({error.err_code or error.code or 503})"
+    if error.err_code == _NO_JETSTREAM or (error.err_code is None and error.code in (None, 503)):
         return f"{text}: enable JetStream in the server, and for this account"
+    if error.err_code in _NO_ROOM:
+        return f"{text}: lower max_bytes, or raise max_mem or max_file of JetStream"
     return text

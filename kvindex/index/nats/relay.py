@@ -254,7 +254,7 @@ class Relay:
         snapshots = Snapshots(self.client, self._tap)
         index = self.client.index
         self._keeper = SnapshotKeeper(
-            log, self._writer, store, snapshots, index, self._seal, self._every
+            log, self._settings, self._writer, store, snapshots, index, self._seal, self._every
         )
         self._writing = Writing(
             log,
@@ -283,8 +283,10 @@ class Relay:
             pass
 
     def _note_trouble(self, trouble: str) -> None:
-        if trouble != self._trouble:
+        if trouble != self._trouble and not self._closing:
             self._trouble = trouble
+            if self._writing is None:  # the constructor raises the reason
+                return
             logger.warning("%s: %s", self.pool, trouble or "connected again")
 
     # On the subscriber's thread ---------------------------------------------------------------

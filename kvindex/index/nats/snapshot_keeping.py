@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from kvindex.index import Index
-from kvindex.index.nats.log import Log
+from kvindex.index.nats.log import Log, NoStreamError, StreamSettings
 from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, encode_snapshot, name_of
 from kvindex.index.nats.sealing import Seal
@@ -40,6 +40,7 @@ class SnapshotKeeper:
 
     Args:
         log: which they belong to.
+        settings: of the bucket, if it is to be made again.
         writer: of the log.
         store: for them.
         snapshots: makes them.
@@ -58,6 +59,7 @@ class SnapshotKeeper:
     def __init__(
         self,
         log: Log,
+        settings: StreamSettings,
         writer: LogWriter,
         store: PoolSnapshots,
         snapshots: Snapshots,
@@ -69,6 +71,7 @@ class SnapshotKeeper:
         self.failures: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         self._log = log
+        self._settings = settings
         self._writer = writer
         self._store = store
         self._snapshots = snapshots
@@ -141,7 +144,11 @@ class SnapshotKeeper:
         epoch, position = self._writer.epoch, self._writer.position + 1
         name = name_of(position, epoch)
         data = await self._encoded(name, epoch, position)
-        await self._store.put(name, data)
+        try:
+            await self._store.put(name, data)
+        except NoStreamError:  # the bucket was deleted
+            await self._log.make(self._settings)
+            raise
         self.newest = StoredSnapshot(position, len(data), time.monotonic())
         self.counters["stored"] += 1
         logger.info("%s: stored the snapshot %s of %d bytes", self._log.pool, name, len(data))
