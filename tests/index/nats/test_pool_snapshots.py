@@ -104,14 +104,14 @@ def test_a_status_that_cannot_be_encoded_is_left_out() -> None:
     ("change", "reason"),
     [
         (lambda data: b"", "content"),
-        (lambda data: data[:3], "format"),
+        (lambda data: data[:3], "content"),
         (lambda data: LENGTH.pack(1 << 31) + data[4:], "format"),
         (lambda data: data[:-1], "truncated"),
         (lambda data: data + b"x", "format"),
         (lambda data: data.replace(b"r1-1", b"r1-2"), "content"),
         (lambda data: data.replace(b"native", b"python"), "backend"),
         (lambda data: data.replace(b"protocol\x03", b"protocol\x04"), "version"),
-        (lambda data: data.replace(b"cursor", b"kursor", 1), "checksum"),
+        (lambda data: data.replace(b"tcp://a:1", b"tcp://b:1"), "checksum"),
         (lambda data: bytes([*data[:-1], data[-1] ^ 1]), "checksum"),
     ],
 )
