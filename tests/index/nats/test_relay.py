@@ -122,6 +122,23 @@ def test_with_a_key_file_nats_holds_nothing_that_can_be_read(
     assert engine.worker.encode() not in asyncio.run(last_body())
 
 
+def test_a_batch_that_is_too_long_for_a_body_is_cut_and_arrives_whole(tmp_path: Path) -> None:
+    with (
+        NatsServer(tmp_path, max_payload="64KB") as server,
+        FakeEngine(num_blocks=4000) as engine,
+    ):
+        pool = parse_pool(server.url, "p", {})
+        with relay_of(pool, engine) as relay:
+            stored(relay)
+            early = newest_snapshot(pool)
+            engine.serve(list(range(40_000)))
+            engine.run(LATER)
+            copy_of(pool, holds(engine), early)
+            own = counters(relay)
+            assert own["appended_bytes"] > 100_000
+            assert (own["epochs"], own["queue"]["overflows"]) == (1, 0)
+
+
 def test_a_relay_restarts_warm_from_the_pools_snapshot(pool: NatsPool, engine: FakeEngine) -> None:
     with relay_of(pool, engine) as relay:
         caught_up(relay.client, engine)
