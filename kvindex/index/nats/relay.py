@@ -59,7 +59,7 @@ class Relay:
     Any number of relays may serve a pool: one writes, the others stand by with the same engines.
     If it is silent for 3 s, one of them begins a new epoch, and every replica fetches its snapshot.
     A relay that starts continues from the pool's newest snapshot, as `connect(resume=...)` does,
-    unless another `resume` is given.
+    unless another `resume` is given; it waits for it, at most a minute.
 
     Args:
         workers: as for `kvindex.connect`.
