@@ -7,6 +7,7 @@ higher than the message before. An append names the number that it expects to fo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 SHORTEST_PAYLOAD = 64 << 10  # bytes: a server that allows less is refused
 _API_SECONDS = 2.0  # for each request to JetStream
 _WRONG_HEAD, _NO_STREAM, _OTHER_STREAM, _NO_JETSTREAM = 10071, 10059, 10058, 10076
+_NO_ROOM = (10023, 10028, 10047)
 _EXPECTED = "Nats-Expected-Last-Sequence"
 _READ_BYTES = 64 << 20  # that wait in this process; the reader asks again for what is dropped
 
@@ -176,9 +178,7 @@ class Log:
         if not state.messages:
             return Head(state.last_seq, state.first_seq, None)
         try:
-            message = await self._asked(
-                self._stream.get_msg(self.pool.stream, seq=state.last_seq)
-            )
+            message = await self._asked(self._stream.get_msg(self.pool.stream, seq=state.last_seq))
         except NoStreamError:  # the message is gone, or the stream: the next look shows it
             return Head(state.last_seq, state.first_seq, None)
         return Head(state.last_seq, state.first_seq, self._epoch(message.subject or ""))
@@ -224,23 +224,27 @@ class Log:
         return subject.removeprefix(self.pool.log_prefix)
 
     async def _asked(self, call: Any) -> Any:
-        """Return the answer of a call of nats-py; its errors become ours."""
-        import nats.errors
-        from nats.js import errors as js_errors
+        return await ask(self.pool, call)
 
-        try:
-            return await call
-        except js_errors.APIError as error:
-            kind = NatsError
-            if error.err_code == _WRONG_HEAD:
-                kind = AppendRefusedError
-            elif isinstance(error, js_errors.NotFoundError):
-                kind = NoStreamError
-            raise kind(f"{self.pool}: {_described(error)}") from error
-        except js_errors.NoStreamResponseError as error:
-            raise NoStreamError(f"{self.pool}: no stream has the subject") from error
-        except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
-            raise NatsError(f"{self.pool}: {type(error).__name__}: {error}") from error
+
+async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
+    """Return the answer of a call of nats-py; its errors become ours, and name the pool."""
+    import nats.errors
+    from nats.js import errors as js_errors
+
+    try:
+        return await call
+    except js_errors.APIError as error:
+        kind = NatsError
+        if error.err_code == _WRONG_HEAD:
+            kind = AppendRefusedError
+        elif isinstance(error, js_errors.NotFoundError):
+            kind = NoStreamError
+        raise kind(f"{pool}: {_described(error)}") from error
+    except js_errors.NoStreamResponseError as error:
+        raise NoStreamError(f"{pool}: no stream has the subject") from error
+    except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+        raise NatsError(f"{pool}: {type(error).__name__}: {error}") from error
 
 
 class LogReader:
@@ -284,7 +288,9 @@ def _code(error: NatsError) -> int | None:
 
 def _described(error: Any) -> str:
     """Return what JetStream refuses, and what to do."""
-    text = f"{error.description or type(error).__name__} ({error.err_code or error.code})"
-    if error.err_code == _NO_JETSTREAM or (error.code == 503 and error.err_code is None):
+    text = f"{error.description or type(error).__name__} ({error.err_code or error.code or 503})"
+    if error.err_code == _NO_JETSTREAM or (error.err_code is None and error.code in (None, 503)):
         return f"{text}: enable JetStream in the server, and for this account"
+    if error.err_code in _NO_ROOM:
+        return f"{text}: lower max_bytes, or raise max_mem or max_file of JetStream"
     return text

@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from kvindex.index.replicas.messages import (
+    AROUND_BYTES,
     BatchApplied,
     Entry,
     Message,
@@ -68,6 +70,29 @@ class Patience:
         spent, self._since = now - self._since, now
         self._left = max(0.0, self._left - spent)
         return self._left > 0.0
+
+
+class MessageSink(Protocol):
+    """Where a tap's messages go. Used by the subscriber's thread, but `statistics` by any."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a message that is not unusual: a tap begins another one before it has more."""
+
+    def send(self, body: bytes) -> None:
+        """Send a message to every reader."""
+
+    def admit(self) -> None:
+        """Admit the readers that have attached, from the next message on."""
+
+    def count_readers(self) -> int:
+        """Return how many readers there are: without any, a tap packs nothing."""
+
+    def statistics(self) -> Mapping[str, float]:
+        """Return counters."""
+
+    def close(self) -> None:
+        """Notify every reader that no message follows. Idempotent."""
 
 
 class Outflow:
@@ -193,19 +218,22 @@ class StreamTap:
     happened: the thread turns at least once a second, and so replicas see that it lives.
 
     Args:
-        outflow: where messages go.
+        outflow: where messages go: an `Outflow`, or another sink.
         on_failure: called once, when nothing more can be sent.
         clock: monotonic seconds.
+        patience: seconds for which batches may be kept back, to be sent together.
 
     Thread safety: the subscriber's thread, but `failure` and `statistics` from any.
     """
 
     def __init__(
         self,
-        outflow: Outflow,
+        outflow: MessageSink,
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        patience: float = 0.0,
     ) -> None:
+        self.patience = patience
         self.number = 0  # of the next message
         self.renames = 0  # how often ranks were renamed
         self.names: dict[Rank, Rank] = {}  # by the rank of a port, its present name
@@ -221,8 +249,12 @@ class StreamTap:
 
     def batch(self, rank: Rank, payload: bytes) -> None:
         """Receive a batch that was applied."""
-        if self._attended:
-            self._add(BatchApplied(rank, payload))
+        if self._attended:  # as `_add`, without its two calls
+            size = len(payload) + AROUND_BYTES
+            if self._bytes + size > self._room:
+                self.flush()
+            self._entries.append(BatchApplied(rank, payload))
+            self._bytes += size
 
     def item(self, item: StreamItem) -> None:
         """Receive an item between two batches."""
