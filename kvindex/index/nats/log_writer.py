@@ -1,9 +1,10 @@
 """Who writes the log, and what to append next: decisions without I/O and clocks.
 
 An *epoch* is one writer's unbroken run of messages. A writer begins an epoch with an empty message,
-and sends one append at a time, each with the number that it expects to be the log's last. The body
-of a number never changes within an epoch. So an append that is stored late, after it was given up,
-is either refused or puts the right body in its place.
+and sends one append at a time, each with the number that it expects to be the log's last, and of
+its own epoch. So whatever happens, each epoch in the log is a run without holes. The body of a
+number never changes within an epoch: an append that is stored late, after it was given up, is
+either refused or puts the right body in its place.
 
 ```
              the log is new, or silent           acked
@@ -17,13 +18,11 @@ STANDING_BY ──────────────────────�
 ```
 
 BEGINNING and UNSURE look at the head before each append, after a pause. An epoch cannot go on if
-the log forgot more than is kept, if its stream is new, or if it is unclear whose its last message
-was.
+the log forgot more than is kept, if its stream is new, if its last message was purged, or if the
+log refuses what should fit.
 
 There is no lease and no clock of others: a writer that was stopped for an hour is *fenced* by the
-refusal of its next append. Only one case escapes it: the log forgets the newest messages, and as
-many others are appended before the writer's next one. The writer then goes on behind them. Readers
-notice: they find another epoch, unless they have all that was forgotten.
+refusal of its next append.
 
 Nothing depends on NATS's message ids: servers that store a stream once and those that replicate it
 answer a repeated append differently.
@@ -40,6 +39,7 @@ from kvindex.index.nats.log import Head
 KEPT_BYTES = 64 << 20
 SILENCE = 3.0  # seconds; a writer appends at least once a second
 _LOOK_EVERY = 0.5  # seconds between two looks at the head while standing by
+_MOST_REFUSALS = 8  # since the last body was stored
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds after a trouble, doubled while they repeat
 
 
@@ -75,7 +75,8 @@ class Append(NamedTuple):
 
     Attributes:
         epoch: of the message.
-        expected: number of the log's last message, without which it must not be stored.
+        expected: number of the log's last message, without which it must not be stored; of the
+            same epoch, unless the body is empty.
         body: of the message; empty if it begins the epoch.
     """
 
@@ -146,6 +147,7 @@ class LogWriter:
         self._asked_at = 0.0  # time of the last step
         self._not_before = 0.0
         self._troubles = 0  # since the log made progress
+        self._refusals = 0  # since a body was stored
 
     # What to do -------------------------------------------------------------------------------
 
@@ -201,12 +203,13 @@ class LogWriter:
             self.position = seq
             self._unsent.popleft()
             self.counters["appends"] += 1
-            self._troubles = 0
+            self._troubles = self._refusals = 0
             self.reason = ""
 
     def refused(self) -> None:
         """Note that the log does not end where the append in flight expected it."""
         self.counters["refused"] += 1
+        self._refusals += 1
         self._doubt("the log does not end where it should", self._asked_at)
 
     def failed(self, reason: str, now: float) -> None:
@@ -321,14 +324,13 @@ class LogWriter:
             self.counters["fenced"] += 1
             self._stand_by(head, now)
             return
-        # A last message that is gone may have been another's, unless it was ours before.
-        is_ours = head.epoch == self.epoch or (head.epoch is None and head.seq == self.position)
+        is_ours = head.epoch == self.epoch and self._refusals <= _MOST_REFUSALS
         first = self._kept[0][0] if self._kept else self.position + 1
         last = self.position + len(self._unsent)
         if not (is_ours and first - 1 <= head.seq <= last):
             self._begin_anew(
                 f"the log ends at {head.seq} of epoch {head.epoch}; "
-                f"{self.epoch} can go on from {first - 1} to {last}"
+                f"{self.epoch} can go on from {first - 1} to {last}; {self._refusals} refusals"
             )
             return
         self.counters["forgotten"] += max(0, self.position - head.seq)

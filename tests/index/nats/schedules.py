@@ -26,7 +26,6 @@ class Stream:
 
     def __init__(self) -> None:
         self.exists = False
-        self.forgot = False  # it lost its newest messages once
         self.first, self.last = 1, 0
         self.messages: dict[int, tuple[str, bytes]] = {}
         self.stored: set[tuple[str, int]] = set()  # epoch and number
@@ -39,9 +38,11 @@ class Stream:
 
     def append(self, epoch: str, expected: int | None, body: bytes) -> int | None:
         """Store a message and return its number; None if the log does not end as expected."""
+        before = self.messages.get(self.last)
         if expected is not None and expected != self.last:
             return None
-        before = self.messages.get(self.last)
+        if expected is not None and body and (before is None or before[0] != epoch):
+            return None
         self.last += 1
         self.messages[self.last] = (epoch, body)
         if epoch != _FOREIGN:
@@ -60,9 +61,8 @@ class Stream:
         bodies = self.given.get(epoch, [])
         assert 0 <= place < len(bodies), f"{seq} is no number of {epoch}"
         assert bodies[place] == body, f"{epoch} has {body!r} at {seq}, not {bodies[place]!r}"
-        if not self.forgot:
-            assert epoch_before in (epoch, None), f"{epoch} goes on at {seq} after {epoch_before}"
-            assert (epoch, seq - 1) in self.stored, f"{epoch} lacks {seq - 1}"
+        assert epoch_before == epoch, f"{epoch} goes on at {seq} after {epoch_before}"
+        assert (epoch, seq - 1) in self.stored, f"{epoch} lacks {seq - 1}"
 
     # What can befall it
 
@@ -72,7 +72,7 @@ class Stream:
     def delete(self) -> None:
         self.messages.clear()
         self.first, self.last = 1, 0
-        self.exists, self.forgot = False, True
+        self.exists = False
 
     def trim(self, count: int) -> None:
         """Remove the oldest messages, as a full stream does: never the newest."""
@@ -90,7 +90,6 @@ class Stream:
             self.messages.pop(self.last, None)
             self.last -= 1
         self.first = min(self.first, self.last + 1)
-        self.forgot = True
 
 
 class Reader:

@@ -279,21 +279,24 @@ def test_forgotten_bodies_that_late_appends_put_back_are_not_repeated() -> None:
     assert writer.step(2 * LATER) == Append("A-1", 3, b"three")
 
 
-def test_a_purge_after_its_last_message_lets_it_go_on() -> None:
-    writer = unsure(b"one", b"two")
-    writer.saw(Head(2, 3, None), LATER)
-    assert writer.step(2 * LATER) == Append("A-1", 2, b"two")
-
-
 # Unsure: a new epoch --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", [Head(3, 4, None), Head(1, 2, None), Head(0, 1, None)])
-def test_a_purge_of_a_message_that_may_be_anothers_ends_the_epoch(head: Head) -> None:
+@pytest.mark.parametrize("head", [Head(3, 4, None), Head(2, 3, None), Head(0, 1, None)])
+def test_a_purge_of_the_last_message_ends_the_epoch(head: Head) -> None:
     writer = unsure(b"one", b"two")
     writer.saw(head, LATER)
     writer.saw(head, LATER)
     assert writer.step(2 * LATER) == Append("A-2", head.seq, b"")
+
+
+def test_a_log_that_refuses_again_and_again_what_fits_ends_the_epoch() -> None:
+    writer = writing()
+    write(writer, b"one")
+    for refusals in range(1, 10):
+        writer.refused()
+        writer.saw(Head(1, 1, "A-1"), LATER)
+        assert writer.state is (WRITING if refusals <= 8 else BEGINNING)
 
 
 def test_a_log_that_forgot_more_than_is_kept_ends_the_epoch() -> None:

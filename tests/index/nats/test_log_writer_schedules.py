@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.index.nats.log import Head
-from kvindex.index.nats.log_writer import Append, LogWriter, Look, Make, Ready, Rest
+from kvindex.index.nats.log_writer import Append, LogWriter, Look, Make, Ready, Rest, WriterState
 from tests.examples import examples
 from tests.index.nats import schedules
 
@@ -28,8 +28,8 @@ def test_long_schedules_keep_the_log_whole(seed: int) -> None:
     schedules.run(Random(seed))
 
 
-def test_roll_back_and_as_many_foreign_messages_are_noticed_by_readers_alone() -> None:
-    """The case that the writer cannot notice: its next append fits by chance."""
+def test_roll_back_and_as_many_foreign_messages_fence_the_writer() -> None:
+    """The number of its next append fits by chance, the epoch does not."""
     stream = schedules.Stream()
     stream.make()
     owner = schedules.Owner("A", stream, 1000)
@@ -55,7 +55,8 @@ def test_roll_back_and_as_many_foreign_messages_are_noticed_by_readers_alone() -
     stream.append("foreign", None, b"")
     stream.append("foreign", None, b"")
     go_on()
-    assert owner.writer.position == stream.last == 4
+    assert owner.writer.state is WriterState.UNSURE
+    assert stream.last == 3
     joined_before.read()
     assert not joined_before.is_joined
     has_all.read()
