@@ -84,7 +84,9 @@ class NatsServer:
         ]
         if routes is not None:
             others = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes.others)
-            lines += [f'cluster {{ name: c, listen: "127.0.0.1:{routes.own}", routes: [{others}] }}']
+            lines += [
+                f'cluster {{ name: c, listen: "127.0.0.1:{routes.own}", routes: [{others}] }}'
+            ]
         self._config.write_text("\n".join([*lines, extra_config, ""]))
         try:
             self.start()
@@ -143,8 +145,9 @@ class NatsServer:
         self._process = self._reader = None
 
     def stop(self) -> None:
-        """Let it stand still, with its connections open."""
+        """Let it stand still, with its connections open; it does when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
 
     def resume(self) -> None:
         """Let it go on."""

@@ -269,7 +269,7 @@ def _connect_options(pool: NatsPool) -> dict[str, Any]:
     """Return the options of `nats.connect` that secure a connection."""
     given = pool.options
     options: dict[str, Any] = {
-        name: given[name]  # type: ignore[literal-required]
+        name: given[name]
         for name in ("user", "password", "token")
         if name in given
     }

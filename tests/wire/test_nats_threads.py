@@ -141,10 +141,14 @@ def test_what_the_coroutine_started_ends_with_it() -> None:
 
 def test_a_call_runs_on_the_loop_and_after_the_end_not_at_all() -> None:
     calls: list[str] = []
-    called = threading.Event()
-    main = Main()
+    called, main = threading.Event(), Main()
+
+    def note() -> None:
+        calls.append(threading.current_thread().name)
+        called.set()
+
     thread = NatsThread("test", main, Failures())
-    thread.call_soon(lambda: (calls.append(threading.current_thread().name), called.set()))
+    thread.call_soon(note)
     assert called.wait(PATIENCE)
     thread.close()
     thread.call_soon(lambda: calls.append("late"))

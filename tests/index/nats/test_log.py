@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +342,6 @@ ACCOUNTS = """
 accounts {
   SMALL { users: [{ user: small, password: x }], jetstream { max_mem: 4MB, max_file: 4MB } }
   FEW { users: [{ user: few, password: x }], jetstream { max_mem: 64MB, max_streams: 1 } }
-  BOUND { users: [{ user: bound, password: x }], jetstream { max_bytes: true } }
   NONE { users: [{ user: none, password: x }] }
 }
 """
@@ -357,7 +357,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.mark.parametrize(
     ("user", "message"),
     [
-        ("small", "raise max_mem or max_file of the account"),
+        ("small", "raise max_mem of the server or the account, or lower max_bytes"),
         ("few", "raise max_streams"),
         ("none", "enable JetStream"),
     ],
@@ -373,16 +373,18 @@ async def test_an_account_whose_limits_are_too_small_is_an_error_with_what_to_do
 
 async def test_three_replicas_need_three_servers(pool: NatsPool) -> None:
     async with opened(pool) as log:
-        with pytest.raises(NatsError, match="replicas > 1 not supported in non-clustered mode"):
+        with pytest.raises(NatsError, match="start a cluster, or set replicas to 1"):
             await log.make(StreamSettings(replicas=3, max_bytes=8 << 20))
 
 
 async def test_a_server_without_jetstream_is_an_error_with_what_to_do(tmp_path: Path) -> None:
     with NatsServer(tmp_path, jetstream=False) as server:
         async with opened(parse_pool(server.url, "llama", {})) as log:
-            for call in (log.make(SMALL), log.head(), log.append("a-1", 0, b""), log.read(1)):
+            for call in (partial(log.make, SMALL), log.head, partial(log.read, 1)):
                 with pytest.raises(NatsError, match="enable JetStream"):
-                    await call
+                    await call()
+            with pytest.raises(NoStreamError):
+                await log.append("a-1", 0, b"")
 
 
 async def test_a_server_whose_messages_are_too_small_is_refused(tmp_path: Path) -> None:
