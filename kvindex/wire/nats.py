@@ -20,6 +20,7 @@ import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
@@ -269,13 +270,15 @@ def _connect_options(pool: NatsPool) -> dict[str, Any]:
     """Return the options of `nats.connect` that secure a connection."""
     given = pool.options
     options: dict[str, Any] = {
-        name: given[name]
-        for name in ("user", "password", "token")
-        if name in given
+        name: given[name] for name in ("user", "password", "token") if name in given
     }
-    for name, theirs in (("nkey_file", "nkeys_seed"), ("credentials_file", "user_credentials")):
-        if name in given:
-            options[theirs] = given[name]  # type: ignore[literal-required]
+    if "nkey_file" in given:
+        _check_key("nkey_file", given["nkey_file"], b"SU")
+        options["nkeys_seed"] = given["nkey_file"]
+    if "credentials_file" in given:
+        for part in (b"-BEGIN NATS USER JWT-", b"-BEGIN USER NKEY SEED-"):
+            _check_key("credentials_file", given["credentials_file"], part)
+        options["user_credentials"] = given["credentials_file"]
     if pool.is_encrypted:
         try:
             context = ssl.create_default_context(cafile=given.get("tls_ca_file"))
@@ -295,10 +298,19 @@ def _check_readable(name: str, path: str) -> None:
         raise ConfigurationError(f"{name}: {path} cannot be read: {error.strerror}") from None
 
 
+def _check_key(name: str, path: str, part: bytes) -> None:
+    """Refuse a file of another kind: nats-py reads it for ever, or when it connects again."""
+    _check_readable(name, path)
+    if part not in Path(path).read_bytes():
+        raise ConfigurationError(f"{name}: {path} has no key: no {part.decode()!r} is in it")
+
+
 def _explained(pool: NatsPool, error: Exception) -> str:
     """Return an error of nats-py, and what to do about it."""
     text = f"{type(error).__name__}: {error}".strip(": ")
-    if isinstance(error, ssl.SSLError) and "WRONG_VERSION" in text.upper():
+    # With the other order the greeting comes before the handshake, and is waited for after it.
+    is_late = pool.is_encrypted and isinstance(error, asyncio.TimeoutError)
+    if is_late or (isinstance(error, ssl.SSLError) and "WRONG_VERSION" in text.upper()):
         return f"{text}; does the server's TLS have handshake_first? Without it, kvindex refuses it"
     if "authorization" in text.lower():
         return f"{text}; check user, token, nkey or credentials, and their rights"

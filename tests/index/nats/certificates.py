@@ -53,9 +53,7 @@ def make_certificates(folder: Path, *, address: str = "127.0.0.1") -> Files:
     Path(files.ca).write_bytes(authority.public_bytes(pem))
     Path(files.cert).write_bytes(own.public_bytes(pem))
     Path(files.key).write_bytes(
-        key.private_bytes(
-            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     return files
 

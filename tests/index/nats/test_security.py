@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import threading
@@ -153,7 +152,6 @@ class RecordingServer:
                     if self._is_patient:
                         self.received += connection.recv(1 << 16)
                     connection.sendall(self.INFO)
-                    connection.settimeout(0.5)
                     while data := connection.recv(1 << 16):
                         self.received += data
 
@@ -183,8 +181,8 @@ async def test_no_secret_is_sent_to_a_server_that_does_not_encrypt(
 async def test_the_recording_server_sees_what_is_sent_without_tls() -> None:
     recording = RecordingServer(is_patient=False)
     try:
+        pool = parse_pool(f"nats://{recording.url}", "llama", {"token": SECRET})
         with pytest.raises(NatsError, match=r"no connection to .* in 0\.5 s"):
-            pool = parse_pool(f"nats://{recording.url}", "llama", {"token": SECRET})
             await open_connection(pool, "test", timeout=0.5)
     finally:
         recording.close()
@@ -220,9 +218,7 @@ def public_key(seed: Path) -> str:
 async def test_a_user_with_the_right_password_connects_and_no_other(tmp_path: Path) -> None:
     config = f'authorization {{ user: ann, password: "{SECRET}" }}'
     with NatsServer(tmp_path, extra_config=config) as server:
-        assert await connected(
-            parse_pool(server.url, "llama", {"user": "ann", "password": SECRET})
-        )
+        assert await connected(parse_pool(server.url, "llama", {"user": "ann", "password": SECRET}))
         for wrong in ({"user": "ann", "password": "x"}, {"user": "bob", "password": SECRET}, {}):
             options: Any = wrong
             reason = await refusal(parse_pool(server.url, "llama", options))
@@ -299,7 +295,8 @@ async def denied(server: NatsServer, user: str, subject: str, *, subscribes: boo
             await client.subscribe(subject)
         else:
             await client.publish(subject, b"{}")
-        await client.flush(timeout=int(PATIENCE))  # refusals come before the answer to this
+        for _ in range(2):  # the first one may be asked before what was published
+            await client.flush(timeout=int(PATIENCE))
         return any("permissions violation" in note.lower() for note in notes)
     finally:
         await client.close()
@@ -375,4 +372,4 @@ async def test_a_relay_may_write_the_log_and_a_replica_may_read_it(guarded: Nats
     finally:
         await writer.close()
         await reader.close()
-    assert not notes
+    assert set(notes) <= {"disconnected"}  # at the end
