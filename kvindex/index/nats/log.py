@@ -80,7 +80,7 @@ class LogMessage(NamedTuple):
     Attributes:
         seq: its number.
         epoch: its epoch.
-        pending: messages that follow it in the log and were not sent yet.
+        pending: messages that follow it in the log, as of when it was sent or later.
         body: as it was appended.
     """
 
@@ -268,7 +268,7 @@ class LogReader:
         return LogMessage(
             metadata.sequence.stream,
             self._epoch_of(message.subject),
-            metadata.num_pending or 0,
+            (metadata.num_pending or 0) + self._subscription.pending_msgs,
             message.data,
         )
 

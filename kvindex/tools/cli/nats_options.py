@@ -68,7 +68,7 @@ def nats_options_of(
                 "--nats-user has no password: give --nats-password-file FILE, or set "
                 f"{PASSWORD_VARIABLE}"
             )
-        options.update(user=arguments.nats_user, password=password)
+        options["user"], options["password"] = arguments.nats_user, password
     elif arguments.nats_password_file is not None:
         raise ConfigurationError("--nats-password-file belongs to --nats-user, which is missing")
     return options
