@@ -74,7 +74,7 @@ async def connect(pool: NatsPool, on_change: Callable[[str], None]) -> Connected
     return Connected(Log(client, pool), PoolSnapshots(client, pool), client.close)
 
 
-Connect = Callable[[NatsPool, Callable[[str], None]], Awaitable[Connected]]
+Connect = Callable[[NatsPool, Callable[[str], None]], Coroutine[Any, Any, Connected]]
 
 
 class Progress(NamedTuple):
@@ -253,9 +253,9 @@ class LogMembership:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
-    def _run(self, step: Coroutine[Any, Any, _Result] | Awaitable[_Result]) -> _Result:
+    def _run(self, step: Coroutine[Any, Any, _Result]) -> _Result:
         """Return the result of a step; raises WaitCancelledError if it was interrupted."""
-        self._task = task = self._loop.create_task(_awaited(step))
+        self._task = task = self._loop.create_task(step)
         if self._is_interrupted:
             task.cancel()
         try:
@@ -458,7 +458,3 @@ def _usable(names: list[str], head: Head) -> list[str]:
         if epoch == head.epoch and position >= head.first_seq:
             usable.append(name)
     return usable
-
-
-async def _awaited(step: Awaitable[_Result]) -> _Result:
-    return await step
