@@ -27,7 +27,7 @@ from kvindex.wire.nats import NatsOptions, parse_pool, require_nats
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["FanOut", "Replica", "join"]
+__all__ = ["FanOut", "Replica", "follow", "join"]
 
 
 def join(
@@ -56,8 +56,29 @@ def join(
         QueueTimeoutError: the replica was not complete in time (a TimeoutError); it says why.
         ConfigurationError: a value cannot work, nats-py is missing, or the index is the Python one.
     """
+    check_seconds(timeout=timeout)
+    return joined(_follower(url, pool, stale_after, options), timeout)
+
+
+def follow(
+    url: str,
+    pool: str | None = None,
+    *,
+    stale_after: float = 3.0,
+    **options: Unpack[NatsOptions],
+) -> Replica:
+    """Return such a replica at once: it has no rank until it has joined by itself.
+
+    Args: as `join`.
+
+    Raises:
+        ConfigurationError: as `join`.
+    """
+    return Replica(_follower(url, pool, stale_after, options))
+
+
+def _follower(url: str, pool: str | None, stale_after: float, options: NatsOptions) -> Follower:
     require_native()
     require_nats()
-    check_seconds(timeout=timeout, stale_after=stale_after)
-    origin = LogOrigin(parse_pool(url, pool, options), stale_after)
-    return joined(Follower(origin, stale_after), timeout)
+    check_seconds(stale_after=stale_after)
+    return Follower(LogOrigin(parse_pool(url, pool, options), stale_after), stale_after)

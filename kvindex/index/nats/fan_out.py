@@ -81,7 +81,7 @@ class FanOut(BaseFanOut):
         self._ring = (max_replicas, chunk_bytes, chunks, patience)
         self._listener: Listener | None = Listener(path)  # until the first copy is there
         self._copy: Copy | None = None  # what is handed on
-        self.replica = Replica(Follower(origin, stale_after, self._begin))
+        self.replica = Replica(Follower(origin, stale_after, self._begin, self._fail))
         # Before the finalizers of the ring, whose hook is older.
         atexit.register(self.close)
 

@@ -51,6 +51,7 @@ class Follower:
         origin: where copies come from.
         stale_after: seconds without a message after which ranks are stale.
         on_copy: called on its thread, with this, when the copy is another one.
+        on_end: called on its thread, as that ends, with the reason.
 
     Thread safety: `close`, `request_stop` and `statistics` from any thread; the rest is its own.
     """
@@ -60,6 +61,7 @@ class Follower:
         origin: Origin,
         stale_after: float,
         on_copy: Callable[[Follower], None] = lambda follower: None,
+        on_end: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.origin = origin
         self.copy = Copy()  # replaced as a whole when another one is complete
@@ -72,9 +74,11 @@ class Follower:
         self.joined = threading.Event()  # once the first copy is complete, or it `failed`
         self.failed: Exception | None = None  # why there will never be one
         self.trouble = "joining"  # why it is not following at present
+        self._end_reason = "the replica was closed"
         self._lost = ""  # why it follows no longer; also shown while it cannot join again
         self._stale_after = stale_after
         self._on_copy = on_copy
+        self._on_end = on_end
         # Not waited for, which would take its lock: the collector may run in there, and set it.
         self._stop = threading.Event()
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -127,7 +131,6 @@ class Follower:
             membership.interrupt()
 
     def _run(self) -> None:
-        reason = "the replica was closed"
         attempts = 0
         try:
             while not self._stop.is_set():
@@ -140,12 +143,14 @@ class Follower:
         except BaseException as error:
             logger.exception("the replica's thread failed; it is closed")
             self._counters["thread_failures"] += 1
-            reason = f"the replica's thread failed: {error!r}"
-            self.failed = ClosedError(reason)
+            self._end_reason = f"the replica's thread failed: {error!r}"
+            self.failed = ClosedError(self._end_reason)
         finally:
+            reason = self._end_reason
             self.trouble = reason
             self.board.end(reason)
             self.joined.set()
+            self._on_end(reason)
             atexit.unregister(self._at_exit)
 
     def _live_once(self) -> None:
@@ -224,6 +229,7 @@ class Follower:
         )
         if is_final and not self._counters["joins"]:
             self.failed = error
+            self._end_reason = str(error)
             self._stop.set()
         if reason == "error":
             logger.error("the replica of %s joins anew", self.origin.name, exc_info=error)

@@ -122,6 +122,11 @@ class Replica(Answering):
         """The present copy of the server's index; another one after each joining."""
         return self._follower.copy.index
 
+    @property
+    def trouble(self) -> str:
+        """Why it does not follow at present; "" while it does."""
+        return self._disowned or self._follower.trouble
+
     def _own_statistics(self) -> dict[str, Any]:
         replica = self._follower.statistics()
         if self._disowned:
