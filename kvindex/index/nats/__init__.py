@@ -22,12 +22,13 @@ from kvindex.index.nats.following import LogOrigin
 from kvindex.index.replicas.follower import Follower
 from kvindex.index.replicas.replica import Replica, check_seconds, joined
 from kvindex.index.snapshot import require_native
+from kvindex.wire.errors import NatsError, QueueTimeoutError
 from kvindex.wire.nats import NatsOptions, parse_pool, require_nats
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["FanOut", "Replica", "follow", "join"]
+__all__ = ["FanOut", "NatsError", "QueueTimeoutError", "Replica", "follow", "join"]
 
 
 def join(

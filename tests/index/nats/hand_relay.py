@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvindex import EventBatch, Index, Rank, RankStatus, State
 from kvindex.index import read_batch
 from kvindex.index.nats.bodies import join_bodies
 from kvindex.index.nats.following import Connected, LogMembership, LogOrigin
-from kvindex.index.nats.log import Head, LogMessage
-from kvindex.index.nats.pool_snapshots import encode_snapshot, name_of
+from kvindex.index.nats.log import Head, Log, LogMessage, StreamSettings
+from kvindex.index.nats.pool_snapshots import PoolSnapshots, encode_snapshot, name_of
 from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.outflow import StreamTap
 from kvindex.index.replicas.snapshot import Snapshots
 from kvindex.subscribe import RankAdded, RankRemoved
 from kvindex.wire import Event, encode_batch
 from kvindex.wire.errors import NatsError
-from kvindex.wire.nats import NatsPool, parse_pool
+from kvindex.wire.nats import NatsPool, open_connection, parse_pool
 from tests.index.index_events import stored
+from tests.live import PATIENCE
 
 POOL = parse_pool("nats://n1", "llama", {})
 
@@ -232,3 +233,56 @@ def origin(
 def membership(log: MemoryLog, notes: list[str], **options: Any) -> LogMembership:
     """A place that has not joined."""
     return origin(log, **options).open(notes.append)
+
+
+class RealLog:
+    """A relay's end of a pool on a real server: each call runs the connection's event loop."""
+
+    def __init__(self, pool: NatsPool, relay: HandRelay) -> None:
+        self.pool = pool
+        self.relay = relay
+        self.epochs = 0
+        self.last = 0
+        self._loop = asyncio.new_event_loop()
+        try:
+            self._client = self._run(open_connection(pool, "relay", timeout=PATIENCE))
+            self._log = Log(self._client, pool)
+            self._store = PoolSnapshots(self._client, pool)
+            self._run(self._log.make(StreamSettings(max_bytes=8 << 20)))
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def epoch(self) -> str:
+        return f"e-{self.epochs}"
+
+    def begin(self) -> None:
+        """Begin another epoch, with a snapshot."""
+        self.epochs += 1
+        self.last = self._run(self._log.head()).seq
+        self._append(b"")
+        self.snapshot()
+
+    def turn(self) -> None:
+        body = self.relay.body()
+        self._append(self.relay.seal.seal(body, f"{self.epoch}/{self.last + 1}"))
+
+    def snapshot(self) -> None:
+        name, data = self.relay.snapshot(self.epoch, self.last + 1)
+        self.turn()
+        self._run(self._store.put(name, data))
+
+    def purge(self) -> None:
+        """Empty the log, as an operator may."""
+        self._run(self._client.jetstream().purge_stream(self.pool.stream))
+
+    def close(self) -> None:
+        self._run(self._client.close())
+        self._loop.close()
+
+    def _append(self, body: bytes) -> None:
+        self.last = self._run(self._log.append(self.epoch, self.last, body))
+
+    def _run(self, call: Coroutine[Any, Any, _Result]) -> _Result:
+        return self._loop.run_until_complete(call)
