@@ -64,7 +64,7 @@ def test_a_fanout_hands_a_pool_on_to_the_processes_of_its_host(
         log = begun(sealed, stack)
         argv = ("fanout", path, "--from", str(pool), "--nats-key-file", str(key))
         command = stack.enter_context(started(*argv))
-        assert command.err.readline() == f"listening at {path}, from {pool}\n"
+        assert command.err.readline().startswith(f"listening at {path}, from {pool}, ")
         replica = stack.enter_context(join(path, PATIENCE))
         assert held(replica.index) == held(log.relay.index)
         until(lambda: live_after_turn(log, replica))
