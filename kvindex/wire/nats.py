@@ -114,7 +114,8 @@ class NatsPool(msgspec.Struct, frozen=True):
         return wanted or any(server.startswith("tls:") for server in self.servers)
 
     def __str__(self) -> str:
-        return f"{','.join(self.servers)}/{self.name}"
+        scheme, _, _ = self.servers[0].partition("://")
+        return f"{scheme}://{','.join(s.partition('://')[2] for s in self.servers)}/{self.name}"
 
     def __repr__(self) -> str:
         return f"NatsPool({str(self)!r})"

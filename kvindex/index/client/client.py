@@ -16,6 +16,7 @@ from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.client.answering import Answering
 from kvindex.index.client.saved_state import SavedState, read_saved
 from kvindex.index.snapshot import (
+    Snapshot,
     SnapshotRecord,
     SnapshotWriter,
     replaced_file,
@@ -67,7 +68,7 @@ class ClientOptions(StreamOptions, total=False):
     """
 
     max_blocks_per_rank: int | None
-    resume: str | os.PathLike[str] | None
+    resume: str | os.PathLike[str] | Snapshot | None
     resume_within: float
     discovery: DiscoveryOptions | None
 
@@ -88,9 +89,10 @@ def connect(
             index that was saved.
         max_blocks_per_rank: of the new index; 10,000,000 by default. A rank's blocks beyond it
             are left out and counted (`ignored`, "max_blocks_per_rank").
-        resume: a file that `Client.save` wrote, perhaps in another process. Each rank in it starts
-            with its saved contents, and replay brings the batches that it missed, if its
-            publisher proves to be the same; if not, it starts from scratch. Ranks of workers that
+        resume: a file that `Client.save` wrote, perhaps in another process; or a
+            `kvindex.index.Snapshot` of what such a file holds. Each rank in it starts with its
+            saved contents, and replay brings the batches that it missed, if its publisher proves
+            to be the same; if not, it starts from scratch. Ranks of workers that
             are not among `workers` are set aside and take no part in answers until their worker
             is added. If there is no such file, every rank starts from scratch.
         resume_within: seconds for which these ranks are kept, 600 by default; they take as much
@@ -151,7 +153,7 @@ class Client(Answering):
         *,
         index: Index | None = None,
         max_blocks_per_rank: int | None = None,
-        resume: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | Snapshot | None = None,
         resume_within: float = RESUME_WITHIN,
         discovery: DiscoveryOptions | None = None,
         tap: Tap | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvindex.index import Index
-from kvindex.index.snapshot import SnapshotReader, SnapshotRecord, require_native
+from kvindex.index.snapshot import Snapshot, SnapshotReader, SnapshotRecord, require_native
 from kvindex.subscribe import SavedRanks
 from kvindex.wire.errors import ConfigurationError, SnapshotError
 from kvindex.wire.rank import Rank
@@ -18,12 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 def read_saved(
-    path: str | os.PathLike[str], index: Index | None, max_blocks_per_rank: int | None = None
+    path: str | os.PathLike[str] | Snapshot,
+    index: Index | None,
+    max_blocks_per_rank: int | None = None,
 ) -> tuple[Index | None, list[SnapshotRecord]]:
     """Return an index of the file's seed and all that the file holds; nothing if there is none.
 
     Args:
-        path: what `Client.save` wrote.
+        path: what `Client.save` wrote; or what such a file would hold.
         index: the index to be filled, or None for a new one.
         max_blocks_per_rank: of a new one.
 
@@ -32,6 +34,8 @@ def read_saved(
         SnapshotError: the file is no whole snapshot of such an index; the message names it.
         OSError: it cannot be read.
     """
+    if isinstance(path, Snapshot):
+        return _index_for(path.seed, index, max_blocks_per_rank), list(path.ranks)
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError(
             f"resume must be the path of a file that Client.save wrote, not {type(path).__name__}"
@@ -39,7 +43,7 @@ def read_saved(
     require_native(Index.backend if index is None else index.backend)
     try:
         with SnapshotReader(path) as reader:
-            index = _index_for(reader, index, max_blocks_per_rank)
+            index = _index_for(reader.seed, index, max_blocks_per_rank)
             records = list(reader)
     except FileNotFoundError:
         logger.info("there is no snapshot at %s: every rank begins anew", os.fspath(path))
@@ -59,13 +63,11 @@ def read_saved(
     return index, records
 
 
-def _index_for(
-    reader: SnapshotReader, index: Index | None, max_blocks_per_rank: int | None
-) -> Index:
+def _index_for(seed: int, index: Index | None, max_blocks_per_rank: int | None) -> Index:
     """Return the index that accepts a snapshot's sections, or raise SnapshotError."""
     if index is None:
-        return Index(seed=reader.seed, max_blocks_per_rank=max_blocks_per_rank)
-    if index.seed != reader.seed:
+        return Index(seed=seed, max_blocks_per_rank=max_blocks_per_rank)
+    if index.seed != seed:
         raise SnapshotError(
             "the snapshot was made by an index with another seed: give Index(seed=...) the seed "
             "of that index, or no index",

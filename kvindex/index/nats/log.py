@@ -7,6 +7,7 @@ higher than the message before. An append names the number that it expects to fo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -87,7 +88,7 @@ class LogMessage(NamedTuple):
     Attributes:
         seq: its number.
         epoch: its epoch.
-        pending: messages that follow it in the log and were not sent yet.
+        pending: messages that follow it in the log, as of when it was sent or later.
         body: as it was appended.
     """
 
@@ -231,23 +232,27 @@ class Log:
         return subject.removeprefix(self.pool.log_prefix)
 
     async def _asked(self, call: Any) -> Any:
-        """Return the answer of a call of nats-py; its errors become ours."""
-        import nats.errors
-        from nats.js import errors as js_errors
+        return await ask(self.pool, call)
 
-        try:
-            return await call
-        except js_errors.APIError as error:
-            kind = NatsError
-            if error.err_code == _WRONG_HEAD:
-                kind = AppendRefusedError
-            elif isinstance(error, js_errors.NotFoundError):
-                kind = NoStreamError
-            raise kind(f"{self.pool}: {_described(error)}") from error
-        except js_errors.NoStreamResponseError as error:
-            raise NoStreamError(f"{self.pool}: no stream has the subject") from error
-        except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
-            raise NatsError(f"{self.pool}: {type(error).__name__}: {error}") from error
+
+async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
+    """Return the answer of a call of nats-py; its errors become ours, and name the pool."""
+    import nats.errors
+    from nats.js import errors as js_errors
+
+    try:
+        return await call
+    except js_errors.APIError as error:
+        kind = NatsError
+        if error.err_code == _WRONG_HEAD:
+            kind = AppendRefusedError
+        elif isinstance(error, js_errors.NotFoundError):
+            kind = NoStreamError
+        raise kind(f"{pool}: {_described(error)}") from error
+    except js_errors.NoStreamResponseError as error:
+        raise NoStreamError(f"{pool}: no stream has the subject") from error
+    except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+        raise NatsError(f"{pool}: {type(error).__name__}: {error}") from error
 
 
 class LogReader:
@@ -271,7 +276,7 @@ class LogReader:
         return LogMessage(
             metadata.sequence.stream,
             self._epoch_of(message.subject),
-            metadata.num_pending or 0,
+            (metadata.num_pending or 0) + self._subscription.pending_msgs,
             message.data,
         )
 
@@ -291,7 +296,7 @@ def _code(error: NatsError) -> int | None:
 
 def _described(error: Any) -> str:
     """Return what JetStream refuses, and what to do."""
-    text = f"{error.description or type(error).__name__} ({error.err_code or error.code})"
+    text = f"{error.description or type(error).__name__} ({error.err_code or error.code or 503})"
     advice = _ADVICE.get(error.err_code)
     if error.code in (None, 503) and error.err_code in _NO_JETSTREAM:
         advice = "enable JetStream in the server, and for this account"

@@ -1,4 +1,4 @@
-"""Bodies and snapshots sealed with a pool's key, so that NATS and its operators cannot read them."""
+"""Bodies and snapshots sealed with a pool's key: neither NATS nor its operators read them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from kvindex.wire.errors import ConfigurationError, DecodeError
 
 KEY_BYTES = 32
+SEAL_BYTES = 28  # that sealing adds: a nonce and a tag
 _NONCE_BYTES = 12  # random: a pool writes about 2**32 bodies in a year, as many as are safe
 
 

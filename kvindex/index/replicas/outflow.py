@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -68,6 +69,29 @@ class Patience:
         spent, self._since = now - self._since, now
         self._left = max(0.0, self._left - spent)
         return self._left > 0.0
+
+
+class MessageSink(Protocol):
+    """Where a tap's messages go. Used by the subscriber's thread, but `statistics` by any."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a message that is not unusual: a tap begins another one before it has more."""
+
+    def send(self, body: bytes) -> None:
+        """Send a message to every reader."""
+
+    def admit(self) -> None:
+        """Admit the readers that have attached, from the next message on."""
+
+    def count_readers(self) -> int:
+        """Return how many readers there are: without any, a tap packs nothing."""
+
+    def statistics(self) -> Mapping[str, float]:
+        """Return counters."""
+
+    def close(self) -> None:
+        """Notify every reader that no message follows. Idempotent."""
 
 
 class Outflow:
@@ -193,7 +217,7 @@ class StreamTap:
     happened: the thread turns at least once a second, and so replicas see that it lives.
 
     Args:
-        outflow: where messages go.
+        outflow: where messages go: an `Outflow`, or another sink.
         on_failure: called once, when nothing more can be sent.
         clock: monotonic seconds.
 
@@ -202,7 +226,7 @@ class StreamTap:
 
     def __init__(
         self,
-        outflow: Outflow,
+        outflow: MessageSink,
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -242,6 +266,17 @@ class StreamTap:
         if self._attended:
             for status in statuses:
                 self._add(StatusChanged(status))
+            self._send()
+
+    def hand_on(self, entries: Iterable[Entry]) -> None:
+        """Receive a message's entries, in place of all of the above, and send them."""
+        for entry in entries:
+            if not isinstance(entry, BatchApplied):
+                follow_names(self.names, entry)
+                self.renames += isinstance(entry, RanksRenamed)
+            if self._attended:
+                self._add(entry)
+        if self._attended:
             self._send()
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ series go when it goes.
 """
 
 from kvindex.service.metrics.funnel import FunnelCollector
+from kvindex.service.metrics.pools import PoolCollector
 from kvindex.service.metrics.ranks import RankCollector, SeriesLabels
 
-__all__ = ["FunnelCollector", "RankCollector", "SeriesLabels"]
+__all__ = ["FunnelCollector", "PoolCollector", "RankCollector", "SeriesLabels"]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 Rows: TypeAlias = Iterable[tuple[Sequence[str], float]]
+
+
+class Statistics(Protocol):
+    """A `Client`, `Replica` or whatever else has their statistics."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as `Client.statistics` does."""
 
 
 class ReadCollector(Collector):

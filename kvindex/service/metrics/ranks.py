@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client.core import InfoMetricFamily, Metric
 
 from kvindex import BACKEND, State, __version__
-from kvindex.service.metrics.families import ReadCollector, Rows, counter, gauge
+from kvindex.service.metrics.families import ReadCollector, Rows, Statistics, counter, gauge
+from kvindex.service.metrics.pools import pool_series
 
 _Rank: TypeAlias = Mapping[str, Any]  # an entry of `statistics()["ranks"]`
 _Ranks: TypeAlias = Collection[tuple[list[str], _Rank]]  # each with its labels
@@ -24,13 +25,6 @@ class SeriesLabels(NamedTuple):
 
     model: str = ""
     routing_group: str = "default"
-
-
-class Statistics(Protocol):
-    """A `Client`, `Replica` or whatever else has their statistics."""
-
-    def statistics(self) -> dict[str, Any]:
-        """Return counters as `Client.statistics` does."""
 
 
 _NAMED: Final = {  # that have series of their own
@@ -180,6 +174,7 @@ class RankCollector(ReadCollector):
         for name, (key, text) in _INDEX.items():
             yield gauge(f"kvindex_index_{name}", text, statistics["index"][key])
         yield from _totals([rank for _, rank in ranks])
+        yield from pool_series(statistics)
         labels = (*SeriesLabels._fields, "worker", "dp_rank")
         for series in _SERIES if self._per_rank else ():
             further = (series.label,) if series.label else ()

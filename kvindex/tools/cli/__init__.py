@@ -34,12 +34,20 @@ _COMMANDS = {
     "replay": "apply recorded frames and print what is resident",
     "audit": "report what routing costs a fleet today, from its events alone",
     "fanout": "subscribe once, for many router processes",
+    "relay": "subscribe once, and write to NATS for any number of hosts",
     "serve": "answer routers over HTTP, and show a page",
-    "status": "show how the ranks of a running fanout stand",
+    "status": "show how the ranks of a running fanout stand, or a pool on NATS",
     "top": "show how a fleet stands, and keep that up to date",
     "doctor": "report why the hit rate is zero: look at engines, their ports and their streams",
 }
-_LONG_RUNNING = {"tail", "record", "audit", "fanout", "serve"}  # they show warnings unasked
+_LONG_RUNNING = {
+    "tail",
+    "record",
+    "audit",
+    "fanout",
+    "relay",
+    "serve",
+}  # they show warnings unasked
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -75,6 +75,20 @@ def count(text: str) -> int:
     return _checked(text, int, lambda value: value > 0, "a whole number above 0")
 
 
+def size(text: str) -> int:
+    """Return a number of bytes, as "1GB", "512MB" or plain (an argparse type).
+
+    Examples:
+        >>> size("2MB"), size("1.5GB"), size("4096")
+        (2097152, 1610612736, 4096)
+    """
+    number = text.upper().removesuffix("B")
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(number[-1:], 1)
+    bare = number if unit == 1 else number[:-1]
+    what = "a number of bytes, such as 512MB or 1GB"
+    return int(unit * _checked(bare, float, lambda value: 0 < value < math.inf, what))
+
+
 def port(text: str) -> int:
     """Return the number of a TCP port; 0 has the system choose (an argparse type)."""
     return _checked(text, int, lambda value: 0 <= value < 1 << 16, "a port, 0 to 65535")

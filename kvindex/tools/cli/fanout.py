@@ -12,24 +12,21 @@ from __future__ import annotations
 import argparse
 import errno
 import json
-import math
 import os
-import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from kvindex import Client, ConfigurationError, SnapshotError
+from kvindex.index import nats
 from kvindex.index.replicas import FanOut
 from kvindex.subscribe.discovery import Engines
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of
-from kvindex.tools.cli.output import StateChanges, counted
-from kvindex.tools.cli.signals import handled
-from kvindex.tools.cli.status import state_table
-
-_LOOK = 0.5  # seconds between looks at the ranks' states
+from kvindex.tools.cli.nats_options import add_from_option, followed_pool
+from kvindex.tools.cli.output import counted
+from kvindex.tools.cli.serving import serve, signals_handled
+from kvindex.wire.nats import NatsPool
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,55 +42,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--stats-every S", text, seconds)
     text = "most blocks kept of one rank (default: 10,000,000)"
     option(parser, "--max-blocks-per-rank N", text, count)
+    add_from_option(parser)
     add_engine_options(parser)
     add_cache_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
+    pool = followed_pool(arguments, ())
+    if pool is not None:
+        return _follow(arguments, pool)
     engines = engines_of(arguments)
     if arguments.state:
         _check_writable(Path(arguments.state))
-    asked: list[int] = []  # of SIGUSR1: a handler itself must wait for no lock
-    ended: list[bool] = []
-
-    def end(_: int) -> None:
-        """End as Ctrl-C does; later signals interrupt no saving. Ctrl-C can."""
-        if not ended:
-            ended.append(True)
-            raise KeyboardInterrupt
-
-    ends = (signal.SIGTERM, signal.SIGHUP)  # the latter of a terminal that goes away
-    wanted = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-    with (
-        handled({signal.SIGUSR1: asked.append}),
-        handled(dict.fromkeys(wanted, end), to_the_end=True),
-        _opened(arguments, engines) as fanout,
-    ):
-        try:
-            ranks = counted(len(fanout.client.ranks), "rank")
-            print(f"listening at {arguments.path}, {ranks}", file=sys.stderr, flush=True)
-            _serve(fanout, asked, arguments.stats_every or math.inf)
-        except KeyboardInterrupt:
-            ended.append(True)  # the normal end; systemd, or a shell, may send another signal
+    with signals_handled() as signals, _opened(arguments, engines) as fanout:
+        where = f"listening at {arguments.path}"
+        serve(fanout, fanout.client, signals, where, arguments.stats_every)
         saved = _save(fanout.client, arguments.state) if arguments.state else True
         print(json.dumps(fanout.report()))
     return 0 if saved else 1
 
 
-def _serve(fanout: FanOut, asked: list[int], stats_every: float) -> None:
-    """Serve until the fan-out ends; print the ranks' changes, and counters when they are due."""
-    changes = StateChanges(fanout.client.subscriber.statuses, first_live=True)
-    due = time.monotonic() + stats_every
-    while not fanout.wait(_LOOK):
-        changes.report()
-        if asked:
-            asked.clear()
-            table = state_table(fanout.client.statistics()["ranks"])
-            print(table, file=sys.stderr, flush=True)
-        if time.monotonic() >= due:
-            due += stats_every
-            print(json.dumps(fanout.report()), flush=True)
+def _follow(arguments: argparse.Namespace, pool: NatsPool) -> int:
+    """Serve a pool's index until a signal ends the command."""
+    with (
+        signals_handled() as signals,
+        nats.FanOut(
+            str(pool),
+            arguments.path,
+            patience=arguments.patience,
+            max_replicas=arguments.max_replicas,
+            **pool.options,
+        ) as fanout,
+    ):
+        where = f"listening at {arguments.path}, from {pool}"
+        serve(fanout, fanout.replica, signals, where, arguments.stats_every)
+        print(json.dumps(fanout.report()))
+    return 0
 
 
 def _opened(arguments: argparse.Namespace, engines: Engines) -> FanOut:

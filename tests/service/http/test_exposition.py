@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvindex.service.app import app_routes
 from kvindex.service.exposition import Exposition
 from kvindex.service.guards import Guard
+from kvindex.service.metrics import PoolCollector
 from kvindex.service.service import Service
 from kvindex.service.site import Site
 from kvindex.service.traffic import AllTraffic
@@ -21,6 +23,7 @@ from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
 from tests.live import caught_up, client_of
 from tests.service.http.in_process import Asker, body_of
+from tests.service.http.pool_statistics import RELAY, REPLICA
 from tests.service.http.test_metrics import Samples
 
 pytestmark = pytest.mark.service
@@ -120,7 +123,9 @@ def expressions() -> Iterator[tuple[str, str]]:
 def test_the_reference_lists_the_series_that_there_are_and_no_others(exposed: str) -> None:
     page = (DOCS / "reference" / "metrics.md").read_text()
     listed = {name.removesuffix("_total") for name in NAMES.findall(page)}
+    pools = [SimpleNamespace(statistics=lambda each=each: each) for each in (RELAY, REPLICA)]
     families = {family.name for family in text_string_to_metric_families(exposed)}
+    families |= {family.name for pool in pools for family in PoolCollector(pool).collect()}
     assert listed == {name for name in families if name.startswith(("kvindex_", "dynamo_"))}
 
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.unit
 
 COMMANDS = (
     *("demo", "fake-engine", "tail", "match", "record", "replay"),
-    *("audit", "fanout", "serve", "status", "top", "doctor"),
+    *("audit", "fanout", "relay", "serve", "status", "top", "doctor"),
 )
 
 
