@@ -170,7 +170,13 @@ class Tap(Protocol):
     """Receives all that a client's index receives, in the same order, on the subscriber's thread.
 
     It must not raise, and delays everything while it runs.
+
+    Attributes:
+        patience: seconds for which batches may be kept back, so that it receives more of them at
+            once, which costs less.
     """
+
+    patience: float
 
     def batch(self, rank: Rank, payload: bytes) -> None:
         """Receive a batch that was applied, as its publisher sent it."""
@@ -290,9 +296,18 @@ class Outlet:
 
     def put_payloads(self, rank: Rank, payloads: Sequence[bytes]) -> None:
         """Pass on batches that a lane has applied, to whoever else wants them."""
-        if self._on_payload is not None:
-            for payload in payloads:
-                self._call(RankBatch, self._on_payload, rank, payload)
+        on_payload = self._on_payload
+        if on_payload is None:
+            return
+        for payload in payloads:  # as `_call`, for many
+            if self.shut:
+                return
+            try:
+                on_payload(rank, payload)
+            except Exception as error:
+                self._note_failure(RankBatch, error)
+            if self.forked:
+                raise SystemExit
 
     def put_statuses(self, statuses: Sequence[RankStatus]) -> None:
         """Hand over the statuses that are new on the board, perhaps none."""

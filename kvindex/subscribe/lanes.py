@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvindex.subscribe.watch import SHOW_AFTER
 from kvindex.wire.rank import Rank
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ class Lanes:
         number: returns the number of a rank in it; None if there is no such rank.
         fingerprints: those of the subscriber.
         on_payload: called with each batch that a lane took, as its publisher sent it.
+        payload_delay: seconds for which such a batch may be kept back.
 
     Attributes:
-        shows_at_once: whether what was taken must be collected at once.
+        collects_after: seconds after which what was taken must be collected.
         trouble: why there are no lanes; "" if there are.
 
     Thread safety: owned by the subscriber's thread.
@@ -48,10 +50,11 @@ class Lanes:
         number: Callable[[Rank], int | None],
         fingerprints: Fingerprints,
         on_payload: Callable[[Rank, bytes], None] | None = None,
+        payload_delay: float = 0.0,
     ) -> None:
         self.number = number
         self.on_payload = on_payload
-        self.shows_at_once = on_payload is not None
+        self.collects_after = SHOW_AFTER if on_payload is None else payload_delay
         self.trouble = ""
         self._core = core
         self._fingerprints = fingerprints

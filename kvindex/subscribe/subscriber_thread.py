@@ -56,6 +56,7 @@ class SubscriberThread:
         self._pid = os.getpid()
         self.board = StatusBoard(settings.clock, settings.sequencer.stale_after + 2 * _MAX_SLEEP)
         self._lanes = settings.lanes
+        self._collects_after = SHOW_AFTER if self._lanes is None else self._lanes.collects_after
         self._watch = Watch(settings.lanes)
         self.roster = Roster(settings, self._watch, self.board)
         self._bound_at = settings.clock()  # when the inflow is bounded next
@@ -63,7 +64,9 @@ class SubscriberThread:
         self.wake = self._watch.wake
         self.commands = Commands(self.wake)
         self._waiting: dict[Feed, None] = {}  # feeds that wait for their turn, the longest first
-        self._unshown: dict[Feed, None] = {}  # feeds whose lanes have taken something
+        self._uncollected: dict[Feed, None] = {}  # feeds whose lanes have taken something
+        self._collect_at = 0.0  # when that is collected
+        self._unshown: dict[Feed, None] = {}  # feeds of which it was collected
         self._woke_at = time.monotonic()
         self._show_at = 0.0  # when it shows in statuses
         self.stopping = False
@@ -135,11 +138,12 @@ class SubscriberThread:
             return  # no time-out may count while its reply waits in a socket
         self._note_turn()
         watch, seconds = self._watch, 0.0 if self._waiting else self._sleep()
-        self._waiting.update(watch.wait(seconds, shows_at_once=self._shows_at_once))
+        collects_after = 0.0 if self._shows_at_once else self._collects_after
+        self._waiting.update(watch.wait(seconds, collects_after=collects_after))
         now = self._clock()
-        if watch.taken and not self._unshown:
-            self._show_at = time.monotonic() + SHOW_AFTER
-        self._unshown.update(dict.fromkeys(watch.taken))
+        if watch.taken and not self._uncollected:
+            self._collect_at = time.monotonic() + self._collects_after
+        self._uncollected.update(dict.fromkeys(watch.taken))
         self.board.sign(now)
         self._woke_at = time.monotonic()
         changed = []
@@ -152,8 +156,8 @@ class SubscriberThread:
             self.roster.guard(feed, feed.collect_some, now)
         if self._shows_at_once:
             changed += self._collect(now)
-        elif time.monotonic() >= self._show_at:
-            changed += self._collect(now, _SHOWN_AT_ONCE)
+        else:
+            changed += self._collect_in_time(now)
         changed += [*self._pump(now), *self._tick(now)]
         self._bound_inflow(now)
         self.roster.publish(dict.fromkeys(changed), now)
@@ -161,7 +165,7 @@ class SubscriberThread:
     @property
     def _shows_at_once(self) -> bool:
         """Whether somebody waits for what lanes take."""
-        return self.board.is_awaited or (self._lanes is not None and self._lanes.shows_at_once)
+        return self.board.is_awaited or not self._collects_after
 
     def _note_turn(self) -> None:
         """Count the turn that ends, and those that lanes have made alone."""
@@ -175,11 +179,24 @@ class SubscriberThread:
 
     def _collect(self, now: float, at_most: int | None = None) -> list[Feed]:
         """Collect what the lanes of all feeds, or of so many, have taken; return the feeds."""
-        feeds = list(islice(self._unshown, at_most))
+        feeds = list(islice(self._uncollected, at_most))
         for feed in feeds:
-            del self._unshown[feed]
+            del self._uncollected[feed]
             self.roster.guard(feed, feed.collect, now)
         return feeds
+
+    def _collect_in_time(self, now: float) -> list[Feed]:
+        """Collect what has waited for long enough; return the feeds that are to be shown."""
+        moment = time.monotonic()
+        if moment >= self._collect_at:
+            collected = self._collect(now, _SHOWN_AT_ONCE)
+            if collected and not self._unshown:
+                self._show_at = moment + SHOW_AFTER - self._collects_after
+            self._unshown.update(dict.fromkeys(collected))
+        if moment < self._show_at:
+            return []
+        shown, self._unshown = list(self._unshown), {}
+        return shown
 
     def _pump(self, now: float) -> Iterator[Feed]:
         """Pump waiting feeds, at least one; yield those pumped, and leave the rest waiting."""
@@ -228,6 +245,8 @@ class SubscriberThread:
     def _sleep(self) -> float:
         nearest = self.roster.deadlines.nearest
         sleep = _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
+        if self._uncollected:
+            sleep = min(sleep, self._collect_at - time.monotonic())
         if self._unshown:
             sleep = min(sleep, self._show_at - time.monotonic())
         return min(sleep, _BETWEEN) if self._to_bound else sleep

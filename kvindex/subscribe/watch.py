@@ -91,17 +91,17 @@ class Watch:
         """Do not return this owner next, as `look_again` wanted: its lane looks."""
         self._again.pop(owner, None)
 
-    def wait(self, seconds: float, *, shows_at_once: bool = False) -> dict[Any, None]:
+    def wait(self, seconds: float, *, collects_after: float = SHOW_AFTER) -> dict[Any, None]:
         """Return the owners whose sockets may have messages, after at most this long.
 
-        If lanes take something, it returns at once, or `SHOW_AFTER` seconds later at most.
+        If lanes take something, it returns `collects_after` seconds later at most.
         """
         seconds = 0.0 if self._again else max(0.0, seconds)
         of = self._owners
         if self.intake is None:
             ready = [key.fd for key, _ in self._selector.select(seconds)]
         else:
-            ready, more, taken = self.intake.wait(seconds, SHOW_AFTER, shows_at_once)
+            ready, more, taken = self.intake.wait(seconds, collects_after, not collects_after)
             self.more, self.taken = [of[d] for d in more], [of[d] for d in taken]
         owners, self._again = self._again, {}
         for descriptor in ready:

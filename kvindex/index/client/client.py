@@ -442,4 +442,6 @@ def _lanes(index: Index, fingerprints: Fingerprints, tap: Tap | None) -> Lanes |
     if fingerprints.core is None or index.backend != "native" or type(index) is not Index:
         return None
     core, number = index.lane_target()
-    return Lanes(core, number, fingerprints.core, None if tap is None else tap.batch)
+    if tap is None:
+        return Lanes(core, number, fingerprints.core)
+    return Lanes(core, number, fingerprints.core, tap.batch, tap.patience)

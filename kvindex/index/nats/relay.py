@@ -21,7 +21,7 @@ from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, SnapshotContents
 from kvindex.index.nats.sealing import Seal
 from kvindex.index.nats.snapshot_keeping import SnapshotKeeper
-from kvindex.index.nats.writing import Writing
+from kvindex.index.nats.writing import TURN, Writing
 from kvindex.index.replicas.outflow import StreamTap
 from kvindex.index.replicas.snapshot import Snapshots
 from kvindex.index.snapshot import Snapshot, SnapshotRecord, require_native
@@ -120,7 +120,7 @@ class Relay:
         self._refused: Counter[str] = Counter()  # snapshots that could not be continued from
         self._writer = LogWriter(self._name)
         self._queue = LogQueue(self._wake)
-        self._tap = StreamTap(self._queue, self._note_end)
+        self._tap = StreamTap(self._queue, self._note_end, patience=TURN)
         self._writing: Writing | None = None
         self._keeper: SnapshotKeeper | None = None
         self._opened: Future[Snapshot | None] = Future()

@@ -48,14 +48,14 @@ PROTOCOL = 3
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1 << 20
 MAX_SECTION_BYTES = 1 << 34
-_AROUND_BYTES = 64  # of an entry around its payload, and of a name that is not unusual
+AROUND_BYTES = 64  # of an entry around its payload, and of a name that is not unusual
 _OTHER_BYTES = 512
 
 
 # Through the ring -----------------------------------------------------------------------------
 
 
-class BatchApplied(msgspec.Struct, frozen=True, tag=True):
+class BatchApplied(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A batch that was applied, as its publisher sent it."""
 
     rank: Rank
@@ -112,9 +112,9 @@ def decode_message(body: Buffer) -> Message:
 def size_of(entry: Entry) -> int:
     """Return about how many bytes an entry takes in a message."""
     if isinstance(entry, BatchApplied):
-        return len(entry.payload) + _AROUND_BYTES
+        return len(entry.payload) + AROUND_BYTES
     if isinstance(entry, SectionRestored):
-        return len(entry.section) + _AROUND_BYTES
+        return len(entry.section) + AROUND_BYTES
     return _OTHER_BYTES
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from kvindex.index.replicas.messages import (
+    AROUND_BYTES,
     BatchApplied,
     Entry,
     Message,
@@ -220,6 +221,7 @@ class StreamTap:
         outflow: where messages go: an `Outflow`, or another sink.
         on_failure: called once, when nothing more can be sent.
         clock: monotonic seconds.
+        patience: seconds for which batches may be kept back, to be sent together.
 
     Thread safety: the subscriber's thread, but `failure` and `statistics` from any.
     """
@@ -229,7 +231,9 @@ class StreamTap:
         outflow: MessageSink,
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        patience: float = 0.0,
     ) -> None:
+        self.patience = patience
         self.number = 0  # of the next message
         self.renames = 0  # how often ranks were renamed
         self.names: dict[Rank, Rank] = {}  # by the rank of a port, its present name
@@ -245,8 +249,12 @@ class StreamTap:
 
     def batch(self, rank: Rank, payload: bytes) -> None:
         """Receive a batch that was applied."""
-        if self._attended:
-            self._add(BatchApplied(rank, payload))
+        if self._attended:  # as `_add`, without its two calls
+            size = len(payload) + AROUND_BYTES
+            if self._bytes + size > self._room:
+                self.flush()
+            self._entries.append(BatchApplied(rank, payload))
+            self._bytes += size
 
     def item(self, item: StreamItem) -> None:
         """Receive an item between two batches."""

@@ -55,6 +55,8 @@ def test_a_worker_that_is_added_while_the_router_saves_is_in_the_file(
 class DeafTap:
     """A tap that ignores everything."""
 
+    patience = 0.0
+
     def batch(self, rank: Rank, payload: bytes) -> None: ...
 
     def item(self, item: StreamItem) -> None: ...
