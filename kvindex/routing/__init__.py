@@ -7,8 +7,8 @@ router.select(token_ids).reason                     # why this rank, in words
 
 A router queries a `Client`, a `Replica` or an `Index`. It has no sockets and no threads.
 
-`fleet.py` has the ranks and their load, `policies.py` the choice and its reasons, `bookings.py` the
-requests that are under way. `adapters/` plugs a router into Ray, LiteLLM and verl.
+`fleet.py` has the ranks, `load.py` their load, `policies.py` the choice and its reasons,
+`bookings.py` the requests that are under way. `adapters/` plugs a router into Ray, LiteLLM and verl.
 Read first: `router.py`, then `policies.py` and `bookings.py`.
 May import: `kvindex.wire` and `kvindex.index`; `adapters/` also `kvindex.subscribe`.
 """
@@ -25,14 +25,11 @@ from kvindex.routing.filters import (
 )
 from kvindex.routing.fleet import (
     Followed,
-    Load,
-    LoadBoard,
-    LoadColumns,
-    LocalLoadBoard,
     PromptOptions,
     RequestOptions,
     Source,
 )
+from kvindex.routing.load import Load, LoadBoard, LoadColumns, LocalLoadBoard
 from kvindex.routing.policies import (
     POLICIES,
     Candidate,

@@ -14,11 +14,7 @@ from kvindex.index import Hits, Match, TokenIds
 from kvindex.routing.bookings import OTHER_ROUTER, Booking, Bookings
 from kvindex.routing.filters import Eligible, Filter
 from kvindex.routing.fleet import (
-    GAUGE_LIFE,
     Fleet,
-    Load,
-    LoadBoard,
-    LocalLoadBoard,
     PromptOptions,
     RequestOptions,
     RoutedRequest,
@@ -27,6 +23,7 @@ from kvindex.routing.fleet import (
     ask,
     look,
 )
+from kvindex.routing.load import GAUGE_LIFE, Load, LoadBoard, LocalLoadBoard
 from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_policy
 from kvindex.routing.predictions import Predictions
 from kvindex.wire.errors import ConfigurationError
