@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from array import array
-from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
+from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
 
 GAUGE_LIFE: Final = 0.1
 """Seconds for which an engine's own gauge corrects the booked load; older ones do harm."""
 
-_HALF_LIFE: Final = 60.0  # seconds after which tokens that a rank was given count half
+HALF_LIFE: Final = 60.0
+"""Seconds after which tokens that a rank was given count half."""
+
 _MOST_HALVINGS: Final = 500  # doubles reach 2**1023
 _NOTHING: Final = (0.0, 0.0, 0.0)
+_Loads: TypeAlias = "dict[Rank, tuple[float, float, float]]"
 
 
 class Load(NamedTuple):
@@ -58,6 +65,16 @@ class LoadBoard(Protocol):
     A router calls it under its own lock, one call at a time. One board is for one router.
     """
 
+    def attach(self, lock: AbstractContextManager[object], clock: Callable[[], float]) -> None:
+        """Accept a router's lock and its clock, before any other call of the router.
+
+        A board that changes its columns by itself, as when others' load arrives, does so under this
+        lock and only for moments. Its times are those of this clock, in seconds.
+
+        Raises:
+            ConfigurationError: another router uses this board.
+        """
+
     def arrange(self, ranks: Sequence[Rank]) -> None:
         """Set the rows: one for each of these ranks, in this order.
 
@@ -85,6 +102,14 @@ class LoadBoard(Protocol):
 
     def load(self, rank: Rank, now: float) -> Load:
         """Return one rank's load; nothing for a rank that is not known."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as JSON-ready values: `load` of `Router.statistics`."""
+        return {}
+
+    def close(self) -> None:
+        """Stop sharing, if the board shares anything. It stores this router's load as before."""
+        return
 
 
 class _Correction(NamedTuple):
@@ -114,29 +139,37 @@ class LocalLoadBoard(LoadBoard):
     """
 
     def __init__(self) -> None:
+        self._lock: AbstractContextManager[object] = threading.RLock()
+        self._clock: Callable[[], float] = time.monotonic
+        self._is_attached = False
         self._rows: dict[Rank, int] = {}
-        self._absent: dict[Rank, tuple[float, float, float]] = {}  # load of ranks without a row
-        self._booked = _zeros(0)
+        self._own = _zeros(0)  # what this process has booked
+        self._absent: _Loads = {}  # the same of ranks without a row
+        # What all routers have booked: other objects only where a board shares its load.
+        self._booked, self._booked_absent = self._own, self._absent
         self._shown = self._booked  # columns of its own while a correction lasts
         self._corrections: dict[Rank, _Correction] = {}
         self._earliest_end = math.inf  # of a correction; until then, no call goes over them
         self._origin = math.inf  # when a token given counts 1
         self._given_at = math.inf  # when a rank was given tokens last
 
+    def attach(self, lock: AbstractContextManager[object], clock: Callable[[], float]) -> None:
+        with self._lock:
+            if self._is_attached:
+                raise ConfigurationError("a board of loads is for one router: make another one")
+            self._lock, self._clock, self._is_attached = lock, clock, True
+
     def arrange(self, ranks: Sequence[Rank]) -> None:
-        before, rows_before, loads = self._booked, self._rows, dict(self._absent)
-        for rank, row in rows_before.items():
-            loads[rank] = (before.queued[row], before.open[row], before.decode[row])
-        rows, booked = {rank: row for row, rank in enumerate(ranks)}, _zeros(len(ranks))
-        for rank, row in rows.items():
-            load = loads.pop(rank, _NOTHING)
-            booked.queued[row], booked.open[row], booked.decode[row] = load
-            if rank in rows_before:
-                booked.given[row] = before.given[rows_before[rank]]
-        absent = {rank: load for rank, load in loads.items() if load != _NOTHING}
+        before, rows = self._rows, {rank: row for row, rank in enumerate(ranks)}
+        own, absent = _moved(self._own, self._absent, before, rows)
+        booked, booked_absent = own, absent
+        if self._booked is not self._own:
+            booked, booked_absent = _moved(self._booked, self._booked_absent, before, rows)
         corrections = {r: c for r, c in self._corrections.items() if r in rows}
-        self._rows, self._absent, self._corrections = rows, absent, corrections
-        self._booked = self._shown = booked
+        self._rows, self._corrections = rows, corrections
+        self._own, self._absent = own, absent
+        self._booked, self._booked_absent = booked, booked_absent
+        self._shown = booked
         if corrections:
             self._show()
 
@@ -150,31 +183,29 @@ class LocalLoadBoard(LoadBoard):
     ) -> None:
         row = self._rows.get(rank)
         if row is None:
-            queued, opened, decode = self._absent.get(rank, _NOTHING)
-            load = (queued + queued_tokens, opened + open_requests, decode + decode_blocks)
-            self._absent[rank] = load
-            if load == _NOTHING:
-                del self._absent[rank]
+            self._add_absent(rank, (queued_tokens, open_requests, decode_blocks))
             return
-        if self._shown is not self._booked:
+        own, booked = self._own, self._booked
+        if self._shown is not booked:
             self._show_row(rank, row, queued_tokens, open_requests, decode_blocks)
-        booked = self._booked  # last, without calls: an interrupt leaves all of it added, or none
+        # Last, without calls: an interrupt leaves all of it added, or none.
+        if own is not booked:
+            own.queued[row] += queued_tokens
+            own.open[row] += open_requests
+            own.decode[row] += decode_blocks
         booked.queued[row] += queued_tokens
         booked.open[row] += open_requests
         booked.decode[row] += decode_blocks
 
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
-        # Later tokens weigh more, twice as much after a minute; only the ratios count. The sums
-        # start anew after so many halvings that earlier tokens are negligible, and where the clock
-        # goes back: else the tokens given before would weigh most for long.
-        given = self._booked.given
-        if not self._given_at <= now <= self._origin + _MOST_HALVINGS * _HALF_LIFE:
-            self._origin = now
-            given[:] = array("d", bytes(8 * len(given)))
-        self._given_at = now
+        weight = self._weight(now)
         row = self._rows.get(rank)
         if row is not None:
-            given[row] += new_tokens * 2.0 ** ((now - self._origin) / _HALF_LIFE)
+            own, booked = self._own.given, self._booked.given
+            tokens = new_tokens * weight
+            if own is not booked:
+                own[row] += tokens
+            booked[row] += tokens
 
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
@@ -199,6 +230,29 @@ class LocalLoadBoard(LoadBoard):
             return Load(*map(int, self._absent.get(rank, ())))
         return Load(int(columns.queued[row]), int(columns.open[row]), int(columns.decode[row]))
 
+    def _weight(self, now: float) -> float:
+        """Return what a token that is given now counts; what came long before is then forgotten."""
+        # Later tokens weigh more, twice as much after a minute; only the ratios count. The sums
+        # start anew after so many halvings that earlier tokens are negligible, and where the clock
+        # goes back: else the tokens given before would weigh most for long.
+        if not self._given_at <= now <= self._origin + _MOST_HALVINGS * HALF_LIFE:
+            self._origin = now
+            for given in (self._own.given, self._booked.given):
+                given[:] = array("d", bytes(8 * len(given)))
+        self._given_at = now
+        weight: float = 2.0 ** ((now - self._origin) / HALF_LIFE)
+        return weight
+
+    def _add_absent(self, rank: Rank, load: tuple[float, float, float]) -> None:
+        """Add to the load of a rank without a row; all of it or, interrupted, nothing."""
+        own = _sum(self._absent.get(rank, _NOTHING), load)
+        booked = _sum(self._booked_absent.get(rank, _NOTHING), load)
+        self._absent[rank] = own
+        self._booked_absent[rank] = booked
+        for loads in (self._absent, self._booked_absent):
+            if loads.get(rank) == _NOTHING:
+                del loads[rank]
+
     def _end_corrections(self, now: float) -> None:
         ended = [rank for rank, gauges in self._corrections.items() if now >= gauges.until]
         for rank in ended:
@@ -222,6 +276,27 @@ class LocalLoadBoard(LoadBoard):
         shown.queued[row] = max(0.0, booked.queued[row] + queued + gauges[0])
         shown.open[row] = max(0.0, booked.open[row] + opened + gauges[1])
         shown.decode[row] = booked.decode[row] + decode
+
+
+def _sum(
+    load: tuple[float, float, float], other: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    return load[0] + other[0], load[1] + other[1], load[2] + other[2]
+
+
+def _moved(
+    columns: LoadColumns, absent: _Loads, before: Mapping[Rank, int], rows: Mapping[Rank, int]
+) -> tuple[LoadColumns, _Loads]:
+    """Return columns for other rows, and the load of the ranks that have none now."""
+    loads = dict(absent)
+    for rank, row in before.items():
+        loads[rank] = (columns.queued[row], columns.open[row], columns.decode[row])
+    moved = _zeros(len(rows))
+    for rank, row in rows.items():
+        moved.queued[row], moved.open[row], moved.decode[row] = loads.pop(rank, _NOTHING)
+        if rank in before:
+            moved.given[row] = columns.given[before[rank]]
+    return moved, {rank: load for rank, load in loads.items() if load != _NOTHING}
 
 
 def _zeros(rows: int) -> LoadColumns:

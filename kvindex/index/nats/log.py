@@ -176,7 +176,9 @@ class Log:
         if not state.messages:
             return Head(state.last_seq, state.first_seq, None)
         try:
-            message = await self._asked(self._stream.get_msg(self.pool.stream, seq=state.last_seq))
+            message = await self._asked(
+                self._stream.get_msg(self.pool.stream, seq=state.last_seq)
+            )
         except NoStreamError:  # the message is gone, or the stream: the next look shows it
             return Head(state.last_seq, state.first_seq, None)
         return Head(state.last_seq, state.first_seq, self._epoch(message.subject or ""))
