@@ -199,6 +199,12 @@ def require_nats() -> None:
         ) from None
 
 
+def check_files(pool: NatsPool) -> None:
+    """Raise ConfigurationError if nats-py is missing, or a file of the options cannot be used."""
+    require_nats()
+    _connect_options(pool)
+
+
 async def open_connection(
     pool: NatsPool,
     name: str,
