@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvindex.index.nats.fan_out import FanOut
 from kvindex.index.nats.following import LogOrigin
+from kvindex.index.nats.relay import Relay
 from kvindex.index.replicas.follower import Follower
 from kvindex.index.replicas.replica import Replica, check_seconds, joined
 from kvindex.index.snapshot import require_native
@@ -28,7 +29,7 @@ from kvindex.wire.nats import NatsOptions, parse_pool, require_nats
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["FanOut", "NatsError", "QueueTimeoutError", "Replica", "follow", "join"]
+__all__ = ["FanOut", "NatsError", "QueueTimeoutError", "Relay", "Replica", "follow", "join"]
 
 
 def join(

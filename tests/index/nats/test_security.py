@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 
+from kvindex.index import nats
 from kvindex.index.nats.log import Log, StreamSettings
+from kvindex.routing import Router, SharedLoad
+from kvindex.testing import FakeEngine
 from kvindex.wire.errors import ConfigurationError, NatsError
 from kvindex.wire.nats import NatsOptions, NatsPool, open_connection, parse_pool
 from tests.docs.pages import DOCS, fences_in
 from tests.index.nats.certificates import Files, make_certificates
-from tests.live import PATIENCE
+from tests.live import PATIENCE, caught_up, until, worker_of
 from tests.nats_server import NatsServer
 
 pytestmark = pytest.mark.e2e
@@ -280,15 +283,22 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 PASSWORDS = {"relay": "change-me-1", "replica": "change-me-2", "gateway": "change-me-3"}
 
 
-def as_user(server: NatsServer, user: str) -> NatsPool:
-    return parse_pool(server.url, "llama", {"user": user, "password": PASSWORDS[user]})
+PROMPT, LATER = list(range(100)), list(range(200))
 
 
-async def denied(server: NatsServer, user: str, subject: str, *, subscribes: bool = False) -> bool:
+def user(name: str) -> NatsOptions:
+    return {"user": name, "password": PASSWORDS[name]}
+
+
+def as_user(server: NatsServer, name: str) -> NatsPool:
+    return parse_pool(server.url, "llama", user(name))
+
+
+async def denied(server: NatsServer, name: str, subject: str, *, subscribes: bool = False) -> bool:
     """Whether the server refuses that this user publishes (or subscribes) to a subject."""
     notes: list[str] = []
     client = await open_connection(
-        as_user(server, user), "test", timeout=PATIENCE, on_change=notes.append
+        as_user(server, name), "test", timeout=PATIENCE, on_change=notes.append
     )
     try:
         if subscribes:
@@ -306,7 +316,7 @@ LOG, BUCKET = "KVINDEX_llama", "OBJ_KVINDEX_llama_snapshots"
 
 
 @pytest.mark.parametrize(
-    ("user", "subject"),
+    ("name", "subject"),
     [
         *(("replica", f"$JS.API.STREAM.{verb}.{LOG}") for verb in ("DELETE", "PURGE", "UPDATE")),
         ("replica", "kvindex.llama.log.a-1"),
@@ -324,13 +334,13 @@ LOG, BUCKET = "KVINDEX_llama", "OBJ_KVINDEX_llama_snapshots"
     ],
 )
 async def test_a_user_may_not_do_the_work_of_another(
-    guarded: NatsServer, user: str, subject: str
+    guarded: NatsServer, name: str, subject: str
 ) -> None:
-    assert await denied(guarded, user, subject)
+    assert await denied(guarded, name, subject)
 
 
 @pytest.mark.parametrize(
-    ("user", "subject"),
+    ("name", "subject"),
     [
         ("replica", "kvindex.llama.log.*"),
         ("replica", "kvindex.llama.load"),
@@ -340,14 +350,42 @@ async def test_a_user_may_not_do_the_work_of_another(
     ],
 )
 async def test_a_user_may_not_listen_to_others(
-    guarded: NatsServer, user: str, subject: str
+    guarded: NatsServer, name: str, subject: str
 ) -> None:
-    assert await denied(guarded, user, subject, subscribes=True)
+    assert await denied(guarded, name, subject, subscribes=True)
 
 
 async def test_a_gateway_may_share_its_load(guarded: NatsServer) -> None:
     for subscribes in (False, True):
         assert not await denied(guarded, "gateway", "kvindex.llama.load", subscribes=subscribes)
+
+
+def test_a_relay_a_replica_and_gateways_do_their_work_with_the_rights_of_the_docs(
+    guarded: NatsServer,
+) -> None:
+    with FakeEngine("vllm-0") as engine:
+        engine.serve(PROMPT)
+        with nats.Relay([worker_of(engine)], guarded.url, pool="llama", **user("relay")) as relay:
+            caught_up(relay.client, engine)
+            with (
+                nats.join(guarded.url, "llama", PATIENCE, **user("replica")) as replica,
+                SharedLoad(guarded.url, "llama", **user("gateway")) as first,
+                SharedLoad(guarded.url, "llama", **user("gateway")) as second,
+            ):
+                replica.wait_live(timeout=PATIENCE)
+                assert replica.match(PROMPT)[engine.rank].tokens == 96
+                routers = Router(replica, loads=first), Router(replica, loads=second)
+                with routers[0].reserve(PROMPT):
+                    until(lambda: routers[1].load(engine.rank).open_requests == 1)
+                engine.serve(LATER)
+                replica.wait_for(lambda now: now[engine.rank].seq == engine.published - 1, PATIENCE)
+                assert replica.match(LATER)[engine.rank].tokens == 192
+        # Another one continues from the pool's snapshot, and purges what is old.
+        with nats.Relay([worker_of(engine)], guarded.url, pool="llama", **user("relay")) as relay:
+            caught_up(relay.client, engine)
+            assert relay.client.match(LATER)[engine.rank].tokens == 192
+            statistics = relay.statistics()
+    assert "ermission" not in str(statistics), statistics
 
 
 async def test_a_relay_may_write_the_log_and_a_replica_may_read_it(guarded: NatsServer) -> None:
