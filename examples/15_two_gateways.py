@@ -21,7 +21,7 @@ from kvindex.testing import FakeEngine
 
 ENGINES = 4
 OPEN = 8  # requests of each gateway at a time
-PROMPTS = [list(range(first, first + 2_000)) for first in range(0, 160_000, 10_000)]
+PROMPTS = [list(range(first, first + 400)) for first in range(0, 16_000, 1_000)]
 
 
 class Gateway:
@@ -61,7 +61,9 @@ def main() -> None:
     with ExitStack() as stack:
         engines = [stack.enter_context(FakeEngine(f"vllm-{i}")) for i in range(ENGINES)]
         workers = [Worker(e.worker, e.endpoint, replay=e.replay_endpoint) for e in engines]
-        relay = stack.enter_context(nats.Relay(workers, servers, pool="example"))
+        relay = stack.enter_context(
+            nats.Relay(workers, servers, pool="example", max_bytes=64 << 20)
+        )
         relay.client.wait_live(timeout=30.0)
 
         first = Gateway("first gateway ", servers, stack)

@@ -290,6 +290,9 @@ def user(name: str) -> NatsOptions:
     return {"user": name, "password": PASSWORDS[name]}
 
 
+RELAY: Any = {**user("relay"), "max_bytes": 32 << 20}
+
+
 def as_user(server: NatsServer, name: str) -> NatsPool:
     return parse_pool(server.url, "llama", user(name))
 
@@ -365,7 +368,7 @@ def test_a_relay_a_replica_and_gateways_do_their_work_with_the_rights_of_the_doc
 ) -> None:
     with FakeEngine("vllm-0") as engine:
         engine.serve(PROMPT)
-        with nats.Relay([worker_of(engine)], guarded.url, pool="llama", **user("relay")) as relay:
+        with nats.Relay([worker_of(engine)], guarded.url, pool="llama", **RELAY) as relay:
             caught_up(relay.client, engine)
             with (
                 nats.join(guarded.url, "llama", PATIENCE, **user("replica")) as replica,
@@ -381,7 +384,7 @@ def test_a_relay_a_replica_and_gateways_do_their_work_with_the_rights_of_the_doc
                 replica.wait_for(lambda now: now[engine.rank].seq == engine.published - 1, PATIENCE)
                 assert replica.match(LATER)[engine.rank].tokens == 192
         # Another one continues from the pool's snapshot, and purges what is old.
-        with nats.Relay([worker_of(engine)], guarded.url, pool="llama", **user("relay")) as relay:
+        with nats.Relay([worker_of(engine)], guarded.url, pool="llama", **RELAY) as relay:
             caught_up(relay.client, engine)
             assert relay.client.match(LATER)[engine.rank].tokens == 192
             statistics = relay.statistics()
@@ -400,11 +403,11 @@ async def test_a_relay_may_write_the_log_and_a_replica_may_read_it(guarded: Nats
         log = Log(writer, as_user(guarded, "relay"))
         await log.make(SMALL)
         await log.make(SMALL)
-        assert (await log.head()).seq == 0
-        await log.append("a-1", 0, b"")
+        last = (await log.head()).seq
+        await log.append("a-1", last, b"")
         copy = Log(reader, as_user(guarded, "replica"))
         assert (await copy.head()).epoch == "a-1"
-        messages = await copy.read(1)
+        messages = await copy.read(last + 1)
         assert (await messages.next(PATIENCE)).epoch == "a-1"
         await messages.close()
     finally:
