@@ -51,6 +51,7 @@ class NatsServer:
         routes: of a server of a cluster.
         max_payload: largest message, in nats-server's spelling.
         jetstream: whether it stores streams.
+        max_mem: what they may occupy in memory.
         extra_config: more lines of configuration: TLS, authorization, accounts.
     """
 
@@ -63,6 +64,7 @@ class NatsServer:
         routes: Routes | None = None,
         max_payload: str = "8MB",
         jetstream: bool = True,
+        max_mem: str = "256MB",
         extra_config: str = "",
     ) -> None:
         self.name = name
@@ -79,7 +81,7 @@ class NatsServer:
             f"server_name: {name}",
             f'listen: "127.0.0.1:{self.port}"',
             f"max_payload: {max_payload}",
-            f'jetstream {{ store_dir: "{self._store}", max_mem: 256MB, max_file: 256MB }}'
+            f'jetstream {{ store_dir: "{self._store}", max_mem: {max_mem}, max_file: 256MB }}'
             * jetstream,
         ]
         if routes is not None:
