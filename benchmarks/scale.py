@@ -44,6 +44,8 @@ class Scale:
     http_seconds: float
     fanout_seconds: float
     fanout_ranks: int
+    nats_ranks: tuple[int, ...]
+    nats_join: int
     routing_seeds: int
     routing_requests: int  # of generated traffic
     routing_trace: int  # of a trace, at most
@@ -85,6 +87,8 @@ FULL: Final = Scale(
     http_seconds=2.0,
     fanout_seconds=5.0,
     fanout_ranks=512,
+    nats_ranks=(64, 512),
+    nats_join=2_000_000,
     routing_seeds=5,
     routing_requests=5_000,
     routing_trace=1_000_000,
@@ -126,6 +130,8 @@ QUICK: Final = Scale(
     http_seconds=0.5,
     fanout_seconds=1.0,
     fanout_ranks=64,
+    nats_ranks=(64,),
+    nats_join=200_000,
     routing_seeds=2,
     routing_requests=500,
     routing_trace=500,
@@ -167,6 +173,8 @@ SMOKE: Final = Scale(
     http_seconds=0.1,
     fanout_seconds=0.2,
     fanout_ranks=4,
+    nats_ranks=(4,),
+    nats_join=4_000,
     routing_seeds=1,
     routing_requests=30,
     routing_trace=30,

@@ -43,6 +43,7 @@ def _tasks(name: str) -> dict[str, Any]:
         from benchmarks.sides.fanned import Fanned
         from benchmarks.sides.floor import Floor
         from benchmarks.sides.kvindex_router import KVIndexRouter
+        from benchmarks.sides.pooled import Pooled
         from benchmarks.sides.subscribed import Subscribed
 
         return {
@@ -50,6 +51,7 @@ def _tasks(name: str) -> dict[str, Any]:
             "zmq": Subscribed(),
             "floor": Floor(),
             "fan": Fanned(),
+            "pool": Pooled(),
             "siege": Besieged(),
             "book": Booked(),
             "select": Selecting(KVIndexRouter()),

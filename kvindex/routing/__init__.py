@@ -5,10 +5,12 @@ with router.reserve(token_ids) as booking: ...      # select and book, in one st
 router.select(token_ids).reason                     # why this rank, in words
 ```
 
-A router queries a `Client`, a `Replica` or an `Index`. It has no sockets and no threads.
+A router queries a `Client`, a `Replica` or an `Index`. It has no sockets and no threads of its own.
 
-`fleet.py` has the ranks and their load, `policies.py` the choice and its reasons, `bookings.py` the
-requests that are under way. `adapters/` plugs a router into Ray, LiteLLM and verl.
+`fleet.py` has the ranks, `load.py` their load, `policies.py` the choice and its reasons,
+`bookings.py` the requests that are under way. `shared_board.py` counts the load of other gateways,
+which `shared_load.py` exchanges over NATS: the only thread and socket here. `adapters/` plugs a
+router into Ray, LiteLLM and verl.
 Read first: `router.py`, then `policies.py` and `bookings.py`.
 May import: `kvindex.wire` and `kvindex.index`; `adapters/` also `kvindex.subscribe`.
 """
@@ -25,14 +27,11 @@ from kvindex.routing.filters import (
 )
 from kvindex.routing.fleet import (
     Followed,
-    Load,
-    LoadBoard,
-    LoadColumns,
-    LocalLoadBoard,
     PromptOptions,
     RequestOptions,
     Source,
 )
+from kvindex.routing.load import Load, LoadBoard, LoadColumns, LocalLoadBoard
 from kvindex.routing.policies import (
     POLICIES,
     Candidate,
@@ -45,6 +44,7 @@ from kvindex.routing.policies import (
     make_policy,
 )
 from kvindex.routing.router import Router
+from kvindex.routing.shared_load import SharedLoad
 from kvindex.wire.errors import DuplicateBookingError, NoCandidateError, UnknownBookingError
 from kvindex.wire.requests import reads_cache
 
@@ -74,6 +74,7 @@ __all__ = [
     "PromptOptions",
     "RequestOptions",
     "Router",
+    "SharedLoad",
     "Source",
     "Stage",
     "UnknownBookingError",

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from operator import index, sub
 from typing import Any, Final
 
-from kvindex.routing.fleet import Load, LoadBoard, RoutedRequest
+from kvindex.routing.fleet import RoutedRequest
 from kvindex.routing.funnel import Funnel, PrefillRate
+from kvindex.routing.load import Load, LoadBoard
 from kvindex.routing.policies import Decision
 from kvindex.routing.predictions import Prediction, Predictions
 from kvindex.wire.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError

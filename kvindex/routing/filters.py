@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvindex.index import Lora
-from kvindex.routing.fleet import Fleet, LoadColumns, RoutedRequest
+from kvindex.routing.fleet import Fleet, RoutedRequest
+from kvindex.routing.load import LoadColumns
 from kvindex.wire.errors import ConfigurationError, NoCandidateError
 from kvindex.wire.rank import Rank
 

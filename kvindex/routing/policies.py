@@ -10,7 +10,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvindex.index import Hits
-from kvindex.routing.fleet import Load, LoadColumns
+from kvindex.routing.load import Load, LoadColumns
 from kvindex.wire.backend import BACKEND
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank

@@ -14,11 +14,7 @@ from kvindex.index import Hits, Match, TokenIds
 from kvindex.routing.bookings import OTHER_ROUTER, Booking, Bookings
 from kvindex.routing.filters import Eligible, Filter
 from kvindex.routing.fleet import (
-    GAUGE_LIFE,
     Fleet,
-    Load,
-    LoadBoard,
-    LocalLoadBoard,
     PromptOptions,
     RequestOptions,
     RoutedRequest,
@@ -27,6 +23,7 @@ from kvindex.routing.fleet import (
     ask,
     look,
 )
+from kvindex.routing.load import GAUGE_LIFE, Load, LoadBoard, LocalLoadBoard
 from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_policy
 from kvindex.routing.predictions import Predictions
 from kvindex.wire.errors import ConfigurationError
@@ -68,7 +65,7 @@ class Router:
         source: a `Client`, a `Replica`, or an `Index`.
         policy: a policy, or the name of one of `POLICIES`.
         filters: decide which ranks may be chosen; all must agree.
-        loads: stores the load; a `LocalLoadBoard` by default.
+        loads: stores the load; a `LocalLoadBoard` by default, or a `SharedLoad`.
         predict: seconds after its first token for which a prompt counts as held by its rank before
             an event reports it (`Decision.predicted_tokens`); None: never. It helps bursts of
             requests with one prefix.
@@ -125,6 +122,7 @@ class Router:
         self._predictions = Predictions(predict)
         self._lock = threading.RLock()
         self._clock = clock
+        self._loads.attach(self._lock, clock)
         self._bookings = Bookings(self._loads, self._predictions, self._lock, clock, expires_after)
         self._bookings.arrange(self._fleet.ranks)
         self._random = random.Random(seed).random
@@ -343,6 +341,7 @@ class Router:
         `decisions`; `bookings`: how many are `open`, how many ended in each way (`finished`,
         `cancelled`, `expired`), and news that came `late`, after the expiry; `refused`: ranks that
         each filter refused; `old_gauges`: reports that were too old to count;
+        `load`: of a board that shares its load, see `SharedLoad.statistics`, else empty;
         `prefill_rate`: tokens per second; `funnel`: see `Funnel.statistics`; `predictions`: see
         `Predictions.statistics`; `ranks`: for each its load, its `funnel`, and `suspicion`: why its
         answers go wrong, or "".
@@ -357,6 +356,7 @@ class Router:
                 "bookings": self._bookings.statistics(),
                 "refused": dict(self._eligible.refused),
                 "old_gauges": self._old_gauges,
+                "load": self._loads.statistics(),
                 "prefill_rate": self._bookings.rate.tokens_per_second,
                 "funnel": funnel.statistics(),
                 "predictions": self._predictions.statistics(),

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import resource
-import shutil
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 import msgspec
 
 from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
-from kvindex.index.replicas import FanOut
+from kvindex.index import nats
+from kvindex.index.replicas import BaseFanOut, FanOut, Replica
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
+from kvindex.service.directories import own_directory
 from kvindex.service.exposition import Exposition
+from kvindex.service.followed import FollowedRegistry
 from kvindex.service.guards import Guard
 from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.http import HttpServer
@@ -38,13 +38,12 @@ from kvindex.service.state import Saver, fetch_snapshot, read_registrations
 from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.workers import BLOCK_SIZE
 from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Source
+from kvindex.wire.nats import NatsPool
 
 logger = logging.getLogger(__name__)
 
 _FIRST_LOOK: Final = 1.0  # seconds for sources to report workers before requests are answered
 _FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
-_DIRECTORY: Final = "kvindex-serve-"  # how the names of temporary directories begin
-_NEW_SECONDS: Final = 60.0  # for which a directory without a lock counts as new
 _BEING_ADDED: Final = "it is being added"
 _DESCRIPTORS: Final = 65_536
 _BACKLOG: Final = 2048  # connections that wait to be accepted
@@ -59,12 +58,14 @@ class Server:
         tokens: any of them admits a request; none: no token is needed.
         max_blocks_per_rank: as in `kvindex.connect`.
         engine_token: returns the engines' API key.
+        pool: whose relay it follows, in place of engines: it registers, discovers and saves none.
 
     Attributes:
         service: answers the queries.
         port: where it listens.
         site: answers HTTP, behind its guard.
         routes: those of the site.
+        pool: whose relay it follows, if any.
         missing: which sources and engines did not report their endpoints at first, and why.
 
     Raises:
@@ -83,9 +84,13 @@ class Server:
         tokens: Sequence[str] = (),
         max_blocks_per_rank: int | None = None,
         engine_token: Callable[[], str | None] | None = None,
+        pool: NatsPool | None = None,
     ) -> None:
         _allow_descriptors()
         self.settings = settings
+        self.pool = pool
+        if pool is not None:
+            _check_following(settings, list(sources))
         self._tokens = tuple(tokens)
         self._networks = Networks(settings.networks())
         self._children: Children | None = None
@@ -95,9 +100,9 @@ class Server:
             opened.callback(self._socket.close)
             self.port: int = self._socket.getsockname()[1]
             self._directory = opened.enter_context(own_directory())
-            source = self._subscriber(max_blocks_per_rank)
+            source = self._source(max_blocks_per_rank)
             opened.callback(source.close)
-            self._client = source.client if isinstance(source, FanOut) else source
+            self._answering = source.source if isinstance(source, BaseFanOut) else source
             self._hashes = HashFollower() if settings.hash_queries else None
             if self._hashes is not None:
                 opened.callback(self._hashes.close)
@@ -134,6 +139,8 @@ class Server:
     def _missing(self) -> dict[str, str]:
         """Return which engines and sources did not report their endpoints, and why."""
         missing = self._discovery.missing()
+        if isinstance(self._answering, Replica) and self._answering.trouble:
+            missing[str(self.pool)] = self._answering.trouble
         return {name: why or _BEING_ADDED for name, why in missing.items()}
 
     def _first_missing(self) -> dict[str, str]:
@@ -146,8 +153,12 @@ class Server:
 
     # Its parts --------------------------------------------------------------------------------
 
-    def _subscriber(self, max_blocks_per_rank: int | None) -> Client | FanOut:
-        settings = self.settings
+    def _source(self, max_blocks_per_rank: int | None) -> Client | Replica | BaseFanOut:
+        settings, pool = self.settings, self.pool
+        if pool is not None:
+            if settings.processes > 1:
+                return nats.FanOut(str(pool), self._path("fanout"), **pool.options)
+            return nats.follow(str(pool), **pool.options)
         for resume, is_asked_for in self._begins():
             try:
                 if settings.processes > 1:
@@ -182,16 +193,22 @@ class Server:
                 logger.warning("no warm start from %s: %s", self.settings.warm_from, error)
         yield state, True
 
-    def _service(self, source: Client | FanOut) -> Service:
-        limits = self.settings.limits
-        registry = Registry(
-            self._client,
-            dial=lambda endpoint: self._networks.check(endpoint),  # a new file brings new networks
-            max_ranks=limits.ranks,
-            max_ranks_per_instance=limits.ranks_per_instance,
-            besides=() if self._hashes is None else (self._hashes.subscriber,),
-        )
-        return Service(source, registry, dialect=self.settings.dialect, max_tokens=limits.tokens)
+    def _service(self, source: Client | Replica | BaseFanOut) -> Service:
+        settings, limits, client = self.settings, self.settings.limits, self._answering
+        registry: Registry | FollowedRegistry
+        if isinstance(client, Client):
+            registry = Registry(
+                client,
+                dial=lambda endpoint: self._networks.check(endpoint),  # a file brings new networks
+                max_ranks=limits.ranks,
+                max_ranks_per_instance=limits.ranks_per_instance,
+                besides=() if self._hashes is None else (self._hashes.subscriber,),
+            )
+        else:
+            assert isinstance(client, Replica)
+            partition = Partition(settings.model, settings.routing_group)
+            registry = FollowedRegistry(client, str(self.pool), partition, settings.block_size or 0)
+        return Service(source, registry, dialect=settings.dialect, max_tokens=limits.tokens)
 
     def _restore_registrations(self) -> None:
         if self.settings.state is None:
@@ -210,7 +227,8 @@ class Server:
         folder = os.path.dirname(os.path.abspath(self.settings.state))
         if not os.access(folder, os.W_OK):
             raise ConfigurationError(f"--state: nothing can be written in {folder}")
-        saver = Saver(self._client, self.settings.state, self.settings.save_every)
+        assert isinstance(self._answering, Client)
+        saver = Saver(self._answering, self.settings.state, self.settings.save_every)
         self.service.registry.on_change(saver.note)
         return saver
 
@@ -235,12 +253,15 @@ class Server:
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
-        hashes, registry, traffic = self._hashes, self.service.registry, self.service.traffic
+        registry, client, by_hash = self.service.registry, self._answering, None
+        if self._hashes is not None and isinstance(registry, Registry):
+            by_hash = HashQueries(registry, self._hashes, self.service.traffic)
+        saved = [snapshot_route(client)] if isinstance(client, Client) else []
         return app_routes(
             self.service,
-            routes=[snapshot_route(self._client), *self._page.routes],
+            routes=[*saved, *self._page.routes],
             metrics=exposition.write,
-            by_hash=None if hashes is None else HashQueries(registry, hashes, traffic),
+            by_hash=by_hash,
         )
 
     def _counted(self) -> list[Traffic]:
@@ -284,7 +305,9 @@ class Server:
         url = engine.url or self.settings.tokenizer
         if url is not None:
             details["engine"] = url
-        self.service.registry.add(
+        registry = self.service.registry
+        assert isinstance(registry, Registry)
+        registry.add(
             engine.worker,
             Partition(engine.model or self.settings.model, engine.routing_group),
             block_size=block_size,
@@ -300,7 +323,7 @@ class Server:
             self.service.registry.unregister(engine.worker.name, dp_rank=address.dp_rank)
 
     def _is_alive(self, worker: str) -> bool:
-        return any(rank.worker == worker for rank in self._client.connected_ranks())
+        return any(rank.worker == worker for rank in self._answering.connected_ranks())
 
     def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None:
         """Apply settings that can change while it runs: the networks of registrations. Any thread.
@@ -390,37 +413,16 @@ class Server:
         self.close()
 
 
-@contextmanager
-def own_directory() -> Iterator[str]:
-    """Make a private directory of temporary files, and remove it.
-
-    Its lock shows that its owner lives. Directories of servers that were killed are removed first;
-    new ones are left, since their lock may still be to come.
-    """
-    with os.scandir(tempfile.gettempdir()) as entries:
-        for entry in entries:
-            if entry.name.startswith(_DIRECTORY):
-                with suppress(OSError):  # it is locked, or another user's, or gone
-                    _remove_left(entry)
-    path = tempfile.mkdtemp(prefix=_DIRECTORY)
-    lock = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield path
-    finally:
-        os.close(lock)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_left(entry: os.DirEntry[str]) -> None:
-    if time.time() - entry.stat(follow_symlinks=False).st_mtime < _NEW_SECONDS:
-        return
-    lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(entry.path)
-    finally:
-        os.close(lock)
+def _check_following(settings: ServeSettings, sources: Sequence[Source]) -> None:
+    """Refuse what belongs to the relay that is followed."""
+    names = ("state", "warm_from", "hash_queries", "register_networks")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]
+    given += [source.name for source in sources]
+    if given:
+        raise ConfigurationError(
+            f"--from follows a relay, which has the engines and the state: {given[0]} cannot be "
+            "given beside it"
+        )
 
 
 def _allow_descriptors() -> None:

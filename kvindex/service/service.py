@@ -20,11 +20,13 @@ from kvindex import (
     State,
     Trust,
 )
-from kvindex.index.replicas import FanOut
+from kvindex.index.replicas import BaseFanOut
 from kvindex.service.catalog import Catalog, Partition, Registration
+from kvindex.service.followed import FollowedRegistry
 from kvindex.service.queries import AnswerForm
 from kvindex.service.registry import Registry
 from kvindex.service.traffic import Traffic
+from kvindex.subscribe import Following
 from kvindex.wire.errors import RegistrationError
 
 _PATIENCE = 30.0  # seconds after the start that ranks are waited for
@@ -108,7 +110,8 @@ class Service:
 
     Args:
         source: has the index: a client or a fan-out, whose workers are then registered here and
-            nowhere else; or a replica, whose server sends the registrations (`follow`).
+            nowhere else; or a replica, whose server sends the registrations (`follow`), or whose
+            ranks are all registered.
         registry: made of a client or a fan-out by default.
         dialect: "auto", or the only one in which queries are read: "dynamo", "rfc", "motor" or
             "conductor".
@@ -127,8 +130,8 @@ class Service:
 
     def __init__(
         self,
-        source: Source | FanOut,
-        registry: Registry | None = None,
+        source: Source | BaseFanOut,
+        registry: Registry | FollowedRegistry | None = None,
         *,
         dialect: str = "auto",
         max_tokens: int = 1 << 20,
@@ -136,7 +139,7 @@ class Service:
         traffic: Traffic | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.source: Source = source.client if isinstance(source, FanOut) else source
+        self.source: Source = source.source if isinstance(source, BaseFanOut) else source
         if registry is None and isinstance(self.source, Client):
             registry = Registry(self.source)
         self._registry = registry
@@ -150,7 +153,8 @@ class Service:
         self._stood: tuple[float, Catalog, Standing] | None = None  # when, for whom, and how
         self._standing_lock = threading.Lock()
         self._was_live: set[Rank] = set()
-        if isinstance(self.source, Client):  # even if no request asks how they stand
+        # Even if no request asks how they stand.
+        if isinstance(self.source, Following) and self._registry is not None:
             self.source.on_change(partial(_note_live, self._was_live))
         self.missing: Callable[[], Mapping[str, str]] = dict
         # Of which catalog and which ranks of the index it was made, and what.
@@ -160,7 +164,7 @@ class Service:
     # Registrations ----------------------------------------------------------------------------
 
     @property
-    def registry(self) -> Registry:
+    def registry(self) -> Registry | FollowedRegistry:
         """The registry.
 
         Raises:

@@ -14,6 +14,7 @@ import pytest
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring
+from tests.nats_server import NatsServer
 
 pytestmark = pytest.mark.e2e
 
@@ -34,6 +35,7 @@ SHOWN = {
     "12_fastapi_router": "10 clients went away; 10 were cancelled",
     "13_litellm": "with kvindex",
     "14_proxy": "24 prompts of 10836 tokens",
+    "15_two_gateways": "both gateways find all 16 prompts",
 }
 
 
@@ -66,11 +68,21 @@ def packages(path: Path) -> set[str]:
     [
         pytest.param(path, marks=needs_ring if path.stem.startswith("08") else ())
         for path in EXAMPLES
+        if not path.stem.startswith("15")
     ],
     ids=lambda path: path.stem,
 )
 def test_the_example_runs_and_shows_its_point(path: Path) -> None:
     assert SHOWN[path.stem] in run(path)
+
+
+def test_the_two_gateways_spread_their_requests_together(tmp_path: Path) -> None:
+    if importlib.util.find_spec("kvindex.wire._native") is None:
+        pytest.skip("a relay needs the native module")
+    with NatsServer(tmp_path) as server:
+        out = run(ROOT / "examples" / "15_two_gateways.py", server.url)
+    assert SHOWN["15_two_gateways"] in out
+    assert "open requests: 4 to 4 on each engine" in out
 
 
 def test_the_ladder_has_no_missing_rung() -> None:

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 
 SHORTEST_PAYLOAD = 64 << 10  # bytes: a server that allows less is refused
 _API_SECONDS = 2.0  # for each request to JetStream
-_WRONG_HEAD, _NO_STREAM, _OTHER_STREAM, _NO_JETSTREAM = 10071, 10059, 10058, 10076
-_NO_ROOM = (10023, 10028, 10047)
+_WRONG_HEAD, _NO_STREAM, _OTHER_STREAM = 10071, 10059, 10058
+_NO_JETSTREAM = {None, 10039, 10076}  # of errors 503: none at all, not for this account
+_ADVICE = {
+    10002: "raise the limits of the account",
+    10023: "raise max_mem or max_file of the servers",
+    10027: "raise max_streams of the account: a pool needs two",
+    10028: "raise max_mem of the server or the account, or lower max_bytes",
+    10047: "raise max_file of the server or the account, or lower max_bytes",
+    10074: "start a cluster, or set replicas to 1",
+}
 _EXPECTED = "Nats-Expected-Last-Sequence"
 _EXPECTED_OF_EPOCH = "Nats-Expected-Last-Subject-Sequence"
 _READ_BYTES = 64 << 20  # that wait in this process; the reader asks again for what is dropped
@@ -81,7 +89,7 @@ class LogMessage(NamedTuple):
     Attributes:
         seq: its number.
         epoch: its epoch.
-        pending: messages that follow it in the log and were not sent yet.
+        pending: messages that follow it in the log, as of when it was sent or later.
         body: as it was appended.
     """
 
@@ -275,7 +283,7 @@ class LogReader:
         return LogMessage(
             metadata.sequence.stream,
             self._epoch_of(message.subject),
-            metadata.num_pending or 0,
+            (metadata.num_pending or 0) + self._subscription.pending_msgs,
             message.data,
         )
 
@@ -296,8 +304,7 @@ def _code(error: NatsError) -> int | None:
 def _described(error: Any) -> str:
     """Return what JetStream refuses, and what to do."""
     text = f"{error.description or type(error).__name__} ({error.err_code or error.code or 503})"
-    if error.err_code == _NO_JETSTREAM or (error.err_code is None and error.code in (None, 503)):
-        return f"{text}: enable JetStream in the server, and for this account"
-    if error.err_code in _NO_ROOM:
-        return f"{text}: lower max_bytes, or raise max_mem or max_file of JetStream"
-    return text
+    advice = _ADVICE.get(error.err_code)
+    if error.code in (None, 503) and error.err_code in _NO_JETSTREAM:
+        advice = "enable JetStream in the server, and for this account"
+    return f"{text}: {advice}" if advice else text

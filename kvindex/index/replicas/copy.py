@@ -21,7 +21,7 @@ Renaming in between would move positions from name to name: the server then begi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvindex.index import Index, read_batch
 from kvindex.index.client.client import follow_item
@@ -104,7 +104,8 @@ class Copy:
         self.catchup = Catchup()
         self.applied = 0  # batches
         self.sent_at = 0.0  # when the last message was sent, by the monotonic clock
-        self.applying = threading.Lock()  # held while a message is applied
+        self.applying = threading.Lock()  # held while a message is applied, and handed on
+        self.hand_on: Callable[[Iterable[Entry]], None] | None = None  # called with what is applied
 
     def begin(self, number: int) -> None:
         """Forget all: a snapshot begins, or begins again."""
@@ -125,9 +126,12 @@ class Copy:
     def apply(self, message: Message) -> None:
         """Apply the next message; DecodeError or SnapshotError if that is impossible."""
         with self.applying:
-            for entry in self.catchup.due(message):
+            due = self.catchup.due(message)
+            for entry in due:
                 self._apply(entry)
             self.sent_at = message.sent_at
+            if self.hand_on is not None:
+                self.hand_on(due)
 
     def take_changes(self) -> list[RankStatus]:
         """Return the statuses that are new since the last call."""

@@ -1,4 +1,4 @@
-"""A replica's thread: joins, follows, and joins anew when the server is gone or evicts it."""
+"""A replica's thread: joins, follows, and joins anew when that is over, for whatever reason."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,72 +19,72 @@ from typing import Any
 import msgspec
 
 from kvindex.index.replicas.copy import Copy
-from kvindex.index.replicas.joining import Link, Membership, RefusedError
-from kvindex.index.replicas.messages import Message, decode_message
-from kvindex.shm.ring import Buffer
-from kvindex.subscribe import State
+from kvindex.index.replicas.joining import Membership, Origin, RefusedError
+from kvindex.index.replicas.messages import StatusChanged
+from kvindex.subscribe import RankStatus, State
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.wire.errors import (
     ClosedError,
+    ConfigurationError,
     DecodeError,
-    QueueClosedError,
     QueueTimeoutError,
-    ReaderEvictedError,
     SegmentError,
     SnapshotError,
-    WriterDiedError,
 )
 
 logger = logging.getLogger(__name__)
 
 _BACKOFF, _MAX_BACKOFF = 0.05, 1.0  # seconds between two attempts to join
-_REASONS: tuple[tuple[type[Exception], str], ...] = (
-    (ReaderEvictedError, "evicted"),
-    (WriterDiedError, "server_died"),
-    (QueueClosedError, "server_closed"),
+_REASONS: tuple[tuple[type[Exception], str], ...] = (  # after those of the origin
     (RefusedError, "refused"),
     (SegmentError, "ring"),
     (SnapshotError, "bad_snapshot"),
     (DecodeError, "bad_message"),
-    (FileNotFoundError, "no_server"),
-    (ConnectionRefusedError, "no_server"),
-    (TimeoutError, "silent"),
     (OSError, "connection"),
 )
 
 
 class Follower:
-    """Keeps a copy of a server's index, as long as there is a server.
+    """Keeps a copy of an index elsewhere, as long as its origin can be reached.
 
     Args:
-        path: where the server listens.
+        origin: where copies come from.
         stale_after: seconds without a message after which ranks are stale.
-        buffer_bytes: most bytes kept of the messages that arrive during a snapshot.
+        on_copy: called on its thread, with this, when the copy is another one.
+        on_end: called on its thread, as that ends, with the reason.
 
     Thread safety: `close`, `request_stop` and `statistics` from any thread; the rest is its own.
     """
 
-    def __init__(self, path: str | os.PathLike[str], stale_after: float, buffer_bytes: int) -> None:
-        self.path = os.fspath(path)
-        self.copy = Copy()  # replaced as a whole when one of another server is complete
-        shown_path = self.path.replace("{", "{{").replace("}", "}}")  # the board formats it
+    def __init__(
+        self,
+        origin: Origin,
+        stale_after: float,
+        on_copy: Callable[[Follower], None] = lambda follower: None,
+        on_end: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.origin = origin
+        self.copy = Copy()  # replaced as a whole when another one is complete
+        shown_name = origin.name.replace("{", "{{").replace("}", "}}")  # the board formats it
         self.board = StatusBoard(
             time.monotonic,
             stale_after,
-            silent=f"nothing was taken from the fan-out server at {shown_path} for {{:.0f}} s",
+            silent=f"nothing recent was received from {shown_name} for {{:.0f}} s",
         )
         self.joined = threading.Event()  # once the first copy is complete, or it `failed`
         self.failed: Exception | None = None  # why there will never be one
         self.trouble = "joining"  # why it is not following at present
+        self._end_reason = "the replica was closed"
         self._lost = ""  # why it follows no longer; also shown while it cannot join again
         self._stale_after = stale_after
-        self._buffer_bytes = buffer_bytes
+        self._on_copy = on_copy
+        self._on_end = on_end
         # Not waited for, which would take its lock: the collector may run in there, and set it.
         self._stop = threading.Event()
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._at_exit = partial(_close, weakref.ref(self), os.getpid())
-        self._link: Link | None = None
         self._membership: Membership | None = None
+        self._is_following = False
         self._counters: Counter[str] = Counter()
         self._rejoins: Counter[str] = Counter()  # by reason, as the failures
         self._failures: Counter[str] = Counter()
@@ -94,8 +95,8 @@ class Follower:
         """Return how often it joined and why, and how much it applied."""
         membership = self._membership
         return {
-            "server": self.path,
-            "following": membership is not None,
+            "server": self.origin.address,
+            "following": self._is_following,
             "trouble": self.trouble,
             **{name: self._counters[name] for name in ("joins", "messages", "silences")},
             "batches": self.copy.applied,
@@ -104,6 +105,7 @@ class Follower:
             "rejoins": dict(self._rejoins),
             "join_failures": dict(self._failures),
             "thread_failures": self._counters["thread_failures"],
+            **self.origin.statistics(),
         }
 
     def close(self) -> None:
@@ -124,12 +126,11 @@ class Follower:
         """Ask the thread to end; this waits for no lock, so finalizers may call it."""
         self._stop.set()
         self._woken.put(None)
-        link = self._link
-        if link is not None and self._membership is None:
-            link.interrupt()
+        membership = self._membership
+        if membership is not None:
+            membership.interrupt()
 
     def _run(self) -> None:
-        reason = "the replica was closed"
         attempts = 0
         try:
             while not self._stop.is_set():
@@ -142,63 +143,67 @@ class Follower:
         except BaseException as error:
             logger.exception("the replica's thread failed; it is closed")
             self._counters["thread_failures"] += 1
-            reason = f"the replica's thread failed: {error!r}"
-            self.failed = ClosedError(reason)
+            self._end_reason = f"the replica's thread failed: {error!r}"
+            self.failed = ClosedError(self._end_reason)
         finally:
+            reason = self._end_reason
             self.trouble = reason
             self.board.end(reason)
             self.joined.set()
+            self._on_end(reason)
             atexit.unregister(self._at_exit)
 
     def _live_once(self) -> None:
         """Join and follow until that ends; note why."""
         followed = False
         try:
-            self._link = link = Link(self.path)
+            self._membership = membership = self.origin.open(self._note_joining)
             try:
                 if self._stop.is_set():
                     return
-                self.trouble = "connected, but its snapshot is not complete yet"
-                membership = Membership(link, self._buffer_bytes)
+                membership.join()
                 followed = True
-                try:
-                    self._take_over(membership)
-                    self._follow(membership)
-                finally:
-                    self._membership = None
-                    membership.close()
+                self._take_over(membership)
+                self._follow(membership)
             finally:
-                link.close()
+                self._is_following = False
+                self._membership = None
+                membership.close()
         except Exception as error:
             if not self._stop.is_set():
                 self._note_end(error, followed=followed)
 
+    def _note_joining(self, trouble: str) -> None:
+        self.trouble = trouble
+
     def _take_over(self, membership: Membership) -> None:
         """Use the new copy for answers from now on."""
         self.copy = membership.copy
-        self._membership = membership
+        self._is_following = True
         self._counters["joins"] += 1
         self._counters["messages"] += membership.messages
         self.trouble = self._lost = ""
         self.copy.changed.update(self.copy.statuses)
         self._show()
+        self._on_copy(self)
         self.joined.set()
-        logger.info("joined the fan-out at %s: %d ranks", self.path, len(self.copy.statuses))
+        logger.info("joined %s: %d ranks", self.origin.name, len(self.copy.statuses))
 
     def _follow(self, membership: Membership) -> None:
         """Apply messages until there are no more."""
-        receive = membership.receiver.receive
+        receive = membership.receive
         while not self._stop.is_set():
             try:
-                message = receive(_decode, self._stale_after, self._stop, quiet=True)
-            except QueueTimeoutError:
-                self._note_silence()
+                message = receive(self._stale_after, self._stop)
+            except QueueTimeoutError as error:
+                self._note_silence(error)
                 continue
             self.copy.apply(message)
             self._counters["messages"] += 1
             if self.trouble:  # it was silent, and is not any more
                 self.trouble = ""
                 self.copy.changed.update(self.copy.statuses)
+                self._hand_on(self.copy.statuses.values())
             self._show()
 
     def _show(self) -> None:
@@ -210,21 +215,26 @@ class Follower:
         board.sign(copy.sent_at)
         board.show(copy.take_changes())
 
-    def _note_silence(self) -> None:
+    def _note_silence(self, error: QueueTimeoutError) -> None:
         if not self.trouble:
             self._counters["silences"] += 1
-        self._show_stale(f"the fan-out server at {self.path} is silent: it is stopped or stuck")
+        self._show_stale(f"{self.origin.name} is silent: {error}")
 
     def _note_end(self, error: Exception, *, followed: bool) -> None:
-        reason = next((word for type_, word in _REASONS if isinstance(error, type_)), "error")
+        reasons = (*self.origin.reasons, *_REASONS)
+        reason = next((word for type_, word in reasons if isinstance(error, type_)), "error")
         (self._rejoins if followed else self._failures)[reason] += 1
-        if isinstance(error, RefusedError) and error.final and not self._counters["joins"]:
+        is_final = isinstance(error, ConfigurationError) or (
+            isinstance(error, RefusedError) and error.final
+        )
+        if is_final and not self._counters["joins"]:
             self.failed = error
+            self._end_reason = str(error)
             self._stop.set()
         if reason == "error":
-            logger.error("the replica of %s failed and joins anew", self.path, exc_info=error)
+            logger.error("the replica of %s joins anew", self.origin.name, exc_info=error)
         log = logger.warning if followed else logger.debug
-        log("the fan-out at %s: %s", self.path, error)
+        log("%s: %s", self.origin.name, error)
         cause = f"({reason}): {error}"
         if followed:
             what = self._lost = f"lost {cause}"
@@ -232,21 +242,24 @@ class Follower:
             what = f"{self._lost}; cannot be joined again {cause}"
         else:
             what = f"cannot be joined {cause}"
-        self._show_stale(f"the fan-out server at {self.path} {what}")
+        self._show_stale(f"{self.origin.name} {what}")
 
     def _show_stale(self, reason: str) -> None:
         """Mark every status as outdated."""
         self.trouble = reason
-        self.board.show(
-            [
-                msgspec.structs.replace(status, state=State.STALE, reason=reason)
-                for status in self.copy.statuses.values()
-            ]
-        )
+        stale = [
+            msgspec.structs.replace(status, state=State.STALE, reason=reason)
+            for status in self.copy.statuses.values()
+        ]
+        self.board.show(stale)
+        self._hand_on(stale)
 
-
-def _decode(_: int, body: Buffer) -> Message:
-    return decode_message(body)
+    def _hand_on(self, statuses: Iterable[RankStatus]) -> None:
+        """Show statuses that are not in a message to those who are fed from this copy."""
+        copy = self.copy
+        with copy.applying:
+            if copy.hand_on is not None:
+                copy.hand_on([StatusChanged(status) for status in statuses])
 
 
 def _close(follower: weakref.ref[Follower], pid: int) -> None:

@@ -1,6 +1,8 @@
 """How a process joins: it gets a snapshot over the socket, and messages from the ring meanwhile.
 
-And how a process only asks for the server's report.
+And how a process only asks for the server's report. `Membership` and `Origin` are what a follower
+needs of any place to join; `FanOutMembership` and `FanOutOrigin` are those of a fan-out on this
+machine.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from kvindex.index import Index
 from kvindex.index.replicas.copy import Copy
@@ -29,6 +32,7 @@ from kvindex.index.replicas.messages import (
     JoinersFrame,
     JoinRequest,
     Leave,
+    Message,
     RankSection,
     Refused,
     ReportRequest,
@@ -39,7 +43,15 @@ from kvindex.index.replicas.messages import (
     frame_bytes,
 )
 from kvindex.shm.ring import Buffer, RingReceiver, ShmRingBuffer, Waiting
-from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
+from kvindex.wire.errors import (
+    ClosedError,
+    DecodeError,
+    KVIndexError,
+    QueueClosedError,
+    QueueTimeoutError,
+    ReaderEvictedError,
+    WriterDiedError,
+)
 
 _LOOK = 0.05  # seconds between checks whether to stop: of a closing, and of a joining
 _STEP = 1 << 20  # bytes that are received at once
@@ -55,6 +67,65 @@ class RefusedError(KVIndexError):
     def __init__(self, reason: str, *, final: bool) -> None:
         self.final = final
         super().__init__(reason)
+
+
+class Membership(Protocol):
+    """A place among the replicas of an index elsewhere, which feeds a copy. Owner: one thread."""
+
+    copy: Copy
+    """Complete once `join` has returned."""
+
+    messages: int
+    """How many messages `join` has applied."""
+
+    @property
+    def backlog(self) -> int:
+        """How much waits to be received; from any thread."""
+
+    def join(self) -> None:
+        """Fill the copy; raises an Exception if that fails, or at `interrupt`."""
+
+    def receive(self, timeout: float, stop: threading.Event) -> Message:
+        """Return the next message to apply to the copy.
+
+        Its `sent_at` is a time of this machine's monotonic clock, as of which the copy is current.
+
+        Raises:
+            QueueTimeoutError: the origin is silent; the message says why. It may be called again.
+            Exception: it is over, or `stop` is set.
+        """
+
+    def interrupt(self) -> None:
+        """Make `join` end soon, and `receive` once `stop` is set; any thread, without locks."""
+
+    def close(self) -> None:
+        """Give the place up. Idempotent."""
+
+
+class Origin(Protocol):
+    """Where a follower's copies come from."""
+
+    @property
+    def address(self) -> str:
+        """Where it is, for statistics."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def reasons(self) -> tuple[tuple[type[Exception], str], ...]:
+        """By which word errors are counted; the first type that fits decides."""
+
+    def open(self, note: Callable[[str], None]) -> Membership:
+        """Return a new place, not joined yet; raises an Exception.
+
+        Args:
+            note: called, on the follower's thread, with why it has not joined yet.
+        """
+
+    def statistics(self) -> dict[str, Any]:
+        """Return further counters of the follower; from any thread."""
 
 
 class Link:
@@ -140,20 +211,33 @@ def _copy(_: int, body: Buffer) -> bytes:
     return bytes(body)
 
 
-class Membership:
-    """A place among the replicas: connection, end of the ring, and the copy fed from it.
+class FanOutMembership:
+    """A place among the replicas of a fan-out: connection, end of the ring, and the copy.
 
     Args:
-        link: connected; the membership closes it.
+        path: where the server listens.
         buffer_bytes: most bytes kept of the messages that arrive during the snapshot.
 
     Raises:
-        RefusedError: the server refuses.
-        KVIndexError, OSError: joining failed; try again.
+        OSError: there is no server, or it cannot be reached.
     """
 
-    def __init__(self, link: Link, buffer_bytes: int) -> None:
-        self._link = link
+    def __init__(self, path: str, buffer_bytes: int) -> None:
+        self.copy = Copy()
+        self.messages = 0
+        self._buffer_bytes = buffer_bytes
+        self._receiver: RingReceiver | None = None
+        self._has_joined = False
+        self._link = Link(path)
+
+    def join(self) -> None:
+        """Fill the copy.
+
+        Raises:
+            RefusedError: the server refuses.
+            KVIndexError, OSError: joining failed; try again.
+        """
+        link = self._link
         link.send(JoinRequest(PROTOCOL, Index.backend, os.getpid()))
         admission = link.receive()
         if not isinstance(admission, Admission):
@@ -161,7 +245,7 @@ class Membership:
         self.copy = Copy(int.from_bytes(admission.seed, "little"), admission.max_blocks_per_rank)
         ring = ShmRingBuffer(*admission.ring)
         try:
-            self.receiver = RingReceiver(
+            receiver = RingReceiver(
                 ring,
                 admission.place,
                 waiting=Waiting(spin=0.0, look=_LOOK),
@@ -170,20 +254,18 @@ class Membership:
         except BaseException:
             ring.close()
             raise
+        self._receiver = receiver
+        link.send(Attached())
+        self.copy.sent_at = time.monotonic()
+        drain = Drain(receiver, self._buffer_bytes)
         try:
-            link.send(Attached())
-            self.copy.sent_at = time.monotonic()
-            drain = Drain(self.receiver, buffer_bytes)
-            try:
-                self._restore_all()
-            finally:
-                bodies = drain.stop()
-            self.messages = len(bodies)
-            for body in bodies:
-                self.copy.apply(decode_message(body))
-        except BaseException:
-            self.receiver.close()
-            raise
+            self._restore_all()
+        finally:
+            bodies = drain.stop()
+        self.messages = len(bodies)
+        for body in bodies:
+            self.copy.apply(decode_message(body))
+        self._has_joined = True
 
     def _restore_all(self) -> None:
         begun = False
@@ -207,14 +289,64 @@ class Membership:
     def backlog(self) -> int:
         """Chunks that wait in the ring; from any thread."""
         try:
-            return self.receiver.behind
+            return 0 if self._receiver is None else self._receiver.behind
         except ClosedError:
             return 0
 
+    def receive(self, timeout: float, stop: threading.Event) -> Message:
+        """Return the next message, as `Membership.receive`."""
+        assert self._receiver is not None
+        try:
+            message: Message = self._receiver.receive(_decode, timeout, stop, quiet=True)
+        except QueueTimeoutError:
+            raise QueueTimeoutError("it is stopped or stuck", timeout=timeout) from None
+        return message
+
+    def interrupt(self) -> None:
+        """Make `join` fail; once that has returned, the `stop` of `receive` is enough."""
+        if not self._has_joined:
+            self._link.interrupt()
+
     def close(self) -> None:
         """Give the place up. Idempotent."""
-        self.receiver.close()
+        if self._receiver is not None:
+            self._receiver.close()
         self._link.close()
+
+
+def _decode(_: int, body: Buffer) -> Message:
+    return decode_message(body)
+
+
+class FanOutOrigin:
+    """The fan-out server that listens at a path, as the origin of a copy.
+
+    Args: as `FanOutMembership`.
+    """
+
+    reasons = (
+        (ReaderEvictedError, "evicted"),
+        (WriterDiedError, "server_died"),
+        (QueueClosedError, "server_closed"),
+        (FileNotFoundError, "no_server"),
+        (ConnectionRefusedError, "no_server"),
+        (TimeoutError, "silent"),
+    )
+
+    def __init__(self, path: str | os.PathLike[str], buffer_bytes: int) -> None:
+        self.address = os.fspath(path)
+        self.name = f"the fan-out server at {self.address}"
+        self._buffer_bytes = buffer_bytes
+
+    def open(self, note: Callable[[str], None]) -> FanOutMembership:
+        """Return a connected place; raises OSError."""
+        membership = FanOutMembership(self.address, self._buffer_bytes)
+        note("connected, but its snapshot is not complete yet")
+        return membership
+
+    def statistics(self) -> dict[str, Any]:
+        """Return nothing: the follower counts all."""
+        return {}
 
 
 def ask(path: str | os.PathLike[str], timeout: float = 5.0) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import closing, suppress
 from typing import Any, TypeVar
 
-from kvindex.index.client import Client
 from kvindex.index.replicas.meeting_point import Listener
 from kvindex.index.replicas.messages import (
     LENGTH,
@@ -34,7 +33,7 @@ from kvindex.index.replicas.messages import (
     frame_bytes,
 )
 from kvindex.index.replicas.outflow import Outflow, StreamTap
-from kvindex.index.replicas.snapshot import Part, Snapshots, TakenRank
+from kvindex.index.replicas.snapshot import Part, Snapshots, Source, TakenRank
 from kvindex.wire.errors import ClosedError, DecodeError, KVIndexError
 from kvindex.wire.log_rate import LogRate
 
@@ -172,7 +171,7 @@ class Reception:
 
     Args:
         listener: where processes connect; the reception closes it.
-        client: whose index they get.
+        source: whose index they get.
         tap, outflow: the stream that they follow.
         max_replicas: places in the ring.
         report: returns the answer to `ReportRequest`.
@@ -184,7 +183,7 @@ class Reception:
     def __init__(
         self,
         listener: Listener,
-        client: Client,
+        source: Source,
         tap: StreamTap,
         outflow: Outflow,
         max_replicas: int,
@@ -192,13 +191,13 @@ class Reception:
         on_failure: Callable[[str], None],
     ) -> None:
         self._listener = listener
-        self._client = client
+        self._source = source
         self._tap = tap
         self._outflow = outflow
         self._places = range(max_replicas)
         self._report = report
         self._on_failure = on_failure
-        self._snapshots = Snapshots(client, tap)
+        self._snapshots = Snapshots(source, tap)
         self._counters: Counter[str] = Counter()
         self._turned_away: Counter[str] = Counter()  # by reason
         self._log_rate = LogRate()
@@ -296,7 +295,7 @@ class Reception:
         if guest.place is not None:
             self._outflow.evicted.discard(guest.place)
             with suppress(ClosedError, TimeoutError):  # it notices the dead when it waits for them
-                self._client.subscriber.call(self._tap.recount)
+                self._source.subscriber.call(self._tap.recount)
 
     def _note_joined(self, guest: Guest) -> None:
         self._counters["joined"] += 1
@@ -311,7 +310,7 @@ class Reception:
         taken = {guest.place for guest in self._guests}
         for place in self._places:
             if place not in taken and self._outflow.is_free(place):
-                index = self._client.index
+                index = self._source.index
                 seed = index.seed.to_bytes(16, "little")
                 return Admission(place, self._outflow.handle, seed, index.max_blocks_per_rank)
         self._turned_away["full"] += 1
@@ -322,7 +321,7 @@ class Reception:
         )
 
     def _refusal(self, request: JoinRequest) -> Refused | None:
-        backend = self._client.index.backend
+        backend = self._source.index.backend
         if request.protocol != PROTOCOL:
             return Refused(
                 f"the server speaks protocol {PROTOCOL}, not {request.protocol}: run the same "

@@ -15,7 +15,7 @@ from kvindex.index import Index
 from kvindex.index.client.answering import Answering
 from kvindex.index.replicas.copy import Copy
 from kvindex.index.replicas.follower import Follower
-from kvindex.index.replicas.joining import RefusedError
+from kvindex.index.replicas.joining import FanOutOrigin, RefusedError
 from kvindex.index.replicas.meeting_point import check_platform
 from kvindex.shm.ring import check_native
 from kvindex.subscribe import State
@@ -54,17 +54,30 @@ def join(
     """
     check_platform()
     check_native()
-    for name, value in (("timeout", timeout), ("stale_after", stale_after)):
-        if not 0 < value < math.inf:
-            raise ConfigurationError(f"{name} must be above 0 s, not {value!r}")
+    check_seconds(timeout=timeout, stale_after=stale_after)
     if buffer_bytes < 1:
         raise ConfigurationError(f"buffer_bytes must be at least 1, not {buffer_bytes!r}")
-    follower = Follower(path, stale_after, buffer_bytes)
+    return joined(Follower(FanOutOrigin(path, buffer_bytes), stale_after), timeout)
+
+
+def check_seconds(**values: float) -> None:
+    """Raise ConfigurationError unless each value is finite and above 0."""
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ConfigurationError(f"{name} must be above 0 s, not {value!r}")
+
+
+def joined(follower: Follower, timeout: float) -> Replica:
+    """Return the replica of a follower once that has a copy; close it if that takes too long.
+
+    Raises:
+        QueueTimeoutError: there was no copy in time; it says why.
+        ConfigurationError: there will never be one.
+    """
     try:
         if not follower.joined.wait(timeout):
             raise QueueTimeoutError(
-                f"no copy from the fan-out server at {follower.path} in {timeout:g} s: "
-                f"{follower.trouble}",
+                f"no copy from {follower.origin.name} in {timeout:g} s: {follower.trouble}",
                 timeout=timeout,
             )
         if isinstance(follower.failed, RefusedError):
@@ -78,7 +91,9 @@ def join(
 
 
 class Replica(Answering):
-    """Answers as the server's client does, from an index in this process; made by `join`.
+    """Answers as the server's client does, from an index in this process.
+
+    `kvindex.index.replicas.join` and `kvindex.index.nats.join` make one.
 
     When the server is gone, silent or has evicted this replica, every rank is shown as stale with
     the reason, queries are answered from the last state, and the replica joins anew by itself. A
@@ -106,6 +121,11 @@ class Replica(Answering):
     def index(self) -> Index:
         """The present copy of the server's index; another one after each joining."""
         return self._follower.copy.index
+
+    @property
+    def trouble(self) -> str:
+        """Why it does not follow at present; "" while it does."""
+        return self._disowned or self._follower.trouble
 
     def _own_statistics(self) -> dict[str, Any]:
         replica = self._follower.statistics()

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from kvindex.index.client import Client
+from kvindex.index import Index
 from kvindex.index.replicas.messages import Begin, End
 from kvindex.index.replicas.outflow import StreamTap
 from kvindex.subscribe import RankStatus
@@ -28,6 +28,33 @@ from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Rank
 
 _HOLD = 0.005  # seconds: a turn of the thread under load takes longer
+
+_Result = TypeVar("_Result")
+
+
+class Feeding(Protocol):
+    """What fills an index: a subscriber, or a follower."""
+
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """Call a function while nothing is applied; raises KVIndexError if that is impossible."""
+
+    def find(self, rank: Rank) -> RankStatus | None:
+        """Return a rank's status; within `call` it stands where the index does."""
+
+    def cursor(self, rank: Rank) -> bytes | None:
+        """Return up to where a rank's stream was applied, if it can be continued from there."""
+
+
+class Source(Protocol):
+    """An index that others get, and what fills it: a client, or the copy of a follower."""
+
+    @property
+    def index(self) -> Index:
+        """The index."""
+
+    @property
+    def subscriber(self) -> Feeding:
+        """What fills it."""
 
 
 class TakenRank(NamedTuple):
@@ -72,21 +99,21 @@ class Snapshots:
     in memory once for all joiners.
 
     Args:
-        client: whose index is sent.
+        source: whose index is sent.
         tap: the tap of its subscriber's thread.
         hold: seconds for which the thread goes on with another rank.
     """
 
-    def __init__(self, client: Client, tap: StreamTap, *, hold: float = _HOLD) -> None:
+    def __init__(self, source: Source, tap: StreamTap, *, hold: float = _HOLD) -> None:
         self.counters: Counter[str] = Counter()
-        self._client = client
+        self._source = source
         self._tap = tap
         self._hold = hold
         self._orders: list[_Order] = []
 
     def parts(self) -> Generator[Part, None, None]:
         """Admit the readers that have attached to the ring; then yield the parts of a snapshot."""
-        call = self._client.subscriber.call
+        call = self._source.subscriber.call
         order = _Order()
         self._orders.append(order)
         try:
@@ -108,7 +135,7 @@ class Snapshots:
 
     def _take_for(self, order: _Order) -> None:
         """Copy the next ranks that a joiner lacks, for all joiners that lack them."""
-        taken = self._client.subscriber.call(partial(self._take, list(order.lacks)))
+        taken = self._source.subscriber.call(partial(self._take, list(order.lacks)))
         for rank, copy in taken:
             self.counters["sections_taken"] += copy is not None
             for each in self._orders:
@@ -118,16 +145,16 @@ class Snapshots:
 
     def _begin(self) -> tuple[int, int, tuple[Rank, ...]]:
         self._tap.attend()
-        return self._tap.number, self._tap.renames, self._client.index.ranks
+        return self._tap.number, self._tap.renames, self._source.index.ranks
 
     def _take(self, ranks: Iterable[Rank]) -> list[tuple[Rank, TakenRank | None]]:
         """Return copies of as many ranks as the time is enough for, at least one; None: gone."""
         self._tap.flush()
         taken: list[tuple[Rank, TakenRank | None]] = []
-        subscriber, until = self._client.subscriber, time.monotonic() + self._hold
+        subscriber, until = self._source.subscriber, time.monotonic() + self._hold
         for rank in ranks:
             try:
-                section = self._client.index.dump(rank)
+                section = self._source.index.dump(rank)
             except UnknownRankError:  # removed: the messages say so
                 taken.append((rank, None))
                 continue

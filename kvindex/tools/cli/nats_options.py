@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvindex import ConfigurationError
 from kvindex.tools.cli.arguments import option
-from kvindex.wire.nats import NatsOptions
+from kvindex.wire.nats import NatsOptions, NatsPool, parse_pool
 
 PASSWORD_VARIABLE = "KVINDEX_NATS_PASSWORD"
 TOKEN_VARIABLE = "KVINDEX_NATS_TOKEN"
@@ -22,6 +22,12 @@ _FILES = {  # options of the command line that name files, with those of a conne
     "nats_tls_key": "tls_key_file",
     "nats_key_file": "key_file",
 }
+
+_OF_THE_RELAY = (  # options of both commands that follow a relay
+    *("worker", "endpoint", "replay_endpoint", "dp_size", "topic", "name", "bind", "engine"),
+    *("group", "eagle", "hash_block_size", "upper_bound", "resets_connector"),
+    *("state", "max_blocks_per_rank"),
+)
 
 
 def add_nats_options(parser: argparse.ArgumentParser) -> None:
@@ -68,16 +74,46 @@ def nats_options_of(
                 "--nats-user has no password: give --nats-password-file FILE, or set "
                 f"{PASSWORD_VARIABLE}"
             )
-        options.update(user=arguments.nats_user, password=password)
+        options["user"], options["password"] = arguments.nats_user, password
     elif arguments.nats_password_file is not None:
         raise ConfigurationError("--nats-password-file belongs to --nats-user, which is missing")
     return options
 
 
-def names_nats_options(arguments: argparse.Namespace) -> bool:
-    """Return whether the command line has any of these options."""
-    names = [*_FILES, "nats_user", "nats_password_file", "nats_token_file"]
-    return any(getattr(arguments, name) is not None for name in names)
+def add_from_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that `followed_pool` reads, and those of the connection."""
+    text = "follow the relay of a pool on NATS, nats://HOST[,HOST]/POOL, in place of engines"
+    option(parser, "--from URL", text, dest="from_url")
+    add_nats_options(parser)
+
+
+def followed_pool(arguments: argparse.Namespace, refused: Iterable[str]) -> NatsPool | None:
+    """Return the pool that --from names, or None.
+
+    Args:
+        arguments: of the command line.
+        refused: names of further options that belong to the relay.
+
+    Raises:
+        ConfigurationError: it is no pool, there is an option beside it that belongs to the
+            relay, or one of NATS without it.
+    """
+    if arguments.from_url is None:
+        for name in (*_FILES, "nats_user", "nats_password_file", "nats_token_file"):
+            if getattr(arguments, name) is not None:
+                raise ConfigurationError(f"{_written(name)} belongs to --from, which is missing")
+        return None
+    for name in (*_OF_THE_RELAY, *refused):
+        if getattr(arguments, name):
+            raise ConfigurationError(
+                f"--from follows a relay, which has the engines and the state: {_written(name)} "
+                "cannot be given beside it"
+            )
+    return parse_pool(arguments.from_url, None, nats_options_of(arguments))
+
+
+def _written(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _secret(option_name: str, path: str | None, of_environment: str | None) -> str | None:

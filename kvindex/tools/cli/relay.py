@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             **secured,
         ) as relay,
     ):
-        serve(relay, signals, f"connected to {relay.pool}", arguments.stats_every)
+        where = f"connected to {relay.pool}"
+        serve(relay, relay.client, signals, where, arguments.stats_every)
         print(json.dumps(relay.report()))
     return 0
 

@@ -28,6 +28,7 @@ from kvindex.tools.cli.arguments import (
     seconds,
 )
 from kvindex.tools.cli.endpoints import WORKER_FORM, add_engine_options, workers_of
+from kvindex.tools.cli.nats_options import add_from_option, followed_pool
 from kvindex.tools.cli.output import counted
 from kvindex.tools.cli.signals import handled
 
@@ -37,6 +38,10 @@ _SETTINGS = (
     *("compat_metrics", "token_file", "insecure", "tls_cert", "tls_key", "allowed_hosts"),
     *("register_networks", "state", "save_every", "warm_from"),
     *("model", "routing_group", "block_size"),
+)
+_REFUSED_FROM = (  # --from
+    *("dns", "workers_file", "k8s_preset", "k8s_selector", "k8s_pool", "k8s_namespace"),
+    *("engine_token_file", "warm_from", "hash_queries", "register_networks"),
 )
 _MOST_MISSING = 5  # engines that the first lines name
 _LIMITS = ("body_bytes", "tokens", "ranks", "ranks_per_instance", "streams", "connections")
@@ -72,6 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(workers, "--block-size TOKENS", text, count)
     text = "Engines that appear, leave, move and grow are followed. --config has more settings."
     _add_discovery(parser.add_argument_group("discovery", text))
+    add_from_option(parser)
     add_engine_options(parser)
     add_cache_options(parser)
     text = "most blocks kept of one rank (default: 10,000,000)"
@@ -176,6 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
     limits = {name: value for name in _LIMITS if (value := getattr(arguments, name)) is not None}
     serving = Serving(arguments.config, options_of(arguments), limits, cache_of(arguments))
     settings = serving.settings
+    pool = followed_pool(arguments, _REFUSED_FROM)
     serving.add_workers(_workers(arguments))
     serving.add_discovery(sources_of(arguments))
     running = Server(
@@ -184,6 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokens=settings.tokens(),
         max_blocks_per_rank=arguments.max_blocks_per_rank,
         engine_token=arguments.engine_token_file and token_reader(arguments.engine_token_file),
+        pool=pool,
     )
     try:
         serving.begin(running)
@@ -237,7 +245,7 @@ def _print_beginning(running: Any) -> None:
         lines.append(f"and {len(missing) - _MOST_MISSING} more that are not found yet")
     if settings.host in ("0.0.0.0", "::"):
         lines.append(f"it listens at all addresses of this machine, port {running.port}")
-    if not ranks and not running.missing:
+    if not ranks and not running.missing and running.pool is None:
         lines.append(
             f"add workers by --worker {WORKER_FORM}, --engine URL, --config FILE, POST /register"
         )

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from kvindex import Client
-from kvindex.tools.cli.output import StateChanges, counted
+from kvindex.index.replicas import Replica
+from kvindex.tools.cli.output import StateChanges, counted, printable
 from kvindex.tools.cli.signals import handled
 from kvindex.tools.cli.status import state_table
 
@@ -20,9 +21,7 @@ _LOOK = 0.5  # seconds between looks at the ranks' states
 
 
 class Service(Protocol):
-    """A client whose events others receive."""
-
-    client: Client
+    """What serves others."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is closed; return whether it was in time."""
@@ -63,22 +62,32 @@ def signals_handled() -> Iterator[Signals]:
         yield signals
 
 
-def serve(service: Service, signals: Signals, where: str, stats_every: float | None) -> None:
+def serve(
+    service: Service,
+    source: Client | Replica,
+    signals: Signals,
+    where: str,
+    stats_every: float | None,
+) -> None:
     """Serve until a signal, or the service itself, ends it.
 
-    Prints where it serves, the ranks' changes, and every so many seconds the counters.
+    Prints where it serves, the ranks' changes, and every so many seconds the counters; and of a
+    replica, why it does not follow.
     """
-    changes = StateChanges(service.client.subscriber.statuses, first_live=True)
+    changes, trouble = StateChanges(source.statuses, first_live=True), ""
     every = stats_every or math.inf
     due = time.monotonic() + every
     try:
-        ranks = counted(len(service.client.ranks), "rank")
+        ranks = counted(len(source.ranks), "rank")
         print(f"{where}, {ranks}", file=sys.stderr, flush=True)
         while not service.wait(_LOOK):
             changes.report()
+            if isinstance(source, Replica) and source.trouble != trouble:
+                trouble = source.trouble
+                print(printable(trouble or "following"), file=sys.stderr, flush=True)
             if signals.asked:
                 signals.asked.clear()
-                table = state_table(service.client.statistics()["ranks"])
+                table = state_table(source.statistics()["ranks"])
                 print(table, file=sys.stderr, flush=True)
             if time.monotonic() >= due:
                 due += every

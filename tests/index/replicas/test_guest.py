@@ -13,16 +13,20 @@ import pytest
 from kvindex.index.replicas.messages import (
     Admission,
     Attached,
+    Begin,
     Frame,
     JoinRequest,
     Leave,
+    RankSection,
     Refused,
     ReportRequest,
     ServerReport,
     encode_frame,
 )
 from kvindex.index.replicas.reception import Guest
+from kvindex.index.replicas.snapshot import Part, TakenRank
 from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
 from tests.live import PATIENCE
 
 pytestmark = pytest.mark.unit
@@ -56,11 +60,11 @@ class Party:
         finally:
             self.guest.connection.close()
 
-    def _parts(self) -> Generator[bytes, None, None]:
+    def _parts(self) -> Generator[Part, None, None]:
         self.taking = True
         try:
-            yield b"first"
-            yield bytes(1 << 22)  # more than the connection holds
+            yield BEGIN
+            yield TAKEN
         finally:
             self.taking = False
 
@@ -86,6 +90,12 @@ class Party:
             self.ends()
 
 
+BEGIN = Begin(7)
+TAKEN = TakenRank(Rank("a", 0), 8, None, bytes(1 << 22), b"cursor")  # more than a connection holds
+PARTS = (
+    encode_frame(BEGIN) + encode_frame(RankSection(TAKEN.rank, 8, None, 1 << 22)) + TAKEN.section
+)
+
 REQUEST = JoinRequest(1, "native", 42)
 ADMISSION = Admission(3, (1, 2, 3, "ring"), b"seed", None)
 
@@ -108,7 +118,7 @@ def test_a_joiner_is_greeted_sent_every_part_and_then_follows(
     assert party.hears(len(admission)) == admission
     assert (party.guest.following, party.guest.place, party.guest.pid) == (False, 3, 42)
     party.says(Attached())
-    assert party.hears(5 + (1 << 22)) == b"first" + bytes(1 << 22)
+    assert party.hears(len(PARTS)) == PARTS, "the section without its cursor"
     assert party.joined.wait(PATIENCE)
     assert party.guest.following
     assert not party.taking
@@ -119,7 +129,7 @@ def test_a_joiner_is_greeted_sent_every_part_and_then_follows(
 
 def test_nothing_more_is_taken_for_one_that_is_gone(party: Party) -> None:
     party.says(REQUEST, Attached())
-    party.hears(len(encode_frame(ADMISSION)) + 5)
+    party.hears(len(encode_frame(ADMISSION)) + len(encode_frame(BEGIN)))
     assert party.taking
     party.joiner.close()
     with pytest.raises(OSError, match=r"Broken pipe|reset"):

@@ -16,20 +16,17 @@ from hypothesis import strategies as st
 
 from kvindex.index.replicas.copy import Catchup
 from kvindex.index.replicas.messages import (
-    LENGTH,
     BatchApplied,
     Begin,
     End,
     Entry,
     Message,
-    RankSection,
     SectionRestored,
     StatusChanged,
-    decode_frame,
     decode_message,
 )
 from kvindex.index.replicas.outflow import StreamTap
-from kvindex.index.replicas.snapshot import Snapshots
+from kvindex.index.replicas.snapshot import Part, Snapshots, TakenRank
 from kvindex.subscribe import (
     RankAdded,
     RankLost,
@@ -131,6 +128,9 @@ class Server:
     def find(self, rank: Rank) -> RankStatus | None:
         return self.shown.get(rank)
 
+    def cursor(self, rank: Rank) -> bytes | None:
+        return str(rank).encode()
+
     def call(self, function: Callable[[], _Result]) -> _Result:
         found = function()
         self.tap.statuses([])  # the end of the thread's turn
@@ -192,7 +192,7 @@ class Joiner:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._attached_at: int | None = None
-        self._frames: Iterator[Any] | None = None
+        self._parts: Iterator[Part] | None = None
         self._catchup = Catchup()
         self._read = 0
         self.held: Held = {}
@@ -206,27 +206,24 @@ class Joiner:
             self._attached_at = len(self._server.messages)
 
     def step(self) -> None:
-        if self._frames is None:
+        if self._parts is None:
             self.attach()
-            self._frames = self._server.snapshots.parts()
-        part = next(self._frames, None)
-        if part is None:
-            return
-        (length,) = LENGTH.unpack(part[: LENGTH.size])
-        frame = decode_frame(part[LENGTH.size : LENGTH.size + length])
-        if isinstance(frame, Begin):
-            self._catchup.begin(frame.number)
+            self._parts = self._server.snapshots.parts()
+        part = next(self._parts, None)
+        if isinstance(part, Begin):
+            self._catchup.begin(part.number)
             self.held, self.shown, self.sections = {}, {}, set()
-        elif isinstance(frame, RankSection):
-            self._catchup.place(frame.rank, frame.number)
-            assert frame.rank not in self.sections, "each once"
-            self.sections.add(frame.rank)
-            self.held[frame.rank] = msgspec.msgpack.decode(next(self._frames))
-            if frame.status is not None:
-                self.shown[frame.rank] = frame.status
-        elif isinstance(frame, End):
-            self._catchup.end(frame.number)
-            assert frame.names == list(self._server.tap.names.items())
+        elif isinstance(part, TakenRank):
+            self._catchup.place(part.rank, part.number)
+            assert part.rank not in self.sections, "each once"
+            self.sections.add(part.rank)
+            self.held[part.rank] = msgspec.msgpack.decode(part.section)
+            assert part.cursor == (None if part.status is None else self._server.cursor(part.rank))
+            if part.status is not None:
+                self.shown[part.rank] = part.status
+        elif isinstance(part, End):
+            self._catchup.end(part.number)
+            assert part.names == list(self._server.tap.names.items())
             self.whole = True
 
     def catch_up(self) -> None:

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvindex import ConfigurationError, Worker
-from kvindex.service.server import Server, own_directory
+from kvindex.service.directories import own_directory
+from kvindex.service.server import Server
 from kvindex.service.settings import ServeSettings
 from kvindex.service.sources import FixedSource
 from kvindex.service.workers import target_of

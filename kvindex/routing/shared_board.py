@@ -1,0 +1,301 @@
+"""The load of several gateways, without I/O: what one publishes, and what a message changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, takewhile
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from kvindex.routing.load import HALF_LIFE, LoadColumns, LocalLoadBoard
+from kvindex.routing.load_messages import (
+    MAX_BYTES,
+    MAX_LOAD,
+    LoadRow,
+    decode_load,
+    encode_load,
+)
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
+
+FLUSH_SECONDS: Final = 0.010
+"""Changed rows are sent this often."""
+WHOLE_SECONDS: Final = 1.0
+"""All rows are sent this often."""
+ROW_LIFE: Final = 3.0
+"""Seconds after its receipt for which another gateway's row counts."""
+
+MAX_GATEWAYS: Final = 1_024
+MAX_GATEWAY_ROWS: Final = 65_536
+MAX_ALL_ROWS: Final = 1 << 20
+_ZERO_LIFE: Final = 4.0  # seconds for which a row that became zero is sent
+_HELD_ROWS: Final = 64  # rows for which the router's lock is held at once
+
+
+class _TheirRow(NamedTuple):
+    """A row of another gateway, as it counts here."""
+
+    queued: int = 0
+    open: int = 0
+    decode: int = 0
+    given: float = 0.0  # in the unit of this board's column
+    origin: float = 0.0  # of that unit
+    received_at: float = 0.0
+
+
+_NO_ROW: Final = _TheirRow()
+_Rows: TypeAlias = "dict[Rank, _TheirRow]"  # the longest not renewed first
+
+
+class _Gateway:
+    """Another gateway: its last message, and its rows."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of its last message; 0: none yet
+        self.heard_at = 0.0
+        self.rows: _Rows = {}
+
+
+class SharedBoard(LocalLoadBoard):
+    """A board that counts what other gateways report, and yields what they need.
+
+    The columns have the bookings of all gateways; only own ones are published. A row that its
+    gateway did not renew for `ROW_LIFE` counts no more: that covers gateways that died, ranks that
+    were removed, and zeros that were lost.
+
+    Thread safety: the router calls `add`, `give` and so on under its lock; one other thread calls
+    `changed_rows`, `all_rows`, `receive` and `expire`, which hold that lock for 64 rows at a time.
+
+    Args:
+        wake: called under the lock when there are rows to publish: it must not wait.
+    """
+
+    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._booked, self._booked_absent = LoadColumns(*(c[:] for c in self._own)), {}
+        self._shown = self._booked
+        self.gateway = os.urandom(6).hex()
+        self.is_sharing = True
+        self._wake = wake
+        self._is_awake = False  # whether what changes now will be published without a wake
+        self._changed: dict[Rank, None] = {}  # what has changed since the last rows
+        self._published: dict[Rank, float] = {}  # ranks, and when their rows were last not zero
+        self._number = 0  # of the last message
+        self._others: dict[str, _Gateway] = {}
+        self._counts = dict.fromkeys(("received", "missed", "late"), 0)
+        self._refused: dict[str, int] = {}
+
+    # The router's calls
+
+    def arrange(self, ranks: Sequence[Rank]) -> None:
+        # First, since an interrupted call is made again: a rank without a row has nothing given.
+        for rank in self._rows.keys() - set(ranks):
+            for other in self._others.values():
+                if rank in other.rows:
+                    other.rows[rank] = other.rows[rank]._replace(given=0.0)
+        super().arrange(ranks)
+
+    def add(
+        self, rank: Rank, queued_tokens: int, open_requests: int, decode_blocks: int, now: float
+    ) -> None:
+        self._note(rank)
+        super().add(rank, queued_tokens, open_requests, decode_blocks, now)
+
+    def give(self, rank: Rank, new_tokens: int, now: float) -> None:
+        self._note(rank)
+        super().give(rank, new_tokens, now)
+
+    def _note(self, rank: Rank) -> None:
+        if self.is_sharing:
+            self._changed[rank] = None
+            if not self._is_awake:
+                self._wake()
+                self._is_awake = True  # last: interrupted, it wakes twice
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what was received; see `SharedLoad.statistics`."""
+        with self._lock:
+            now = self._clock()
+            firsts = [next(iter(other.rows.values()), None) for other in self._others.values()]
+            ages = [now - row.received_at for row in firsts if row is not None]
+            return {
+                "gateways": len(self._others),
+                "rows": self._row_count(),
+                "age": max(0.0, *ages) if ages else None,
+                **self._counts,
+                "refused": dict(self._refused),
+            }
+
+    # What is published
+
+    def changed_rows(self) -> list[LoadRow]:
+        """Return own rows that have changed since they were last returned."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            self._is_awake = False
+        return self._own_rows(list(changed))
+
+    def all_rows(self) -> list[LoadRow]:
+        """Return own rows that are not zero, and those that became zero lately."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            self._is_awake = False
+        return self._own_rows(list(self._published | changed))
+
+    def encode(self, rows: Sequence[LoadRow], max_bytes: int = MAX_BYTES) -> Iterable[bytes]:
+        """Yield the messages with these rows: one at least, which is a sign of life."""
+        for data in encode_load(self.gateway, self._number + 1, rows, max_bytes):
+            self._number += 1
+            yield data
+
+    def _own_rows(self, ranks: Sequence[Rank]) -> list[LoadRow]:
+        rows = []
+        for first in range(0, len(ranks), _HELD_ROWS):
+            with self._lock:
+                now = self._clock()
+                # What is given counts half after each half-life; an origin of infinity: nothing is.
+                halvings = max(0.0, now - self._origin) / HALF_LIFE
+                decay = 2.0**-halvings
+                for rank in ranks[first : first + _HELD_ROWS]:
+                    row = self._own_row(rank, decay)
+                    if any(row[2:5]) or row[5] >= 1.0:
+                        self._published[rank] = now
+                    elif not 0.0 <= now - self._published.setdefault(rank, now) < _ZERO_LIFE:
+                        del self._published[rank]
+                        continue
+                    rows.append(row)
+        return rows
+
+    def _own_row(self, rank: Rank, decay: float) -> LoadRow:
+        row = self._rows.get(rank)
+        if row is None:
+            load, given = self._absent.get(rank, (0.0, 0.0, 0.0)), 0.0
+        else:
+            own = self._own
+            load, given = (own.queued[row], own.open[row], own.decode[row]), own.given[row] * decay
+        queued, opened, decode = (min(max(0, int(number)), MAX_LOAD) for number in load)
+        return rank.worker, rank.dp_rank, queued, opened, decode, min(given, float(MAX_LOAD))
+
+    # What is received
+
+    def receive(self, data: bytes) -> str:
+        """Count a message of another gateway; return why it was refused, or ""."""
+        try:
+            message = decode_load(data)
+        except DecodeError as error:
+            return self._refuse(str(error))
+        if message.gateway == self.gateway:
+            return self._refuse("own id")
+        rows = {Rank(row[0], row[1]): row for row in message.rows}
+        with self._lock:
+            if not self.is_sharing:
+                return ""
+            other = self._others.get(message.gateway)
+            if other is None:
+                if len(self._others) >= MAX_GATEWAYS:
+                    return self._refuse("too many gateways")
+                other = _Gateway()
+            more = len(rows.keys() - other.rows.keys())
+            if len(other.rows) + more > MAX_GATEWAY_ROWS:
+                return self._refuse("too many rows of one gateway")
+            if more and self._row_count() + more > MAX_ALL_ROWS:
+                return self._refuse("too many rows")
+            if other.number and message.number <= other.number:
+                self._counts["late"] += 1
+                return ""
+            self._counts["received"] += 1
+            self._counts["missed"] += message.number - other.number - 1 if other.number else 0
+            other.number, other.heard_at = message.number, self._clock()
+            self._others[message.gateway] = other
+        self._count_rows(other, list(rows.items()))
+        return ""
+
+    def _count_rows(self, other: _Gateway, rows: Sequence[tuple[Rank, LoadRow]]) -> None:
+        for first in range(0, len(rows), _HELD_ROWS):
+            with self._lock:
+                if not self.is_sharing:
+                    return
+                now = self._clock()
+                weight = self._weight(now)
+                for rank, (_, _, queued, opened, decode, given) in rows[first : first + _HELD_ROWS]:
+                    counted = given * weight if rank in self._rows else 0.0
+                    row = _TheirRow(queued, opened, decode, counted, self._origin, now)
+                    self._replace(other, rank, row)
+
+    def expire(self) -> None:
+        """Drop rows that were not renewed, and gateways that are silent and have no rows."""
+        with self._lock:
+            others = list(self._others.items())
+        for gateway, other in others:
+            while self._drop_stale(gateway, other):
+                pass
+
+    def _drop_stale(self, gateway: str, other: _Gateway) -> bool:
+        """Drop some stale rows of a gateway, or the gateway; return whether there may be more."""
+        with self._lock:
+            now = self._clock()
+            oldest = islice(other.rows.items(), _HELD_ROWS)
+            stale = [
+                rank for rank, _ in takewhile(lambda e: _is_old(e[1].received_at, now), oldest)
+            ]
+            for rank in stale:
+                self._replace(other, rank, _NO_ROW)
+            if not other.rows and _is_old(other.heard_at, now):
+                self._others.pop(gateway, None)
+            return len(stale) == _HELD_ROWS
+
+    def _replace(self, other: _Gateway, rank: Rank, row: _TheirRow) -> None:
+        """Let another gateway's row count instead of the one before; under the lock."""
+        before = other.rows.pop(rank, _NO_ROW)
+        if row.queued or row.open or row.decode or row.given:
+            other.rows[rank] = row
+        queued, opened = row.queued - before.queued, row.open - before.open
+        decode = row.decode - before.decode
+        place = self._rows.get(rank)
+        if place is None:
+            absent = self._booked_absent
+            load = absent.pop(rank, (0.0, 0.0, 0.0))
+            load = load[0] + queued, load[1] + opened, load[2] + decode
+            if any(load):
+                absent[rank] = load
+            return
+        booked = self._booked
+        booked.queued[place] += queued
+        booked.open[place] += opened
+        booked.decode[place] += decode
+        given = row.given - (before.given if before.origin == self._origin else 0.0)
+        # Sums of fractions may fall below what they should be.
+        booked.given[place] = max(self._own.given[place], booked.given[place] + given)
+        if self._shown is not booked:
+            self._show_row(rank, place)
+
+    def drop_others(self) -> None:
+        """Count own load only, from now on; under the lock, or in a forked child."""
+        self.is_sharing = False
+        self._others = {}
+        self._booked, self._booked_absent = self._own, self._absent
+        self._shown = self._booked
+        if self._corrections:
+            self._show()
+
+    def end_sharing(self) -> None:
+        """The same, from any thread."""
+        with self._lock:
+            self.drop_others()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another gateway counts."""
+        return bool(self._others)
+
+    def _row_count(self) -> int:
+        return sum(len(other.rows) for other in self._others.values())
+
+    def _refuse(self, reason: str) -> str:
+        self._refused[reason] = self._refused.get(reason, 0) + 1
+        return reason
+
+
+def _is_old(received_at: float, now: float) -> bool:
+    # A clock that goes back drops rows, too; they are soon sent again.
+    return not 0.0 <= now - received_at < ROW_LIFE

@@ -1,0 +1,479 @@
+"""A replica's place at a log, over a log in memory that loses, repeats and forgets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvindex import DecodeError, Rank, SnapshotError
+from kvindex.index.nats import following
+from kvindex.index.nats.following import (
+    LogMembership,
+    NewEpochError,
+    NoSnapshotError,
+    TrimmedError,
+)
+from kvindex.index.nats.log import NoStreamError
+from kvindex.index.nats.pool_snapshots import encode_snapshot, name_of
+from kvindex.index.replicas.messages import Message
+from kvindex.wire.errors import NatsError, QueueTimeoutError, WaitCancelledError
+from kvindex.wire.nats import parse_pool
+from tests.examples import examples
+from tests.index.nats.hand_relay import HandRelay, MemoryLog, held, membership
+from tests.native_ring import needs_ring
+
+pytestmark = [pytest.mark.unit, needs_ring]
+
+A, B = Rank("a"), Rank("b")
+STOP = threading.Event()  # never set
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for a snapshot once, and ask a refusing server again at once."""
+    monkeypatch.setattr(following, "_SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr(following, "_RETRY_SECONDS", 0.0)
+
+
+class Scene:
+    """A relay, its log, and one place at it."""
+
+    def __init__(self, key_file: str | None = None) -> None:
+        self.relay = HandRelay(key_file)
+        self.log = MemoryLog()
+        self.notes: list[str] = []
+        self.epoch = "e-1"
+        self.log.append(self.epoch, b"")
+        self.relay.add(A)
+        self.relay.store(A)
+        self.relay.show(A)
+        self.snapshot()
+        self.places: list[LogMembership] = []
+
+    def snapshot(self) -> str:
+        position = self.log.last + 1
+        name, data = self.relay.snapshot(self.epoch, position)
+        self.turn()
+        self.log.put(name, data)
+        return name
+
+    def turn(self) -> None:
+        self.log.append(self.epoch, self.relay.body(), seal=self.relay.seal)
+
+    def store(self, rank: Rank = A) -> None:
+        self.relay.store(rank)
+        self.turn()
+
+    def place(self, **options: Any) -> LogMembership:
+        place = membership(self.log, self.notes, **options)
+        self.places.append(place)
+        return place
+
+    def joined(self, **options: Any) -> LogMembership:
+        place = self.place(**options)
+        place.join()
+        return place
+
+    def assert_same(self, place: LogMembership) -> None:
+        assert held(place.copy.index) == held(self.relay.index)
+        assert place.copy.statuses.keys() == self.relay.shown.keys()
+        assert place.copy.names == self.relay.tap.names
+
+    def close(self) -> None:
+        for place in self.places:
+            place.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+def receive(place: LogMembership) -> Message:
+    """Receive the next message, and apply it."""
+    message = place.receive(3.0, STOP)
+    place.copy.apply(message)
+    return message
+
+
+def follow(scene: Scene, place: LogMembership) -> None:
+    """Receive all that the log has, and compare."""
+    while place._waiting or place._expected <= scene.log.last:
+        receive(place)
+    scene.assert_same(place)
+
+
+def test_it_joins_with_all_that_the_log_has_and_follows(scene: Scene) -> None:
+    scene.store()
+    scene.store()
+    place = scene.joined()
+    scene.assert_same(place)
+    assert place.messages == 4
+    scene.relay.add(B)
+    scene.store(B)
+    scene.relay.remove(A)
+    scene.relay.show(B)
+    scene.turn()
+    follow(scene, place)
+    assert held(place.copy.index).keys() == {B}
+
+
+def test_a_snapshot_goes_on_from_its_position_whatever_came_while_it_was_taken(
+    scene: Scene,
+) -> None:
+    position = scene.log.last + 1
+    parts = scene.relay.snapshots.parts()
+    taken = []
+    for _ in range(2):
+        taken.append(next(parts))
+        scene.store()
+    data = encode_snapshot([*taken, *parts], scene.relay.index, scene.epoch, position)
+    scene.log.put(name_of(position, scene.epoch), data)
+    scene.turn()
+    scene.log.trim(position)
+    scene.assert_same(scene.joined())
+
+
+def test_a_message_that_is_delivered_twice_counts_once(scene: Scene) -> None:
+    place = scene.joined()
+    for _ in range(3):
+        scene.store()
+    scene.log.repeated = {scene.log.last - 1}
+    follow(scene, place)
+
+
+def test_a_message_that_was_not_delivered_is_asked_for_again(scene: Scene) -> None:
+    place = scene.joined()
+    for _ in range(3):
+        scene.store()
+    missing = scene.log.last - 1
+    scene.log.skipped = {missing}
+    follow(scene, place)
+    assert scene.log.reads[-1] == missing
+
+
+def test_a_message_that_is_gone_is_noticed(scene: Scene) -> None:
+    place = scene.joined()
+    for _ in range(3):
+        scene.store()
+    scene.log.trim(scene.log.last)
+    with pytest.raises(TrimmedError, match="came where 3 should follow"):
+        receive(place)
+
+
+def test_a_new_epoch_ends_it(scene: Scene) -> None:
+    place = scene.joined()
+    scene.log.append("e-2", b"")
+    with pytest.raises(NewEpochError, match="e-2"):
+        receive(place)
+
+
+def test_an_epoch_that_began_below_the_expected_number_is_seen_in_the_silence(
+    scene: Scene,
+) -> None:
+    scene.store()
+    place = scene.joined()
+    scene.log.last -= 1  # the server has forgotten it
+    scene.log.append("e-2", b"")
+    with pytest.raises(NewEpochError, match="e-2"):
+        receive(place)
+
+
+def test_messages_that_the_server_forgot_and_got_again_count_once(scene: Scene) -> None:
+    scene.store()
+    place = scene.joined()
+    lost = scene.log.last
+    kept = scene.log.messages.pop(scene.log.last)
+    scene.log.last -= 1
+    with pytest.raises(QueueTimeoutError, match=f"has lost its messages from {lost} on"):
+        receive(place)
+    scene.log.append(*kept)
+    scene.store()
+    follow(scene, place)
+
+
+def test_a_silent_log_is_asked_again_from_the_next_number(scene: Scene) -> None:
+    place = scene.joined()
+    with pytest.raises(QueueTimeoutError, match="nothing came for 3 s"):
+        receive(place)
+    assert scene.log.reads[-1] == scene.log.last + 1
+    scene.store()
+    follow(scene, place)
+
+
+def test_a_log_that_cannot_be_reached_is_silent_with_the_reason(scene: Scene) -> None:
+    place = scene.joined()
+    scene.log.failure = NatsError("no servers")
+    for _ in range(2):
+        with pytest.raises(QueueTimeoutError, match="no servers"):
+            receive(place)
+    scene.log.on_change("disconnected")
+    scene.log.failure = None
+    with pytest.raises(QueueTimeoutError, match="disconnected"):
+        receive(place)
+    scene.log.on_change("")
+    scene.store()
+    follow(scene, place)
+
+
+def test_a_stream_that_is_gone_ends_it(scene: Scene) -> None:
+    place = scene.joined()
+    scene.log.failure = NoStreamError("no stream")
+    with pytest.raises(NoStreamError):
+        receive(place)
+
+
+def test_who_joins_shows_as_live_only_what_came_since(scene: Scene) -> None:
+    now = 100.0
+    place = scene.joined(clock=lambda: now)
+    assert place.copy.sent_at == 97.0, "stale at once: the relay may have died long ago"
+    scene.store()
+    now = 101.0
+    assert receive(place).sent_at == 101.0
+
+
+def test_a_copy_that_is_far_behind_does_not_count_as_current(scene: Scene) -> None:
+    now = 100.0
+    place = scene.joined(clock=lambda: now)
+    for expected, pending in ((100.0, 100), (100.0, 101), (102.0, 100)):
+        scene.store()
+        scene.log.pending = pending
+        assert receive(place).sent_at == expected, pending
+        assert place.backlog == pending
+        now += 1.0
+    scene.assert_same(place)
+
+
+def test_times_of_the_relay_become_times_of_this_machine(scene: Scene) -> None:
+    now = 100.0
+    scene.relay.now = 9000.0
+    scene.relay.show(A)
+    scene.turn()
+    place = scene.joined(clock=lambda: now)
+    assert place.copy.statuses[A].last_event_age == 100.0
+    for later in (1.0, 2.0):
+        now = 100.0 + later + 0.5  # this message took half a second longer
+        scene.relay.now = 9000.0 + later
+        scene.relay.show(A)
+        scene.turn()
+        follow(scene, place)
+        age = place.copy.statuses[A].last_event_age
+        assert age == pytest.approx(100.0 + later, abs=0.01)
+    progress = place._origin.statistics()
+    assert progress["lag_seconds"] == pytest.approx(0.5, abs=0.01)
+    assert (progress["epoch"], progress["number"]) == ("e-1", scene.log.last)
+
+
+# Snapshots ------------------------------------------------------------------------------------
+
+
+def test_there_is_no_snapshot_of_the_epoch_yet(scene: Scene) -> None:
+    scene.log.append("e-2", b"")
+    with pytest.raises(NoSnapshotError, match="epoch e-2"):
+        scene.joined()
+
+
+def test_a_snapshot_below_the_trimmed_log_is_of_no_use(scene: Scene) -> None:
+    scene.store()
+    scene.log.trim(scene.log.last)
+    with pytest.raises(NoSnapshotError):
+        scene.joined()
+    scene.snapshot()
+    scene.assert_same(scene.joined())
+
+
+def damaged(data: bytes) -> bytes:
+    return data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]
+
+
+def of_protocol(data: bytes) -> bytes:
+    return _with_head(data, protocol=99)
+
+
+def of_backend(data: bytes) -> bytes:
+    return _with_head(data, backend="other")
+
+
+def _with_head(data: bytes, **changes: Any) -> bytes:
+    size = int.from_bytes(data[:4], "big")
+    head = msgspec.msgpack.decode(data[4 : 4 + size])
+    encoded = msgspec.msgpack.encode({**head, **changes})
+    return len(encoded).to_bytes(4, "big") + encoded + data[4 + size :]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (damaged, "checksum"),
+        (lambda data: data[: len(data) // 2], "truncated"),
+        (lambda data: data + b"x", "format"),
+        (lambda data: b"", "format"),
+        (lambda data: b"nonsense", "format"),
+        (of_protocol, "version"),
+        (of_backend, "backend"),
+        (lambda data: NatsError("it does not go on"), "download"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_used_is_counted_and_the_older_one_tried(
+    scene: Scene, change: Any, reason: str
+) -> None:
+    scene.store()
+    name = scene.snapshot()
+    scene.store()
+    scene.log.objects[name] = change(scene.log.objects[name])
+    place = scene.joined()
+    scene.assert_same(place)
+    refused = place._origin.statistics()["snapshots_refused"]
+    assert sum(refused.values()) == 1
+    assert reason in refused or (reason == "format" and set(refused) <= {"content", "truncated"})
+
+
+def test_another_key_is_named_and_the_same_key_opens_all(tmp_path: Path) -> None:
+    files = []
+    for number in range(2):
+        files.append(str(tmp_path / f"key-{number}"))
+        Path(files[-1]).write_bytes(bytes([number]) * 32)
+    scene = Scene(files[0])
+    try:
+        scene.store()
+        scene.assert_same(scene.joined(pool=parse_pool("nats://n", "p", {"key_file": files[0]})))
+        with pytest.raises(NoSnapshotError, match="do not open with this key_file"):
+            scene.joined(pool=parse_pool("nats://n", "p", {"key_file": files[1]}))
+        with pytest.raises(NoSnapshotError, match="if the relay has a key_file"):
+            scene.joined()
+    finally:
+        scene.close()
+
+
+@pytest.mark.parametrize("body", [b"\x00", b"\x00\x00\x00\x09short", b"\x00\x00\x00\x01\xc1"])
+def test_a_body_that_cannot_be_read_ends_it(scene: Scene, body: bytes) -> None:
+    place = scene.joined()
+    scene.log.append(scene.epoch, body)
+    with pytest.raises(DecodeError):
+        receive(place)
+
+
+def test_a_body_with_another_message_than_the_next_ends_it(scene: Scene) -> None:
+    place = scene.joined()
+    scene.relay.tap.number += 1
+    scene.store()
+    with pytest.raises(DecodeError, match="should follow"):
+        receive(place)
+
+
+# Its life -------------------------------------------------------------------------------------
+
+
+def test_an_interruption_ends_every_step_and_closing_twice_is_once(scene: Scene) -> None:
+    place = scene.joined()
+    place.interrupt()
+    with pytest.raises(WaitCancelledError):
+        place.receive(3.0, STOP)
+    place.close()
+    place.close()
+    place.interrupt()
+    assert scene.log.closed == 1
+    place = scene.place()
+    place.interrupt()
+    with pytest.raises(WaitCancelledError):
+        place.join()
+
+
+# Whatever falls together ------------------------------------------------------------------------
+
+HAPPENINGS = [
+    *("store", "store", "store", "add", "remove", "snapshot", "step", "step", "step"),
+    *("skip", "repeat", "trim", "epoch", "forget", "foreign", "damage", "renew", "refuse"),
+]
+
+
+class Story(Scene):
+    """A scene whose place joins anew whenever it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: LogMembership | None = None
+        self.epochs = 1
+
+    def step(self) -> None:
+        """Let the place go on by one message."""
+        place = self.current
+        try:
+            if place is None:
+                place = self.place()
+                place.join()
+                self.current = place
+            else:
+                receive(place)
+        except QueueTimeoutError:
+            pass
+        except (NatsError, DecodeError, SnapshotError):
+            self.current = None
+
+    def happen(self, what: str) -> None:
+        if what == "add" and B not in self.relay.index.ranks:
+            self.relay.add(B)
+        elif what == "remove" and B in self.relay.index.ranks:
+            self.relay.remove(B)
+        elif what == "skip":
+            self.log.skipped.add(self.log.last)
+        elif what == "repeat":
+            self.log.repeated.add(self.log.last)
+        elif what == "trim":
+            self.log.trim(self.log.last)
+        elif what == "epoch":
+            self.begin_epoch()
+        elif what == "forget" and self.log.last > self.log.first:  # and the relay dies
+            del self.log.messages[self.log.last]
+            self.log.last -= 1
+            self.begin_epoch()
+        elif what == "foreign":
+            self.log.append("nonsense", b"\xff")
+            self.begin_epoch()
+        elif what == "damage":
+            for name, data in self.log.objects.items():
+                self.log.objects[name] = damaged(data) if isinstance(data, bytes) else data
+        elif what == "renew":
+            if self.current is not None:
+                self.log.on_change("")
+        elif what == "refuse":
+            self.log.failure = None if self.log.failure else NatsError("not now")
+        elif what in ("store", "step", "snapshot"):
+            getattr(self, what)()
+
+    def begin_epoch(self) -> None:
+        self.turn()
+        self.epochs += 1
+        self.epoch = f"e-{self.epochs}"
+        self.log.append(self.epoch, b"")
+
+
+@examples(300)
+@given(st.lists(st.sampled_from(HAPPENINGS), max_size=60))
+def test_whatever_happens_the_copy_becomes_the_relays_index(happenings: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(following, "_SNAPSHOT_SECONDS", 0.0)
+        patch.setattr(following, "_RETRY_SECONDS", 0.0)
+        story = Story()
+        try:
+            story.step()
+            for what in happenings:
+                story.happen(what)
+            story.log.failure = None
+            story.snapshot()
+            story.store()
+            for _ in range(story.log.last + 5):
+                story.step()
+            assert story.current is not None
+            story.assert_same(story.current)
+        finally:
+            story.close()

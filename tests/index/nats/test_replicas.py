@@ -1,0 +1,263 @@
+"""Replicas of a pool on a real server: joining, following, and what makes them join anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex import ClosedError, ConfigurationError, Rank, State
+from kvindex.index import nats, replicas
+from kvindex.wire.errors import QueueTimeoutError
+from kvindex.wire.nats import NatsPool, parse_pool
+from tests.index.nats.hand_relay import HandRelay, RealLog, held
+from tests.live import PATIENCE, until
+from tests.native_ring import needs_ring
+from tests.nats_server import NatsServer
+
+pytestmark = [pytest.mark.e2e, needs_ring]
+
+A, B = Rank("a"), Rank("b")
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def log(pool: NatsPool, stack: ExitStack) -> RealLog:
+    return begun(pool, stack)
+
+
+def begun(pool: NatsPool, stack: ExitStack) -> RealLog:
+    """A log whose first epoch has begun, with a rank and a snapshot."""
+    log = RealLog(pool, HandRelay(pool.options.get("key_file")))
+    stack.callback(log.close)
+    log.relay.add(A)
+    log.relay.store(A)
+    log.relay.show(A)
+    log.begin()
+    return log
+
+
+def joined(log: RealLog, stack: ExitStack, stale_after: float = PATIENCE) -> replicas.Replica:
+    replica = nats.join(
+        str(log.pool), timeout=PATIENCE, stale_after=stale_after, **log.pool.options
+    )
+    stack.callback(replica.close)
+    return replica
+
+
+def of(replica: replicas.Replica) -> dict[str, Any]:
+    return replica.statistics()["replica"]  # type: ignore[no-any-return]
+
+
+def assert_same(log: RealLog, *followers: replicas.Replica) -> None:
+    """Store one more block; wait until every replica has all that the relay has, and is live."""
+    log.relay.store(A)
+    log.relay.show(*log.relay.index.ranks)
+    wanted = held(log.relay.index)
+
+    def are_same() -> bool:
+        log.turn()  # as a relay does every second
+        return all(
+            each.live_ranks() == wanted.keys() and held(each.index) == wanted for each in followers
+        )
+
+    until(are_same)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_replicas_join_and_follow(
+    server: NatsServer, pool: NatsPool, stack: ExitStack, tmp_path: Path, is_sealed: bool
+) -> None:
+    if is_sealed:
+        (tmp_path / "key").write_bytes(bytes(range(32)))
+        pool = parse_pool(server.url, pool.name, {"key_file": str(tmp_path / "key")})
+    log = begun(pool, stack)
+    first = joined(log, stack)
+    assert held(first.index) == held(log.relay.index)
+    log.relay.add(B)
+    log.relay.store(B)
+    second = joined(log, stack)
+    assert_same(log, first, second)
+    log.relay.remove(B)
+    assert_same(log, first, second)
+    assert first.ranks == (A,)
+    replica = of(first)
+    assert replica["server"] == str(pool)
+    assert (replica["epoch"], replica["number"], replica["lag_messages"]) == ("e-1", log.last, 0)
+    assert replica["lag_seconds"] >= 0
+    assert replica["following"]
+    assert first.trouble == ""
+
+
+def test_ranks_are_stale_until_the_relay_has_appended_since(log: RealLog, stack: ExitStack) -> None:
+    replica = joined(log, stack)
+    assert replica.status(A).state is State.STALE
+    assert "nothing recent was received" in replica.status(A).reason
+    log.turn()
+    replica.wait_live(PATIENCE)
+
+
+def change_epoch(log: RealLog) -> None:
+    log.begin()
+
+
+def purge(log: RealLog) -> None:
+    """Lose a body for good, then go on with a snapshot behind it."""
+    log.turn()
+    log.relay.store(A)
+    log.turn()
+    log.purge()
+    log.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("change", "reasons"), [(change_epoch, {"new_epoch"}), (purge, {"trimmed", "new_epoch"})]
+)
+def test_a_replica_joins_anew_and_answers_meanwhile(
+    log: RealLog, stack: ExitStack, change: Callable[[RealLog], None], reasons: set[str]
+) -> None:
+    replica = joined(log, stack)
+    assert_same(log, replica)
+    log.relay.store(A)
+    change(log)
+    assert_same(log, replica)
+    if change is change_epoch:
+        assert of(replica)["rejoins"] == {"new_epoch": 1}
+        assert of(replica)["joins"] == 2
+    assert set(of(replica)["rejoins"]) <= reasons
+
+
+def test_whoever_waits_for_a_relay_is_given_the_reason(pool: NatsPool) -> None:
+    with pytest.raises(QueueTimeoutError, match="no copy from the relay of nats://"):
+        nats.join(str(pool), timeout=0.5)
+
+
+def test_a_replica_that_follows_at_once_has_its_ranks_later(
+    pool: NatsPool, stack: ExitStack
+) -> None:
+    replica = stack.enter_context(nats.follow(str(pool), stale_after=PATIENCE))
+    assert replica.ranks == ()
+    until(lambda: of(replica)["join_failures"].get("no_stream"))
+    assert_same(begun(pool, stack), replica)
+
+
+def test_what_cannot_work_is_refused_at_the_call(pool: NatsPool, tmp_path: Path) -> None:
+    for options in (
+        {"timeout": 0.0},
+        {"stale_after": -1.0},
+        {"key_file": str(tmp_path / "none")},
+        {"user": "u"},
+    ):
+        with pytest.raises(ConfigurationError):
+            nats.join(str(pool), **options)
+    with pytest.raises(ConfigurationError, match="tls_ca_file"):
+        nats.join(str(pool), timeout=PATIENCE, tls_ca_file=str(tmp_path / "none"))
+
+
+def test_a_forked_child_shows_that_it_does_not_follow(log: RealLog, stack: ExitStack) -> None:
+    replica = joined(log, stack)
+    assert_same(log, replica)
+    ours, theirs = Pipe()
+    with ours, theirs:
+        pid = os.fork()
+        if pid == 0:
+            theirs.send((replica.status(A).state, replica.trouble, held(replica.index)))
+            replica.close()
+            os._exit(0)
+        assert ours.poll(PATIENCE)
+        state, trouble, blocks = ours.recv()
+        os.waitpid(pid, 0)
+    assert state is State.CLOSED
+    assert "was forked" in trouble
+    assert blocks == held(log.relay.index)
+    assert_same(log, replica)
+
+
+# One follower a host --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "kvindex.sock")
+
+
+def fan_out(pool: NatsPool, path: str, stack: ExitStack) -> nats.FanOut:
+    return stack.enter_context(nats.FanOut(str(pool), path, stale_after=PATIENCE, **pool.options))
+
+
+def test_processes_of_a_host_share_its_follower(log: RealLog, stack: ExitStack, path: str) -> None:
+    fanout = fan_out(log.pool, path, stack)
+    local = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
+    log.relay.add(B)
+    log.relay.store(B)
+    assert_same(log, fanout.replica, local)
+    other = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
+    log.relay.remove(B)
+    assert_same(log, fanout.replica, local, other)
+    report = replicas.ask(path, PATIENCE)
+    assert report["replicas"] == 2
+    assert report["replica"]["server"] == str(log.pool)
+    assert fanout.statistics()["joined"] == 2
+
+
+def test_they_join_anew_when_the_copy_is_another_one(
+    log: RealLog, stack: ExitStack, path: str
+) -> None:
+    fanout = fan_out(log.pool, path, stack)
+    local = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
+    assert_same(log, local)
+    log.relay = HandRelay()  # another relay, with another seed
+    log.relay.add(A)
+    log.relay.store(A)
+    log.begin()
+    assert_same(log, fanout.replica, local)
+    assert local.index.seed == log.relay.index.seed
+    assert of(local)["joins"] == 2
+    assert set(of(local)["rejoins"]) <= {"server_closed", "connection"}
+
+
+def test_they_may_join_before_the_relay_is_there(
+    pool: NatsPool, stack: ExitStack, path: str
+) -> None:
+    fanout = fan_out(pool, path, stack)
+    assert fanout.statistics() == {"replicas": 0}
+    log = begun(pool, stack)
+    local = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
+    assert_same(log, local)
+
+
+def test_whoever_joins_a_host_that_follows_no_more_is_given_the_reason(
+    log: RealLog, stack: ExitStack, path: str
+) -> None:
+    fanout = fan_out(log.pool, path, stack)
+    first = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
+    assert_same(log, first)
+    log.epochs += 1  # another relay begins an epoch, and no snapshot of it comes
+    log._append(b"")
+    for local in (first, replicas.join(path, PATIENCE, stale_after=PATIENCE)):
+        stack.callback(local.close)
+        assert local.wait_for(lambda statuses: "new_epoch" in statuses[A].reason, PATIENCE)
+        assert local.status(A).state is State.STALE
+        assert held(local.index) == held(log.relay.index)
+    assert "new_epoch" in fanout.replica.status(A).reason
+    log.snapshot()
+    assert_same(log, fanout.replica, first, local)
+
+
+def test_a_fan_out_that_cannot_work_says_so(pool: NatsPool, path: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="pool"):
+        nats.FanOut("nats://h", path)
+    with nats.FanOut(str(pool), path, tls_ca_file=str(tmp_path / "none")) as fanout:
+        with pytest.raises(ClosedError, match="tls_ca_file"):
+            fanout.wait(PATIENCE)
+    assert not os.path.exists(path)
