@@ -173,7 +173,7 @@ def test_a_message_that_is_gone_is_noticed(scene: Scene) -> None:
 def test_a_new_epoch_ends_it(scene: Scene) -> None:
     place = scene.joined()
     scene.log.append("e-2", b"")
-    with pytest.raises(NewEpochError, match="e-2"):
+    with pytest.raises(NewEpochError, match=f"e-2 begins at message {scene.log.last}"):
         receive(place)
 
 
@@ -223,6 +223,18 @@ def test_a_log_that_cannot_be_reached_is_silent_with_the_reason(scene: Scene) ->
     scene.log.on_change("")
     scene.store()
     follow(scene, place)
+
+
+def test_once_connected_again_the_log_is_asked_again_at_once(scene: Scene) -> None:
+    place = scene.joined()
+    scene.store()
+    follow(scene, place)
+    scene.log.on_change("disconnected")
+    scene.log.on_change("")
+    reads = len(scene.log.reads)
+    scene.store()
+    follow(scene, place)
+    assert scene.log.reads[reads:] == [scene.log.last]
 
 
 def test_a_stream_that_is_gone_ends_it(scene: Scene) -> None:
