@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 
 from kvindex import DecodeError, Rank, SnapshotError
 from kvindex.index.nats import following
-from kvindex.index.nats.following import (
-    LogMembership,
-    NewEpochError,
-    NoSnapshotError,
-    TrimmedError,
-)
+from kvindex.index.nats.connecting import NewEpochError, NoSnapshotError, TrimmedError
+from kvindex.index.nats.following import LogMembership
 from kvindex.index.nats.log import NoStreamError
 from kvindex.index.nats.pool_snapshots import encode_snapshot, name_of
 from kvindex.index.replicas.messages import Message
