@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypedDict
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
 
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
 _PORT = 4222
 _PING_SECONDS, _PINGS = 2, 2  # so a stopped server is noticed within 4 to 6 s
 _CONNECT_SECONDS = 2
@@ -69,7 +69,7 @@ class NatsOptions(TypedDict, total=False):
 
 
 class NatsPool(msgspec.Struct, frozen=True):
-    """A pool's servers and names.
+    """A pool's servers and names; `repr` and `str` leave the options out.
 
     Attributes:
         servers: their URLs, each with a port.
@@ -115,6 +115,9 @@ class NatsPool(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{','.join(self.servers)}/{self.name}"
 
+    def __repr__(self) -> str:
+        return f"NatsPool({str(self)!r})"
+
 
 def parse_pool(url: str, pool: str | None, options: NatsOptions) -> NatsPool:
     """Return the pool that a URL and a name stand for.
@@ -133,6 +136,11 @@ def parse_pool(url: str, pool: str | None, options: NatsOptions) -> NatsPool:
         >>> parse_pool("nats://n1,n2:4223/llama", None, {}).servers
         ('nats://n1:4222', 'nats://n2:4223')
     """
+    if "@" in url:
+        raise ConfigurationError(
+            "a password in a URL is shown in logs and lists of processes: pass user= and password=,"
+            " or credentials_file="
+        )
     scheme, separator, rest = url.partition("://")
     hosts, _, path = rest.partition("/")
     if separator != "://" or scheme not in ("nats", "tls") or not hosts:
@@ -155,20 +163,11 @@ def parse_pool(url: str, pool: str | None, options: NatsOptions) -> NatsPool:
 
 
 def _server(scheme: str, host: str, url: str) -> str:
-    if "@" in host:
-        raise ConfigurationError(
-            "a password in a URL is shown in logs and lists of processes: pass user= and password=,"
-            " or credentials_file="
-        )
-    try:
-        parts = urlsplit(f"{scheme}://{host}")
-        port = _PORT if parts.port is None else parts.port
-        name = parts.hostname
-    except ValueError as error:
-        raise ConfigurationError(f"{url!r}: {host!r} is no HOST[:PORT]: {error}") from None
-    if not name or parts.path or parts.query or parts.fragment or port == 0:
+    parts = _HOST.fullmatch(host)
+    port = int(parts[2] or _PORT) if parts else 0
+    if parts is None or not 0 < port < 1 << 16:
         raise ConfigurationError(f"{url!r}: {host!r} is no HOST[:PORT]")
-    return f"{scheme}://{f'[{name}]' if ':' in name else name}:{port}"
+    return f"{scheme}://{parts[1]}:{port}"
 
 
 def _check_options(options: NatsOptions) -> None:
@@ -178,6 +177,8 @@ def _check_options(options: NatsOptions) -> None:
     for name, value in options.items():
         if not isinstance(value, str) or not value:
             raise ConfigurationError(f"{name} must be text, not {value!r:.100}")
+        if name.endswith("_file"):
+            _check_readable(name, value)
     ways = [n for n in ("user", "token", "nkey_file", "credentials_file") if n in options]
     if len(ways) > 1:
         raise ConfigurationError(f"{ways[0]} and {ways[1]} exclude each other")
@@ -281,9 +282,6 @@ def _connect_options(pool: NatsPool) -> dict[str, Any]:
     for name, theirs in (("nkey_file", "nkeys_seed"), ("credentials_file", "user_credentials")):
         if name in given:
             options[theirs] = given[name]  # type: ignore[literal-required]
-    for name in ("nkey_file", "credentials_file", "tls_ca_file", "tls_cert_file", "tls_key_file"):
-        if name in given:
-            _check_readable(name, given[name])  # type: ignore[literal-required]
     if pool.is_encrypted:
         try:
             context = ssl.create_default_context(cafile=given.get("tls_ca_file"))
@@ -343,14 +341,14 @@ class NatsThread:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function on the loop, soon; not at all once the thread has ended."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function)
+        if not self._is_forked:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(function)
 
     def request_stop(self) -> None:
         """Ask the thread to end; this waits for no lock, so finalizers may call it."""
         self._closing = True
-        if not self._is_forked:
-            self.call_soon(self._cancel)
+        self.call_soon(self._cancel)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -359,8 +357,10 @@ class NatsThread:
             self._thread.join()
 
     def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        # Once: a second time would interrupt what the coroutine does to end.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
 
     def _run(self) -> None:
         try:
@@ -371,15 +371,19 @@ class NatsThread:
             self._loop.close()
 
     async def _supervise(self) -> None:
-        self._task = asyncio.ensure_future(self._main())
+        task = self._task = asyncio.ensure_future(self._main())
         if self._closing:
-            self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+            self._cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise
+        finally:
+            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
 
     def _disown(self) -> None:
         self._is_forked = True
