@@ -44,6 +44,7 @@ class Scale:
     http_seconds: float
     fanout_seconds: float
     fanout_ranks: int
+    shared_seconds: float
     routing_seeds: int
     routing_requests: int  # of generated traffic
     routing_trace: int  # of a trace, at most
@@ -85,6 +86,7 @@ FULL: Final = Scale(
     http_seconds=2.0,
     fanout_seconds=5.0,
     fanout_ranks=512,
+    shared_seconds=5.0,
     routing_seeds=5,
     routing_requests=5_000,
     routing_trace=1_000_000,
@@ -126,6 +128,7 @@ QUICK: Final = Scale(
     http_seconds=0.5,
     fanout_seconds=1.0,
     fanout_ranks=64,
+    shared_seconds=2.0,
     routing_seeds=2,
     routing_requests=500,
     routing_trace=500,
@@ -167,6 +170,7 @@ SMOKE: Final = Scale(
     http_seconds=0.1,
     fanout_seconds=0.2,
     fanout_ranks=4,
+    shared_seconds=0.3,
     routing_seeds=1,
     routing_requests=30,
     routing_trace=30,

@@ -43,6 +43,7 @@ def _tasks(name: str) -> dict[str, Any]:
         from benchmarks.sides.fanned import Fanned
         from benchmarks.sides.floor import Floor
         from benchmarks.sides.kvindex_router import KVIndexRouter
+        from benchmarks.sides.sharing import Sharing
         from benchmarks.sides.subscribed import Subscribed
 
         return {
@@ -52,6 +53,7 @@ def _tasks(name: str) -> dict[str, Any]:
             "fan": Fanned(),
             "siege": Besieged(),
             "book": Booked(),
+            "share": Sharing(),
             "select": Selecting(KVIndexRouter()),
         }
     return tasks
