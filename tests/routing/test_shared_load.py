@@ -270,7 +270,7 @@ def test_gateways_and_their_rows_are_bounded() -> None:
         for number, first in enumerate(range(0, len(ranks), MAX_ROWS), 3)
     ]
     assert set(reasons[:-1]) == {""}
-    assert reasons[-1] == "too many rows of one gateway"
+    assert reasons[-1] == "too many rows"
     assert there.load(A, clock.now) == Load(10, 1, 2)
 
 
