@@ -30,6 +30,7 @@ from benchmarks.measures import (
     queue,
     routing,
     select,
+    shared_load,
 )
 from benchmarks.process import allow_descriptors
 from benchmarks.results import Report, Result, bars_table, details, read, write
@@ -52,6 +53,7 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "queue": queue.run,
     "fanout": fanout.run,
     "nats": nats.run,
+    "shared_load": shared_load.run,
     "hostile": hostile.run,
     "http": http.run,
     "routing": routing.run,

@@ -46,6 +46,7 @@ class Scale:
     fanout_ranks: int
     nats_ranks: tuple[int, ...]
     nats_join: int
+    shared_seconds: float
     routing_seeds: int
     routing_requests: int  # of generated traffic
     routing_trace: int  # of a trace, at most
@@ -89,6 +90,7 @@ FULL: Final = Scale(
     fanout_ranks=512,
     nats_ranks=(64, 512),
     nats_join=2_000_000,
+    shared_seconds=5.0,
     routing_seeds=5,
     routing_requests=5_000,
     routing_trace=1_000_000,
@@ -132,6 +134,7 @@ QUICK: Final = Scale(
     fanout_ranks=64,
     nats_ranks=(64,),
     nats_join=200_000,
+    shared_seconds=2.0,
     routing_seeds=2,
     routing_requests=500,
     routing_trace=500,
@@ -175,6 +178,7 @@ SMOKE: Final = Scale(
     fanout_ranks=4,
     nats_ranks=(4,),
     nats_join=4_000,
+    shared_seconds=0.3,
     routing_seeds=1,
     routing_requests=30,
     routing_trace=30,

@@ -42,6 +42,7 @@ NOISE: Final = (
 )
 LEAST: Final = 0.01
 LATE: Final = (0.02, 0.1, 0.5)
+UNDER_WAY: Final = (0.0, 0.015)
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,10 @@ def _variants(bench: Bench) -> list[_Table]:
         for delay in (0.0, *LATE)
     ]
     sharing += [
+        _Row(f"`SharedLoad`, {1e3 * delay:g} ms under way", traffic, _gateways(exchange=delay))
+        for delay in UNDER_WAY
+    ]
+    sharing += [
         _Row(f"all bookings, every {1e3 * delay:g} ms", traffic, _gateways(gauges=delay))
         for delay in LATE
     ]
@@ -268,8 +273,15 @@ def _variants(bench: Bench) -> list[_Table]:
     ]
 
 
-def _gateways(*, shared: float | None = None, gauges: float | None = None) -> tuple[Fleet, ...]:
-    return tuple(Fleet(gateways=count, shared=shared, gauges=gauges) for count in (4, 16))
+def _gateways(
+    *,
+    shared: float | None = None,
+    gauges: float | None = None,
+    exchange: float | None = None,
+) -> tuple[Fleet, ...]:
+    return tuple(
+        Fleet(gateways=count, shared=shared, gauges=gauges, exchange=exchange) for count in (4, 16)
+    )
 
 
 def _variant(study: _Study, table: _Table) -> list[Result]:

@@ -16,7 +16,7 @@ from typing import Final
 from benchmarks.routing.engine import Model
 from benchmarks.routing.field import make_policy
 from benchmarks.routing.generated import generate
-from benchmarks.routing.sharing import Boards
+from benchmarks.routing.sharing import Boards, Exchange
 from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
 from benchmarks.routing.traces import mooncake
 from benchmarks.routing.traffic import Session
@@ -77,6 +77,7 @@ class Fleet:
         gateways: how many routers share the requests out, at random.
         shared: seconds until a gateway learns what another one booked; None: never.
         gauges: seconds between which all gateways learn of all bookings at once; None: never.
+        exchange: seconds for which a message of `SharedLoad` is under way; None: without it.
         predict: as `Router(predict=...)`.
     """
 
@@ -87,6 +88,7 @@ class Fleet:
     gateways: int = 1
     shared: float | None = None
     gauges: float | None = None
+    exchange: float | None = None
     predict: float | None = None
 
     @property
@@ -165,7 +167,9 @@ def perform(runs: Iterable[Run], *, processes: int) -> dict[Run, Outcome]:
 def simulate(run: Run) -> Outcome:
     """Simulate one run."""
     fleet, clock, index = run.fleet, Clock(), Index(seed=run.seed)
-    boards = Boards(fleet.gateways)
+    boards: Boards | Exchange = Boards(fleet.gateways)
+    if fleet.exchange is not None:
+        boards = Exchange(fleet.gateways, fleet.exchange)
     routers = [
         Router(
             index,
@@ -187,7 +191,10 @@ def simulate(run: Run) -> Outcome:
         seed=run.seed,
     )
     simulation.lose(fleet.losses)
-    boards.share(simulation, delay=fleet.shared, period=fleet.gauges)
+    if isinstance(boards, Exchange):
+        boards.start(simulation)
+    else:
+        boards.share(simulation, delay=fleet.shared, period=fleet.gauges)
     gc.disable()  # it would look at every request again and again
     try:
         requests = simulation.run(run.traffic.sessions(fleet, run.seed))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from benchmarks.routing.simulation import Simulation
 from kvindex import Rank
 from kvindex.routing import LoadBoard, LocalLoadBoard
+from kvindex.routing.load_messages import LoadRow
+from kvindex.routing.shared_board import FLUSH_SECONDS, WHOLE_SECONDS, SharedBoard
 
 
 class Boards:
@@ -61,6 +64,60 @@ class Boards:
             for board in self._boards:
                 if board is not author:
                     board.learn(entry)
+
+
+class Exchange:
+    """Boards that share as `SharedLoad` does, with a network that delays each message.
+
+    Args:
+        count: how many gateways.
+        transit: seconds for which a message is under way.
+    """
+
+    def __init__(self, count: int, transit: float) -> None:
+        self._transit = transit
+        self._boards = [SharedBoard(partial(self._wake, number)) for number in range(count)]
+        self._ticking: set[int] = set()
+        self._simulation: Simulation | None = None
+
+    def __iter__(self) -> Iterator[LoadBoard]:
+        return iter(self._boards)
+
+    def start(self, simulation: Simulation) -> None:
+        """Share from now on, in the virtual time of a simulation."""
+        self._simulation = simulation
+
+    def _wake(self, number: int) -> None:
+        self._later(FLUSH_SECONDS, self._flush, number)
+        if number not in self._ticking:
+            self._ticking.add(number)
+            self._later(WHOLE_SECONDS, self._tick, number)
+
+    def _flush(self, number: int) -> None:
+        self._send(number, self._boards[number].changed_rows())
+
+    def _tick(self, number: int) -> None:
+        for board in self._boards:
+            board.expire()
+        rows = self._boards[number].all_rows()
+        self._send(number, rows)
+        if any(any(row[2:5]) for row in rows):  # else until it books again, or no run would end
+            self._later(WHOLE_SECONDS, self._tick, number)
+        else:
+            self._ticking.remove(number)
+
+    def _send(self, number: int, rows: Sequence[LoadRow]) -> None:
+        for data in self._boards[number].encode(rows):
+            self._later(self._transit, self._deliver, number, data)
+
+    def _deliver(self, number: int, data: bytes) -> None:
+        for other, board in enumerate(self._boards):
+            if other != number and (reason := board.receive(data)):
+                raise AssertionError(reason)
+
+    def _later(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
+        assert self._simulation is not None
+        self._simulation.at(self._simulation.now + seconds, do, *arguments)
 
 
 class _Entry(NamedTuple):

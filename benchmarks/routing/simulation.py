@@ -149,6 +149,11 @@ class Simulation:
         heapq.heappush(self._agenda, (when, next(self._numbers), do, arguments))
 
     @property
+    def now(self) -> float:
+        """The virtual time, in seconds."""
+        return self._clock.now
+
+    @property
     def busy(self) -> float:
         """Seconds of work that the engines have done, those that died left out."""
         return sum(place.engine.busy for place in self.places if place.engine)

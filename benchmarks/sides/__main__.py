@@ -44,6 +44,7 @@ def _tasks(name: str) -> dict[str, Any]:
         from benchmarks.sides.floor import Floor
         from benchmarks.sides.kvindex_router import KVIndexRouter
         from benchmarks.sides.pooled import Pooled
+        from benchmarks.sides.sharing import Sharing
         from benchmarks.sides.subscribed import Subscribed
 
         return {
@@ -54,6 +55,7 @@ def _tasks(name: str) -> dict[str, Any]:
             "pool": Pooled(),
             "siege": Besieged(),
             "book": Booked(),
+            "share": Sharing(),
             "select": Selecting(KVIndexRouter()),
         }
     return tasks

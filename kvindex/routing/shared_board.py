@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from kvindex.routing.load import HALF_LIFE, LoadColumns, LocalLoadBoard
 from kvindex.routing.load_messages import (
@@ -32,19 +32,12 @@ _ZERO_LIFE: Final = 4.0  # seconds for which a row that became zero is sent
 _HELD_ROWS: Final = 64  # rows for which the router's lock is held at once
 
 
-class _TheirRow(NamedTuple):
-    """A row of another gateway, as it counts here."""
+_Key: TypeAlias = tuple[str, int]  # equal to a `Rank`, and made faster
+# Another gateway's row as it counts here: queued, open, decode, given in this board's unit, that
+# unit's origin, and when it was received.
+_TheirRow: TypeAlias = tuple[int, int, int, float, float, float]
 
-    queued: int = 0
-    open: int = 0
-    decode: int = 0
-    given: float = 0.0  # in the unit of this board's column
-    origin: float = 0.0  # of that unit
-    received_at: float = 0.0
-
-
-_NO_ROW: Final = _TheirRow()
-_Rows: TypeAlias = "dict[Rank, _TheirRow]"  # the longest not renewed first
+_NO_ROW: Final[_TheirRow] = (0, 0, 0, 0.0, 0.0, 0.0)
 
 
 class _Gateway:
@@ -53,7 +46,7 @@ class _Gateway:
     def __init__(self) -> None:
         self.number = 0  # of its last message; 0: none yet
         self.heard_at = 0.0
-        self.rows: _Rows = {}
+        self.rows: dict[_Key, _TheirRow] = {}  # the longest not renewed first
 
 
 class SharedBoard(LocalLoadBoard):
@@ -92,7 +85,8 @@ class SharedBoard(LocalLoadBoard):
         for rank in self._rows.keys() - set(ranks):
             for other in self._others.values():
                 if rank in other.rows:
-                    other.rows[rank] = other.rows[rank]._replace(given=0.0)
+                    queued, opened, decode, _, origin, received_at = other.rows[rank]
+                    other.rows[rank] = (queued, opened, decode, 0.0, origin, received_at)
         super().arrange(ranks)
 
     def add(
@@ -117,7 +111,7 @@ class SharedBoard(LocalLoadBoard):
         with self._lock:
             now = self._clock()
             firsts = [next(iter(other.rows.values()), None) for other in self._others.values()]
-            ages = [now - row.received_at for row in firsts if row is not None]
+            ages = [now - row[-1] for row in firsts if row is not None]
             return {
                 "gateways": len(self._others),
                 "rows": self._row_count(),
@@ -158,7 +152,7 @@ class SharedBoard(LocalLoadBoard):
                 decay = 2.0**-halvings
                 for rank in ranks[first : first + _HELD_ROWS]:
                     row = self._own_row(rank, decay)
-                    if any(row[2:5]) or row[5] >= 1.0:
+                    if row[3] or row[2] or row[4] or row[5] >= 1.0:
                         self._published[rank] = now
                     elif not 0.0 <= now - self._published.setdefault(rank, now) < _ZERO_LIFE:
                         del self._published[rank]
@@ -167,14 +161,18 @@ class SharedBoard(LocalLoadBoard):
         return rows
 
     def _own_row(self, rank: Rank, decay: float) -> LoadRow:
-        row = self._rows.get(rank)
-        if row is None:
-            load, given = self._absent.get(rank, (0.0, 0.0, 0.0)), 0.0
+        place, given = self._rows.get(rank), 0.0
+        if place is None:
+            load = self._absent.get(rank, (0.0, 0.0, 0.0))
         else:
             own = self._own
-            load, given = (own.queued[row], own.open[row], own.decode[row]), own.given[row] * decay
-        queued, opened, decode = (min(max(0, int(number)), MAX_LOAD) for number in load)
-        return rank.worker, rank.dp_rank, queued, opened, decode, min(given, float(MAX_LOAD))
+            load = own.queued[place], own.open[place], own.decode[place]
+            given = min(own.given[place] * decay, MAX_LOAD)
+        if min(load) < 0.0 or max(load) > MAX_LOAD:  # who adds by hand may do so wrongly
+            load = (_bounded(load[0]), _bounded(load[1]), _bounded(load[2]))
+        queued, opened, decode = map(int, load)
+        worker, dp_rank = rank
+        return worker, dp_rank, queued, opened, decode, given
 
     # What is received
 
@@ -186,7 +184,6 @@ class SharedBoard(LocalLoadBoard):
             return self._refuse(str(error))
         if message.gateway == self.gateway:
             return self._refuse("own id")
-        rows = {Rank(row[0], row[1]): row for row in message.rows}
         with self._lock:
             if not self.is_sharing:
                 return ""
@@ -195,11 +192,8 @@ class SharedBoard(LocalLoadBoard):
                 if len(self._others) >= MAX_GATEWAYS:
                     return self._refuse("too many gateways")
                 other = _Gateway()
-            more = len(rows.keys() - other.rows.keys())
-            if len(other.rows) + more > MAX_GATEWAY_ROWS:
-                return self._refuse("too many rows of one gateway")
-            if more and self._row_count() + more > MAX_ALL_ROWS:
-                return self._refuse("too many rows")
+            if reason := self._lacks_room(other, message.rows):
+                return self._refuse(reason)
             if other.number and message.number <= other.number:
                 self._counts["late"] += 1
                 return ""
@@ -207,20 +201,18 @@ class SharedBoard(LocalLoadBoard):
             self._counts["missed"] += message.number - other.number - 1 if other.number else 0
             other.number, other.heard_at = message.number, self._clock()
             self._others[message.gateway] = other
-        self._count_rows(other, list(rows.items()))
+        for first in range(0, len(message.rows), _HELD_ROWS):
+            with self._lock:
+                if self.is_sharing:
+                    self._replace(other, message.rows[first : first + _HELD_ROWS])
         return ""
 
-    def _count_rows(self, other: _Gateway, rows: Sequence[tuple[Rank, LoadRow]]) -> None:
-        for first in range(0, len(rows), _HELD_ROWS):
-            with self._lock:
-                if not self.is_sharing:
-                    return
-                now = self._clock()
-                weight = self._weight(now)
-                for rank, (_, _, queued, opened, decode, given) in rows[first : first + _HELD_ROWS]:
-                    counted = given * weight if rank in self._rows else 0.0
-                    row = _TheirRow(queued, opened, decode, counted, self._origin, now)
-                    self._replace(other, rank, row)
+    def _lacks_room(self, other: _Gateway, rows: Sequence[LoadRow]) -> str:
+        """Return why a gateway may have no more rows; "" if these fit."""
+        free = min(MAX_GATEWAY_ROWS - len(other.rows), MAX_ALL_ROWS - self._row_count())
+        if len(rows) <= free or sum(row[:2] not in other.rows for row in rows) <= free:
+            return ""
+        return "too many rows"
 
     def expire(self) -> None:
         """Drop rows that were not renewed, and gateways that are silent and have no rows."""
@@ -236,38 +228,45 @@ class SharedBoard(LocalLoadBoard):
             now = self._clock()
             oldest = islice(other.rows.items(), _HELD_ROWS)
             stale = [
-                rank for rank, _ in takewhile(lambda e: _is_old(e[1].received_at, now), oldest)
+                rank for rank, _ in takewhile(lambda entry: _is_old(entry[1][-1], now), oldest)
             ]
-            for rank in stale:
-                self._replace(other, rank, _NO_ROW)
+            self._replace(other, [(*rank, 0, 0, 0, 0.0) for rank in stale])
             if not other.rows and _is_old(other.heard_at, now):
                 self._others.pop(gateway, None)
             return len(stale) == _HELD_ROWS
 
-    def _replace(self, other: _Gateway, rank: Rank, row: _TheirRow) -> None:
-        """Let another gateway's row count instead of the one before; under the lock."""
-        before = other.rows.pop(rank, _NO_ROW)
-        if row.queued or row.open or row.decode or row.given:
-            other.rows[rank] = row
-        queued, opened = row.queued - before.queued, row.open - before.open
-        decode = row.decode - before.decode
-        place = self._rows.get(rank)
-        if place is None:
-            absent = self._booked_absent
-            load = absent.pop(rank, (0.0, 0.0, 0.0))
-            load = load[0] + queued, load[1] + opened, load[2] + decode
-            if any(load):
-                absent[rank] = load
-            return
-        booked = self._booked
-        booked.queued[place] += queued
-        booked.open[place] += opened
-        booked.decode[place] += decode
-        given = row.given - (before.given if before.origin == self._origin else 0.0)
-        # Sums of fractions may fall below what they should be.
-        booked.given[place] = max(self._own.given[place], booked.given[place] + given)
-        if self._shown is not booked:
-            self._show_row(rank, place)
+    def _replace(self, other: _Gateway, rows: Iterable[LoadRow]) -> None:
+        """Let another gateway's rows count instead of those before; under the lock."""
+        now = self._clock()
+        weight, origin = self._weight(now), self._origin
+        queued_column, open_column, decode_column, given_column = booked = self._booked
+        own_given, places = self._own.given, cast("dict[_Key, int]", self._rows)
+        for worker, dp_rank, queued, opened, decode, tokens in rows:
+            rank = (worker, dp_rank)
+            place = places.get(rank)
+            given = 0.0 if place is None else tokens * weight
+            was_queued, was_open, was_decode, was_given, unit, _ = other.rows.pop(rank, _NO_ROW)
+            if queued or opened or decode or given:
+                other.rows[rank] = (queued, opened, decode, given, origin, now)
+            more = queued - was_queued, opened - was_open, decode - was_decode
+            if place is None:
+                self._add_others_absent(Rank(*rank), more)
+                continue
+            queued_column[place] += more[0]
+            open_column[place] += more[1]
+            decode_column[place] += more[2]
+            given += given_column[place] - (was_given if unit == origin else 0.0)
+            # Sums of fractions may fall below what they should be.
+            given_column[place] = given if given > own_given[place] else own_given[place]
+            if self._shown is not booked:
+                self._show_row(Rank(*rank), place)
+
+    def _add_others_absent(self, rank: Rank, more: tuple[int, int, int]) -> None:
+        loads = self._booked_absent
+        load = loads.pop(rank, (0.0, 0.0, 0.0))
+        load = load[0] + more[0], load[1] + more[1], load[2] + more[2]
+        if any(load):
+            loads[rank] = load
 
     def drop_others(self) -> None:
         """Count own load only, from now on; under the lock, or in a forked child."""
@@ -299,3 +298,7 @@ class SharedBoard(LocalLoadBoard):
 def _is_old(received_at: float, now: float) -> bool:
     # A clock that goes back drops rows, too; they are soon sent again.
     return not 0.0 <= now - received_at < ROW_LIFE
+
+
+def _bounded(number: float) -> float:
+    return min(max(0.0, number), MAX_LOAD)

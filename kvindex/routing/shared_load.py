@@ -128,6 +128,7 @@ class _Link:
         self._trouble = "not connected yet"
         self._sent = 0
         self._send_all = True
+        self._is_ending = False
         self._log_rate = LogRate()
 
     def start(self) -> None:
@@ -158,6 +159,7 @@ class _Link:
             self._change("")
             await self._exchange(client)
         finally:
+            self._is_ending = True
             with suppress(Exception):
                 await asyncio.wait_for(client.close(), _CLOSE_SECONDS)
 
@@ -212,6 +214,8 @@ class _Link:
             self._log(reason, "a message on %s was refused: %s", self._pool.load_subject, reason)
 
     def _change(self, trouble: str) -> None:
+        if self._is_ending:
+            return
         self._trouble = trouble
         if not trouble:
             self._send_all = True
