@@ -51,10 +51,7 @@ class NatsServer:
         routes: of a server of a cluster.
         max_payload: largest message, in nats-server's spelling.
         jetstream: whether it stores streams.
-<<<<<<< HEAD
         max_mem: what they may occupy in memory.
-=======
->>>>>>> nats-b
         extra_config: more lines of configuration: TLS, authorization, accounts.
     """
 
@@ -67,10 +64,7 @@ class NatsServer:
         routes: Routes | None = None,
         max_payload: str = "8MB",
         jetstream: bool = True,
-<<<<<<< HEAD
         max_mem: str = "256MB",
-=======
->>>>>>> nats-b
         extra_config: str = "",
     ) -> None:
         self.name = name
@@ -87,22 +81,14 @@ class NatsServer:
             f"server_name: {name}",
             f'listen: "127.0.0.1:{self.port}"',
             f"max_payload: {max_payload}",
-<<<<<<< HEAD
             f'jetstream {{ store_dir: "{self._store}", max_mem: {max_mem}, max_file: 256MB }}'
-=======
-            f'jetstream {{ store_dir: "{self._store}", max_mem: 256MB, max_file: 256MB }}'
->>>>>>> nats-b
             * jetstream,
         ]
         if routes is not None:
             others = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes.others)
-<<<<<<< HEAD
             lines += [
                 f'cluster {{ name: c, listen: "127.0.0.1:{routes.own}", routes: [{others}] }}'
             ]
-=======
-            lines += [f'cluster {{ name: c, listen: "127.0.0.1:{routes.own}", routes: [{others}] }}']
->>>>>>> nats-b
         self._config.write_text("\n".join([*lines, extra_config, ""]))
         try:
             self.start()
@@ -161,14 +147,9 @@ class NatsServer:
         self._process = self._reader = None
 
     def stop(self) -> None:
-<<<<<<< HEAD
         """Let it stand still, with its connections open; it does when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
-=======
-        """Let it stand still, with its connections open."""
-        os.kill(self.pid, signal.SIGSTOP)
->>>>>>> nats-b
 
     def resume(self) -> None:
         """Let it go on."""

@@ -120,9 +120,6 @@ class NatsPool(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         return f"NatsPool({str(self)!r})"
 
-    def __repr__(self) -> str:
-        return f"NatsPool({str(self)!r})"
-
 
 def parse_pool(url: str, pool: str | None, options: NatsOptions) -> NatsPool:
     """Return the pool that a URL and a name stand for.
@@ -282,7 +279,6 @@ def _connect_options(pool: NatsPool) -> dict[str, Any]:
     options: dict[str, Any] = {
         name: given[name] for name in ("user", "password", "token") if name in given
     }
-<<<<<<< HEAD
     if "nkey_file" in given:
         _check_key("nkey_file", given["nkey_file"], b"SU")
         options["nkeys_seed"] = given["nkey_file"]
@@ -290,11 +286,6 @@ def _connect_options(pool: NatsPool) -> dict[str, Any]:
         for part in (b"-BEGIN NATS USER JWT-", b"-BEGIN USER NKEY SEED-"):
             _check_key("credentials_file", given["credentials_file"], part)
         options["user_credentials"] = given["credentials_file"]
-=======
-    for name, theirs in (("nkey_file", "nkeys_seed"), ("credentials_file", "user_credentials")):
-        if name in given:
-            options[theirs] = given[name]  # type: ignore[literal-required]
->>>>>>> nats-b
     if pool.is_encrypted:
         try:
             context = ssl.create_default_context(cafile=given.get("tls_ca_file"))

@@ -122,13 +122,7 @@ def test_a_password_in_a_url_is_refused_and_never_shown(url: str) -> None:
         ({"token": None}, "token must be text"),
     ],
 )
-<<<<<<< HEAD
 def test_options_that_contradict_or_make_no_sense_are_refused(options: Any, wrong: str) -> None:
-=======
-def test_options_that_contradict_or_make_no_sense_are_refused(
-    options: Any, wrong: str
-) -> None:
->>>>>>> nats-b
     with pytest.raises(ConfigurationError, match=wrong):
         parse_pool("nats://n1", "llama", options)
 
@@ -138,15 +132,9 @@ def test_a_file_that_is_missing_is_named_at_once(name: str, tmp_path: Path) -> N
     missing = str(tmp_path / "missing")
     options: Any = {"tls_cert_file": __file__, "tls_key_file": __file__} if "tls" in name else {}
     with pytest.raises(ConfigurationError, match=f"{name}: {missing} cannot be read: No such"):
-<<<<<<< HEAD
         parse_pool("nats://n1", "llama", options | {name: missing})
     with pytest.raises(ConfigurationError, match=f"{name}: {tmp_path} cannot be read: Is a"):
         parse_pool("nats://n1", "llama", options | {name: str(tmp_path)})
-=======
-        parse_pool("nats://n1", "llama", {**options, name: missing})
-    with pytest.raises(ConfigurationError, match=f"{name}: {tmp_path} cannot be read: Is a"):
-        parse_pool("nats://n1", "llama", {**options, name: str(tmp_path)})
->>>>>>> nats-b
 
 
 def test_a_secret_is_not_shown() -> None:
