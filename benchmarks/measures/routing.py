@@ -42,7 +42,7 @@ NOISE: Final = (
 )
 LEAST: Final = 0.01
 LATE: Final = (0.02, 0.1, 0.5)
-UNDER_WAY: Final = (0.0, 0.015)
+UNDER_WAY: Final = (0.0, 0.005, 0.015)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvindex import routing
-from kvindex.routing import Router
+from kvindex.routing import LocalLoadBoard, Router
+from kvindex.routing.shared_board import SharedBoard
 from tests.routing.fleet import NOTHING, PROMPT, A, B, C, Clock, Followed, fleet, hold
 
 pytestmark = pytest.mark.unit
@@ -25,11 +26,14 @@ Call = Callable[[], object]
 class Site:
     """A router over ranks that have just changed, with bookings."""
 
-    def __init__(self, *, gauges: bool = False) -> None:
+    def __init__(self, *, gauges: bool = False, shared: bool = False) -> None:
         self.clock = Clock()
         index = fleet({"a": 3, "b": 0})
         followed = Followed(index)
-        self.router = Router(followed, clock=self.clock, expires_after=60.0, predict=5.0)
+        loads = self.board = SharedBoard() if shared else LocalLoadBoard()
+        self.router = Router(
+            followed, loads=loads, clock=self.clock, expires_after=60.0, predict=5.0
+        )
         self.booking = self.router.reserve(PROMPT, ranks="a", request_id="r")
         self.other = self.router.reserve(PROMPT, ranks="b")
         hold(index, C, 0)
@@ -47,6 +51,8 @@ class Site:
         assert statistics["bookings"]["open"] == 0
         self.clock.now += 5.0
         assert self.router.statistics()["predictions"]["blocks"] == 0
+        if isinstance(self.board, SharedBoard):
+            assert not any(any(row[2:5]) for row in self.board.all_rows())
 
 
 CALLS: dict[str, Callable[[Site], object]] = {
@@ -88,10 +94,11 @@ def interrupted(moment: int, call: Call) -> bool:
     return left <= 0
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_moment_leaves_the_load_whole(name: str) -> None:
+def test_an_interrupt_at_any_moment_leaves_the_load_whole(name: str, shared: bool) -> None:
     for moment in range(1, MOMENTS):
-        site = Site(gauges=moment % 2 == 0)
+        site = Site(gauges=moment % 2 == 0, shared=shared)
         if not interrupted(moment, lambda site=site: CALLS[name](site)):  # type: ignore[misc]
             return
         site.check()

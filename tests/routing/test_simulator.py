@@ -277,6 +277,16 @@ def test_gateways_that_share_nothing_count_their_own_load_only() -> None:
     assert routers[1].load(booking.rank).open_requests == 0
 
 
+def test_gateways_that_exchange_messages_choose_nearly_as_a_single_one_would() -> None:
+    traffic = Traffic("rag", 1.0, 100)
+    one, alone, sharing = (
+        simulate(Run(traffic, "kvindex", 1, Fleet(ranks=3, **options)))
+        for options in ({}, {"gateways": 4}, {"gateways": 4, "exchange": 0.005})
+    )
+    assert sharing.mean < alone.mean
+    assert sharing.mean == pytest.approx(one.mean, rel=0.2)
+
+
 # Traffic and figures ------------------------------------------------------------------------------
 
 
