@@ -11,6 +11,7 @@ import logging
 import resource
 import socket
 import ssl
+import sys
 from collections.abc import Iterable
 from typing import Final
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _SWEEP: Final = 1.0  # seconds between looks for overdue connections
 _ACCEPT_PAUSE: Final = 1.0  # seconds until the next connection is accepted after a failure
+# Seconds that a thread may go on once another one waits for the GIL: by default (5 ms) a request
+# waits that long for the thread that applies events.
+_GIL_SECONDS: Final = 0.0005
 _ENDING_PAUSE: Final = 0.02  # seconds between looks at what still ends
 
 
@@ -64,8 +68,16 @@ class HttpServer:
         self._stopped: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def run(self, sockets: Iterable[socket.socket]) -> None:
-        """Serve at listening sockets until `stop`, then close them."""
-        run_loop(self._serve(list(sockets)))
+        """Serve at listening sockets until `stop`, then close them.
+
+        Meanwhile the process's threads hand over the GIL after 0.5 ms instead of 5.
+        """
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_GIL_SECONDS)
+        try:
+            run_loop(self._serve(list(sockets)))
+        finally:
+            sys.setswitchinterval(interval)
 
     def stop(self) -> None:
         """Make `run` finish the open requests, and return."""

@@ -224,13 +224,13 @@ class Matcher {
   void answer(uint32_t slot) {
     const uint32_t first = scratch_.ranks[slot].held;
     const RankSummary& summary = shared_.summaries[slot];
-    if (summary.only_size == 0) return answer_generally(ranks_[slot], first);
+    if (summary.only_size == 0) return answer_generally(ranks_[slot], summary, first);
     const Held* found = nullptr;
     for (uint32_t i = first; i != kNone; i = scratch_.held[i].next_of_rank) {
       const Held& held = scratch_.held[i];
       if (held.block_size != summary.only_size) continue;
       if (shared_.owners[held.owner].group_idx != summary.only_group) continue;
-      if (found != nullptr) return answer_generally(ranks_[slot], first);
+      if (found != nullptr) return answer_generally(ranks_[slot], summary, first);
       found = &held;
     }
     // As nearly always: one group on one medium.
@@ -240,7 +240,7 @@ class Matcher {
     const Owner& owner = shared_.owners[found->owner];
     const TieredHit hit{tokens, owner.tier == kDeviceTier ? tokens : 0,
                         owner.tier <= kHostTier ? tokens : 0};
-    add(ranks_[slot], summary.only_size, hit, summary.upper_bound);
+    add(ranks_[slot], summary, summary.only_size, hit);
     add_medium(owner.medium, blocks);
   }
 
@@ -248,7 +248,7 @@ class Matcher {
   uint32_t end(uint32_t stop) const { return stop == kNone ? stop_ : stop; }
 
   // The best answer over the rank's ways of hashing (with and without lookahead).
-  void answer_generally(const RankSlot& rank, uint32_t first) {
+  void answer_generally(const RankSlot& rank, const RankSummary& summary, uint32_t first) {
     const RankGroups& groups = rank.blocks->groups();
     std::set<uint32_t> lookaheads;
     each_held(first, groups.unit(), [&](const Held& held) { lookaheads.insert(held.lookahead); });
@@ -267,7 +267,7 @@ class Matcher {
     }
     if (most.tokens == 0) return;
     const auto [main_idx, main] = main_group(best_groups);
-    add(rank, main->block_size, most, groups.summary().upper_bound);
+    add(rank, summary, main->block_size, most);
     const auto units = static_cast<uint32_t>(most.tokens / groups.unit());
     const uint32_t scale = main->block_size / groups.unit();
     each_held(first, groups.unit(), [&](const Held& held) {
@@ -366,12 +366,13 @@ class Matcher {
     return *hashed.begin();
   }
 
-  void add(const RankSlot& rank, uint32_t block_size, const TieredHit& hit, bool upper_bound) {
+  void add(const RankSlot& rank, const RankSummary& summary, uint32_t block_size,
+           const TieredHit& hit) {
     const auto media = static_cast<uint32_t>(answer_.media.size());
     answer_.ranks.push_back({rank.id, block_size, hit.tokens, hit.device_tokens, hit.host_tokens,
                              media, 0, rank.order,
-                             upper_bound || hit.tokens > hit.device_tokens,
-                             rank.blocks->places_missing()});
+                             summary.upper_bound || hit.tokens > hit.device_tokens,
+                             summary.places_missing});
     if (hit.tokens > best_tokens_ || (hit.tokens == best_tokens_ && rank.order < best_order_)) {
       best_tokens_ = hit.tokens;
       best_order_ = rank.order;

@@ -151,7 +151,8 @@ class Answering(Following):
         Of a `Replica` also `replica`: `joins`; `rejoins` and `join_failures` by reason; `messages`
         and `batches` that were applied, `entries_passed` that were in a snapshot already;
         `backlog`: chunks that wait in the ring; `silences` of the server; `following` or not, and
-        the `trouble`.
+        the `trouble`. If it follows a pool on NATS, `backlog` counts messages of the log, and there
+        are the statistics of `kvindex.index.nats.following.LogOrigin`.
         """
         index = self.index.statistics()
         by_rank = index.pop("ranks")

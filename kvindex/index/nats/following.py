@@ -13,15 +13,23 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from kvindex.index.nats.bodies import BodyReader
-from kvindex.index.nats.log import Head, Log, LogMessage, LogReader, NoStreamError
-from kvindex.index.nats.pool_snapshots import PoolSnapshots, SnapshotContents, position_and_epoch
+from kvindex.index.nats.connecting import (
+    Connect,
+    Connected,
+    NewEpochError,
+    NoSnapshotError,
+    TrimmedError,
+    connect,
+)
+from kvindex.index.nats.log import Head, LogMessage, LogReader, NoStreamError
+from kvindex.index.nats.pool_snapshots import SnapshotContents, position_and_epoch
 from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.copy import Copy
 from kvindex.index.replicas.messages import Message, StatusChanged, decode_message
@@ -34,7 +42,7 @@ from kvindex.wire.errors import (
     WaitCancelledError,
 )
 from kvindex.wire.log_rate import LogRate
-from kvindex.wire.nats import NatsPool, open_connection
+from kvindex.wire.nats import NatsPool
 
 logger = logging.getLogger(__name__)
 
@@ -46,35 +54,6 @@ _CLOSE_SECONDS = 2.0
 _DRIFT = 2e-4  # between two machines' clocks, at most
 
 _Result = TypeVar("_Result")
-
-
-class NewEpochError(NatsError):
-    """Another relay writes, or this one has begun anew: the copy is of an epoch that is over."""
-
-
-class TrimmedError(NatsError):
-    """The next message is not in the log any more."""
-
-
-class NoSnapshotError(NatsError):
-    """No snapshot of the present epoch can be used."""
-
-
-class Connected(NamedTuple):
-    """A connection's log and snapshots, and how it is closed."""
-
-    log: Log
-    snapshots: PoolSnapshots
-    close: Callable[[], Awaitable[None]]
-
-
-async def connect(pool: NatsPool, on_change: Callable[[str], None]) -> Connected:
-    """Return a new connection; raises as `open_connection`."""
-    client = await open_connection(pool, "kvindex replica", on_change=on_change)
-    return Connected(Log(client, pool), PoolSnapshots(client, pool), client.close)
-
-
-Connect = Callable[[NatsPool, Callable[[str], None]], Coroutine[Any, Any, Connected]]
 
 
 class Progress(NamedTuple):
@@ -182,7 +161,7 @@ class LogMembership:
         self._connected: Connected | None = None
         self._trouble = ""  # of the connection
         self._reader: LogReader | None = None
-        self._reading: asyncio.Task[LogMessage] | None = None
+        self._is_reading = False
         self._is_renewed = False  # it has reconnected: what was subscribed to may be gone
         self._asked_again = False  # since the last expected message
         self._epoch = ""
@@ -273,8 +252,8 @@ class LogMembership:
         self._trouble = trouble
         if not trouble:
             self._is_renewed = True
-            if self._reading is not None:
-                self._reading.cancel()
+            if self._is_reading:
+                self._cancel()
 
     # The snapshot -----------------------------------------------------------------------------
 
@@ -367,11 +346,11 @@ class LogMembership:
             if self._reader is None or self._is_renewed:
                 await self._read_again()
             assert self._reader is not None
-            self._reading = asyncio.ensure_future(self._reader.next(timeout))
+            self._is_reading = True
             try:
-                return await self._reading
+                return await self._reader.next(timeout)
             finally:
-                self._reading = None
+                self._is_reading = False
         except asyncio.CancelledError:
             if self._is_renewed and not self._is_interrupted:
                 return None

@@ -32,6 +32,7 @@ _ADVICE = {
     10074: "start a cluster, or set replicas to 1",
 }
 _EXPECTED = "Nats-Expected-Last-Sequence"
+_EXPECTED_OF_EPOCH = "Nats-Expected-Last-Subject-Sequence"
 _READ_BYTES = 64 << 20  # that wait in this process; the reader asks again for what is dropped
 
 
@@ -194,17 +195,23 @@ class Log:
     async def append(self, epoch: str, expected: int, body: bytes) -> int:
         """Append a body if the log's last number is `expected`; return the body's number.
 
+        Unless the body is empty, which begins an epoch, that last message has to be of the same
+        epoch and still there: otherwise the log forgot messages, and others stand in their place.
+
         Raises:
-            AppendRefusedError: it is another number.
+            AppendRefusedError: it is another number, or of another epoch.
             NoStreamError: there is no stream.
             NatsError: NATS refuses, or does not answer: whether it was appended is unknown.
         """
+        headers = {_EXPECTED: str(expected)}
+        if body:
+            headers[_EXPECTED_OF_EPOCH] = str(expected)
         ack = await self._asked(
             self._stream.publish(
                 self.pool.log_prefix + epoch,
                 body,
                 timeout=_API_SECONDS,
-                headers={_EXPECTED: str(expected)},
+                headers=headers,
             )
         )
         return int(ack.seq)

@@ -21,7 +21,7 @@ from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, SnapshotContents
 from kvindex.index.nats.sealing import Seal
 from kvindex.index.nats.snapshot_keeping import SnapshotKeeper
-from kvindex.index.nats.writing import TURN, Writing
+from kvindex.index.nats.writing import Writing
 from kvindex.index.replicas.outflow import StreamTap
 from kvindex.index.replicas.snapshot import Snapshots
 from kvindex.index.snapshot import Snapshot, SnapshotRecord, require_native
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # no dependency: editors and type checkers have it
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 0.005  # seconds for which batches are kept back; turns of the log are longer
 _RESTART_SECONDS = 60.0  # for the pool's snapshot to arrive
 _TRIED = 4  # of its snapshots
 _NAME = re.compile(r"[A-Za-z0-9]{1,64}")
@@ -58,7 +59,7 @@ class Relay:
     Any number of relays may serve a pool: one writes, the others stand by with the same engines.
     If it is silent for 3 s, one of them begins a new epoch, and every replica fetches its snapshot.
     A relay that starts continues from the pool's newest snapshot, as `connect(resume=...)` does,
-    unless another `resume` is given.
+    unless another `resume` is given; it waits for it, at most a minute.
 
     Args:
         workers: as for `kvindex.connect`.
@@ -120,7 +121,7 @@ class Relay:
         self._refused: Counter[str] = Counter()  # snapshots that could not be continued from
         self._writer = LogWriter(self._name)
         self._queue = LogQueue(self._wake)
-        self._tap = StreamTap(self._queue, self._note_end, patience=TURN)
+        self._tap = StreamTap(self._queue, self._note_end, patience=_PATIENCE)
         self._writing: Writing | None = None
         self._keeper: SnapshotKeeper | None = None
         self._opened: Future[Snapshot | None] = Future()

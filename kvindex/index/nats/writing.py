@@ -30,7 +30,7 @@ from kvindex.wire.errors import BusyError, ConfigurationError, NatsError
 
 logger = logging.getLogger(__name__)
 
-TURN = 0.010  # seconds from one append to the next, unless a full body waits
+_TURN = 0.010  # seconds from one append to the next, unless a full body waits
 _BODY_BYTES = 512 << 10
 
 
@@ -138,7 +138,7 @@ class Writing:
         self._bell.clear()
         body = self._queue.take(limit)
         if body:
-            self._next_turn = time.monotonic() + TURN
+            self._next_turn = time.monotonic() + _TURN
             self._writer.write(body)
         else:
             await self._bell.wait()

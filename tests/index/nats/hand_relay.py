@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from kvindex import EventBatch, Index, Rank, RankStatus, State
 from kvindex.index import read_batch
 from kvindex.index.nats.bodies import join_bodies
-from kvindex.index.nats.following import Connected, LogMembership, LogOrigin
+from kvindex.index.nats.connecting import Connected
+from kvindex.index.nats.following import LogMembership, LogOrigin
 from kvindex.index.nats.log import Head, Log, LogMessage, StreamSettings
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, encode_snapshot, name_of
 from kvindex.index.nats.sealing import Seal

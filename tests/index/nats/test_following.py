@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvindex import DecodeError, Rank, SnapshotError
+from kvindex import DecodeError
 from kvindex.index.nats import following
-from kvindex.index.nats.following import (
-    LogMembership,
-    NewEpochError,
-    NoSnapshotError,
-    TrimmedError,
-)
+from kvindex.index.nats.connecting import NewEpochError, NoSnapshotError, TrimmedError
 from kvindex.index.nats.log import NoStreamError
 from kvindex.index.nats.pool_snapshots import encode_snapshot, name_of
-from kvindex.index.replicas.messages import Message
 from kvindex.wire.errors import NatsError, QueueTimeoutError, WaitCancelledError
 from kvindex.wire.nats import parse_pool
-from tests.examples import examples
-from tests.index.nats.hand_relay import HandRelay, MemoryLog, held, membership
+from tests.index.nats.hand_relay import held
+from tests.index.nats.scene import STOP, A, B, Scene, damaged, follow, receive
 from tests.native_ring import needs_ring
 
 pytestmark = [pytest.mark.unit, needs_ring]
-
-A, B = Rank("a"), Rank("b")
-STOP = threading.Event()  # never set
 
 
 @pytest.fixture(autouse=True)
@@ -42,74 +30,11 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_RETRY_SECONDS", 0.0)
 
 
-class Scene:
-    """A relay, its log, and one place at it."""
-
-    def __init__(self, key_file: str | None = None) -> None:
-        self.relay = HandRelay(key_file)
-        self.log = MemoryLog()
-        self.notes: list[str] = []
-        self.epoch = "e-1"
-        self.log.append(self.epoch, b"")
-        self.relay.add(A)
-        self.relay.store(A)
-        self.relay.show(A)
-        self.snapshot()
-        self.places: list[LogMembership] = []
-
-    def snapshot(self) -> str:
-        position = self.log.last + 1
-        name, data = self.relay.snapshot(self.epoch, position)
-        self.turn()
-        self.log.put(name, data)
-        return name
-
-    def turn(self) -> None:
-        self.log.append(self.epoch, self.relay.body(), seal=self.relay.seal)
-
-    def store(self, rank: Rank = A) -> None:
-        self.relay.store(rank)
-        self.turn()
-
-    def place(self, **options: Any) -> LogMembership:
-        place = membership(self.log, self.notes, **options)
-        self.places.append(place)
-        return place
-
-    def joined(self, **options: Any) -> LogMembership:
-        place = self.place(**options)
-        place.join()
-        return place
-
-    def assert_same(self, place: LogMembership) -> None:
-        assert held(place.copy.index) == held(self.relay.index)
-        assert place.copy.statuses.keys() == self.relay.shown.keys()
-        assert place.copy.names == self.relay.tap.names
-
-    def close(self) -> None:
-        for place in self.places:
-            place.close()
-
-
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     scene = Scene()
     yield scene
     scene.close()
-
-
-def receive(place: LogMembership) -> Message:
-    """Receive the next message, and apply it."""
-    message = place.receive(3.0, STOP)
-    place.copy.apply(message)
-    return message
-
-
-def follow(scene: Scene, place: LogMembership) -> None:
-    """Receive all that the log has, and compare."""
-    while place._waiting or place._expected <= scene.log.last:
-        receive(place)
-    scene.assert_same(place)
 
 
 def test_it_joins_with_all_that_the_log_has_and_follows(scene: Scene) -> None:
@@ -173,7 +98,7 @@ def test_a_message_that_is_gone_is_noticed(scene: Scene) -> None:
 def test_a_new_epoch_ends_it(scene: Scene) -> None:
     place = scene.joined()
     scene.log.append("e-2", b"")
-    with pytest.raises(NewEpochError, match="e-2"):
+    with pytest.raises(NewEpochError, match=f"e-2 begins at message {scene.log.last}"):
         receive(place)
 
 
@@ -223,6 +148,18 @@ def test_a_log_that_cannot_be_reached_is_silent_with_the_reason(scene: Scene) ->
     scene.log.on_change("")
     scene.store()
     follow(scene, place)
+
+
+def test_once_connected_again_the_log_is_asked_again_at_once(scene: Scene) -> None:
+    place = scene.joined()
+    scene.store()
+    follow(scene, place)
+    scene.log.on_change("disconnected")
+    scene.log.on_change("")
+    reads = len(scene.log.reads)
+    scene.store()
+    follow(scene, place)
+    assert scene.log.reads[reads:] == [scene.log.last]
 
 
 def test_a_stream_that_is_gone_ends_it(scene: Scene) -> None:
@@ -289,10 +226,6 @@ def test_a_snapshot_below_the_trimmed_log_is_of_no_use(scene: Scene) -> None:
         scene.joined()
     scene.snapshot()
     scene.assert_same(scene.joined())
-
-
-def damaged(data: bytes) -> bytes:
-    return data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]
 
 
 def of_protocol(data: bytes) -> bytes:
@@ -386,94 +319,3 @@ def test_an_interruption_ends_every_step_and_closing_twice_is_once(scene: Scene)
     place.interrupt()
     with pytest.raises(WaitCancelledError):
         place.join()
-
-
-# Whatever falls together ------------------------------------------------------------------------
-
-HAPPENINGS = [
-    *("store", "store", "store", "add", "remove", "snapshot", "step", "step", "step"),
-    *("skip", "repeat", "trim", "epoch", "forget", "foreign", "damage", "renew", "refuse"),
-]
-
-
-class Story(Scene):
-    """A scene whose place joins anew whenever it ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current: LogMembership | None = None
-        self.epochs = 1
-
-    def step(self) -> None:
-        """Let the place go on by one message."""
-        place = self.current
-        try:
-            if place is None:
-                place = self.place()
-                place.join()
-                self.current = place
-            else:
-                receive(place)
-        except QueueTimeoutError:
-            pass
-        except (NatsError, DecodeError, SnapshotError):
-            self.current = None
-
-    def happen(self, what: str) -> None:
-        if what == "add" and B not in self.relay.index.ranks:
-            self.relay.add(B)
-        elif what == "remove" and B in self.relay.index.ranks:
-            self.relay.remove(B)
-        elif what == "skip":
-            self.log.skipped.add(self.log.last)
-        elif what == "repeat":
-            self.log.repeated.add(self.log.last)
-        elif what == "trim":
-            self.log.trim(self.log.last)
-        elif what == "epoch":
-            self.begin_epoch()
-        elif what == "forget" and self.log.last > self.log.first:  # and the relay dies
-            del self.log.messages[self.log.last]
-            self.log.last -= 1
-            self.begin_epoch()
-        elif what == "foreign":
-            self.log.append("nonsense", b"\xff")
-            self.begin_epoch()
-        elif what == "damage":
-            for name, data in self.log.objects.items():
-                self.log.objects[name] = damaged(data) if isinstance(data, bytes) else data
-        elif what == "renew":
-            if self.current is not None:
-                self.log.on_change("")
-        elif what == "refuse":
-            self.log.failure = None if self.log.failure else NatsError("not now")
-        elif what in ("store", "step", "snapshot"):
-            getattr(self, what)()
-
-    def begin_epoch(self) -> None:
-        self.turn()
-        self.epochs += 1
-        self.epoch = f"e-{self.epochs}"
-        self.log.append(self.epoch, b"")
-
-
-@examples(300)
-@given(st.lists(st.sampled_from(HAPPENINGS), max_size=60))
-def test_whatever_happens_the_copy_becomes_the_relays_index(happenings: list[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(following, "_SNAPSHOT_SECONDS", 0.0)
-        patch.setattr(following, "_RETRY_SECONDS", 0.0)
-        story = Story()
-        try:
-            story.step()
-            for what in happenings:
-                story.happen(what)
-            story.log.failure = None
-            story.snapshot()
-            story.store()
-            for _ in range(story.log.last + 5):
-                story.step()
-            assert story.current is not None
-            story.assert_same(story.current)
-        finally:
-            story.close()
