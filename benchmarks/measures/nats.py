@@ -211,9 +211,12 @@ def _take_over(bench: Bench) -> float:
     with _crew(bench, names) as (sides, url), feed(spec) as (process, said):
         relay, second, replica = (sides[name] for name in names)
         relay.call("pool.serve", endpoints=said["endpoints"], path=url)
-        process.hear()
         second.call("pool.serve", endpoints=said["endpoints"], path=url)
+        process.hear()  # joined, by one of them at least
+        time.sleep(SETTLE)
         process.say("go")
+        for side in (relay, second):
+            side.call("pool.wait", batches=said["batches"], timeout=TIMEOUT)
         replica.call("pool.join", path=url)
         epoch = replica.call("pool.wait_live", timeout=TIMEOUT)
         since = time.monotonic()

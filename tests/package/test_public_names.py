@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 import kvindex
+import kvindex.index.nats
 import kvindex.index.replicas
 import kvindex.routing
 import kvindex.shm
@@ -87,10 +88,11 @@ def test_every_error_is_had_where_it_is_raised() -> None:
     queue_errors |= {"ReaderEvictedError", "SegmentError", "WaitCancelledError", "WriterDiedError"}
     routing_errors = {"DuplicateBookingError", "NoCandidateError", "UnknownBookingError"}
     server_errors = {"EndpointRefusedError", "QueryError", "RegistrationError"}
-    elsewhere = queue_errors | routing_errors | server_errors
+    elsewhere = queue_errors | routing_errors | server_errors | {"NatsError"}
     assert not elsewhere & set(kvindex.__all__)
     assert queue_errors <= set(kvindex.shm.__all__)
     assert routing_errors <= set(kvindex.routing.__all__)
+    assert "NatsError" in kvindex.index.nats.__all__
     assert "DiscoveryError" in kvindex.subscribe.discovery.__all__
     assert set(errors.__all__) - elsewhere <= set(kvindex.__all__)
     assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.index.replicas.__all__)
