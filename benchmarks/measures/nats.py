@@ -1,4 +1,4 @@
-"""Many machines on NATS: what relay and replicas cost, how late they are, joining, taking over."""
+"""Many machines on NATS: what relay and replicas cost, how late they are, joining."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Paced:
 
 
 def run(bench: Bench) -> list[Result]:
-    """Return the figures of relay, replica, joining and taking over."""
+    """Return the figures of relay, replica and joining."""
     results: list[Result] = []
     for ranks in bench.scale.nats_ranks:
         for blocks in (64, 1):
@@ -67,9 +67,7 @@ def run(bench: Bench) -> list[Result]:
     joins = [_join(bench) for _ in range(bench.scale.rounds)]
     title = f"joining a pool of {bench.scale.nats_join:,} blocks"
     results.append(_result(title, "s", {OURS: median(joins)}, Bar(at_most=2.0)))
-    takes = [_take_over(bench) for _ in range(bench.scale.rounds)]
-    title = "the writing relay is killed: until replicas are live again"
-    return [*results, _result(title, "s", {OURS: median(takes)}, Bar(at_most=5.0))]
+    return results
 
 
 def _result(
@@ -200,30 +198,6 @@ def _join(bench: Bench) -> float:
         seconds: float = sides["replica"].call("pool.join", path=url)
         sides["replica"].call("pool.wait", batches=said["batches"], timeout=TIMEOUT)
         _check_equal(sides["relay"], sides["replica"])
-    return seconds
-
-
-def _take_over(bench: Bench) -> float:
-    spec = FeedSpec(
-        source=bench.source(unit=64), ranks=4, blocks=4_000, event_blocks=64, batch_events=1
-    )
-    names = ["relay", "second relay", "replica"]
-    with _crew(bench, names) as (sides, url), feed(spec) as (process, said):
-        relay, second, replica = (sides[name] for name in names)
-        relay.call("pool.serve", endpoints=said["endpoints"], path=url)
-        second.call("pool.serve", endpoints=said["endpoints"], path=url)
-        process.hear()  # joined, by one of them at least
-        time.sleep(SETTLE)
-        process.say("go")
-        for side in (relay, second):
-            side.call("pool.wait", batches=said["batches"], timeout=TIMEOUT)
-        replica.call("pool.join", path=url)
-        epoch = replica.call("pool.wait_live", timeout=TIMEOUT)
-        since = time.monotonic()
-        os.kill(relay.pid, signal.SIGKILL)
-        replica.call("pool.wait_live", timeout=TIMEOUT, other_than=epoch)
-        seconds = time.monotonic() - since
-        del sides["relay"]
     return seconds
 
 
