@@ -89,7 +89,8 @@ class LogMessage(NamedTuple):
     Attributes:
         seq: its number.
         epoch: its epoch.
-        pending: messages that follow it in the log, as of when it was sent or later.
+        pending: messages that follow it in the log, at least: those that did when it was sent, or
+            those that wait in this process.
         body: as it was appended.
     """
 
@@ -283,7 +284,7 @@ class LogReader:
         return LogMessage(
             metadata.sequence.stream,
             self._epoch_of(message.subject),
-            (metadata.num_pending or 0) + self._subscription.pending_msgs,
+            max(metadata.num_pending or 0, self._subscription.pending_msgs),
             message.data,
         )
 

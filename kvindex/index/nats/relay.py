@@ -278,6 +278,8 @@ class Relay:
         assert self._keeper is not None
         await self._keeper.end()  # before the tap: a snapshot would attend it again
         self._queue.detach()
+        if self._closing:  # as the process ends, no thread can be started
+            return
         try:
             await _in_thread(partial(self.client.subscriber.call, self._tap.recount))
         except (BusyError, ClosedError):  # it goes on to pack messages, which are dropped
