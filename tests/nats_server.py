@@ -89,7 +89,8 @@ class NatsServer:
             lines += [
                 f'cluster {{ name: c, listen: "127.0.0.1:{routes.own}", routes: [{others}] }}'
             ]
-        self._config.write_text("\n".join([*lines, extra_config, ""]))
+        self._lines_of_config = lines
+        self._write_config(extra_config)
         try:
             self.start()
         except BaseException:
@@ -135,6 +136,17 @@ class NatsServer:
     def wait_for_leader(self) -> None:
         """Wait until this server of a cluster knows who leads JetStream."""
         self.wait_for_log(_LEADER.search)
+
+    def reload(self, extra_config: str) -> None:
+        """Make it use other lines of configuration; it ends connections that these refuse."""
+        self._write_config(extra_config)
+        with self._printed:
+            self._lines.clear()
+        os.kill(self.pid, signal.SIGHUP)
+        self.wait_for_log(lambda line: "Reloaded server configuration" in line)
+
+    def _write_config(self, extra_config: str) -> None:
+        self._config.write_text("\n".join([*self._lines_of_config, extra_config, ""]))
 
     def kill(self) -> None:
         """End the process without any warning, even if it is stopped."""

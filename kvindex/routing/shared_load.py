@@ -148,6 +148,11 @@ class _Link:
         return {"connected": self._is_connected, "trouble": self._trouble, "sent": self._sent}
 
     async def _run(self) -> None:
+        while not self._is_ending:
+            await self._share()
+
+    async def _share(self) -> None:
+        """Share until the board is dropped, or the server closes the connection for good."""
         client = await self._connect()
         try:
             await client.subscribe(
@@ -158,8 +163,11 @@ class _Link:
             )
             self._change("")
             await self._exchange(client)
+        except Exception:
+            if not client.is_closed:
+                raise
         finally:
-            self._is_ending = True
+            self._is_ending = not client.is_closed  # else another one is opened
             with suppress(Exception):
                 await asyncio.wait_for(client.close(), _CLOSE_SECONDS)
 
@@ -177,7 +185,7 @@ class _Link:
         loop = asyncio.get_running_loop()
         now = loop.time
         whole_at = expire_at = now()
-        while True:
+        while not client.is_closed:
             self._bell.clear()
             is_whole = self._send_all or now() >= whole_at
             if (board := self._board()) is None:

@@ -361,6 +361,8 @@ class LogMembership:
             raise
         except NatsError as error:
             self._reader = None
+            if self._connected is None or self._connected.log.is_closed:
+                raise
             await asyncio.sleep(min(timeout, _RETRY_SECONDS))
             raise QueueTimeoutError(str(error), timeout=timeout) from error
 

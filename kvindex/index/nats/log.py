@@ -112,6 +112,11 @@ class Log:
         self._stream = client.jetstream(timeout=_API_SECONDS)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the server has ended the connection for good, e.g. as credentials expired."""
+        return self._client.is_closed
+
+    @property
     def max_body_bytes(self) -> int:
         """Most bytes of a body that the server accepts, headers not counted."""
         return self._client.max_payload - 1024

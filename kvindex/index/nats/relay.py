@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE = 0.005  # seconds for which batches are kept back; turns of the log are longer
 _RESTART_SECONDS = 60.0  # for the pool's snapshot to arrive
 _TRIED = 4  # of its snapshots
+_RETRY_SECONDS = 1.0  # between two attempts to connect, once a connection was closed for good
 _NAME = re.compile(r"[A-Za-z0-9]{1,64}")
 _Result = TypeVar("_Result")
 
@@ -213,24 +214,40 @@ class Relay:
 
     async def _main(self, resumes: bool) -> None:
         """Connect; once there is a client, write until this is cancelled."""
-        connection = None
         try:
+            connection = await self._connect()
             try:
-                connection = await open_connection(
-                    self.pool, f"kvindex relay {self._name}", on_change=self._note_trouble
-                )
                 log, store = Log(connection, self.pool), PoolSnapshots(connection, self.pool)
                 await log.make(self._settings)
                 self._opened.set_result(None if resumes else await self._newest(store))
-            except BaseException as error:
-                if isinstance(error, Exception):
-                    self._opened.set_exception(error)
-                raise
-            await self._client_made.wait()
-            await self._write(log, store)
-        finally:
-            if connection is not None:
+                await self._client_made.wait()
+                await self._write(log, store)
+            finally:
                 await _close(connection)
+        except Exception as error:
+            if not self._opened.done():
+                self._opened.set_exception(error)
+            raise
+        while True:
+            await self._write_again()
+
+    async def _connect(self) -> NatsClient:
+        name = f"kvindex relay {self._name}"
+        return await open_connection(self.pool, name, on_change=self._note_trouble)
+
+    async def _write_again(self) -> None:
+        """Connect anew, since the server closed the connection for good; and write."""
+        try:
+            connection = await self._connect()
+        except NatsError as error:
+            self._note_trouble(str(error))
+            await asyncio.sleep(_RETRY_SECONDS)
+            return
+        try:
+            self._note_trouble("")
+            await self._write(Log(connection, self.pool), PoolSnapshots(connection, self.pool))
+        finally:
+            await _close(connection)
 
     async def _newest(self, store: PoolSnapshots) -> Snapshot | None:
         """Return the pool's newest snapshot that can be continued from, if there is any."""
@@ -268,6 +285,7 @@ class Relay:
             on_append=self._keeper.note_append,
         )
         await self._writing.run()
+        self._writer.abandon("the server closed the connection for good")
 
     async def _begin_epoch(self) -> None:
         assert self._keeper is not None

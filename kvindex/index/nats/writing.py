@@ -82,9 +82,9 @@ class Writing:
         self._bell.set()
 
     async def run(self) -> None:
-        """Go on until it is cancelled."""
+        """Go on until it is cancelled, or the connection is closed for good."""
         try:
-            while True:
+            while not self._log.is_closed:
                 if self._epoch and self._queue.trouble:
                     self._writer.abandon(self._queue.trouble)
                 await self._follow_state()

@@ -137,6 +137,8 @@ def held(index: Index) -> Held:
 class MemoryLog:
     """A log and a store in memory, which lose and repeat what they are asked to."""
 
+    is_closed = False
+
     def __init__(self) -> None:
         self.messages: dict[int, tuple[str, bytes]] = {}
         self.last = 0

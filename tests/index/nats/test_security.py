@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
@@ -226,6 +227,41 @@ async def test_a_user_with_the_right_password_connects_and_no_other(tmp_path: Pa
             options: Any = wrong
             reason = await refusal(parse_pool(server.url, "llama", options))
             assert "check user, token, nkey or credentials" in reason
+
+
+# nats-py leaves the sockets of refused attempts to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning")
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        f'authorization {{ user: ann, password: "another-{SECRET}" }}',
+        "max_connections: 1",  # nats-py does not connect again after this one
+    ],
+)
+def test_all_go_on_when_they_are_admitted_again(trouble: str, tmp_path: Path) -> None:
+    config = f'authorization {{ user: ann, password: "{SECRET}" }}'
+    options: NatsOptions = {"user": "ann", "password": SECRET}
+    prompt = list(range(64))
+    with NatsServer(tmp_path, extra_config=config) as server, FakeEngine() as engine:
+        url = f"{server.url}/llama"
+        with (
+            nats.Relay(worker_of(engine), url, max_bytes=8 << 20, **options) as relay,
+            nats.join(url, timeout=PATIENCE, **options) as replica,
+            SharedLoad(url, **options) as load,
+        ):
+            replica.wait_live(PATIENCE)
+            until(lambda: load.statistics()["connected"])
+            server.reload(trouble)
+            until(lambda: relay.statistics()["relay"]["connection"] or replica.trouble)
+            server.reload(config)
+            until(lambda: load.statistics()["connected"])
+            engine.serve(prompt)
+            engine.flush()
+            until(lambda: replica.match(prompt).best is not None)
+            replica.wait_live(PATIENCE)
+            until(lambda: not relay.statistics()["relay"]["connection"])
+    gc.collect()  # here, where the warnings are expected
 
 
 async def test_a_token_is_checked(tmp_path: Path) -> None:
