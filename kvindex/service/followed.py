@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import NoReturn
 
 from kvindex import RankStatus, State
 from kvindex.index.replicas import Replica
 from kvindex.service.catalog import Catalog, Partition, Registration
-from kvindex.wire.errors import RegistrationError
 
 
 class FollowedRegistry:
@@ -22,6 +20,7 @@ class FollowedRegistry:
         block_size: of all of them; 0: not known.
 
     Attributes:
+        address: as given.
         catalog: the present registrations; replaced as a whole.
 
     Thread safety: every method may be called from any thread.
@@ -30,9 +29,9 @@ class FollowedRegistry:
     def __init__(
         self, replica: Replica, address: str, partition: Partition, block_size: int = 0
     ) -> None:
+        self.address = address
         self.catalog = Catalog()
         self._replica = replica
-        self._address = address
         self._partition = partition
         self._block_size = block_size
         self._lock = threading.Lock()
@@ -46,14 +45,6 @@ class FollowedRegistry:
         with self._lock:
             self._listeners.append(listener)
 
-    def register(self, registration: Registration) -> NoReturn:
-        """Raise RegistrationError."""
-        raise self._refusal()
-
-    def unregister(self, worker: str, **which: object) -> NoReturn:
-        """Raise RegistrationError."""
-        raise self._refusal()
-
     def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
         """Return each registration with the status of its rank. O(ranks)."""
         statuses = {(s.rank.worker, s.rank.dp_rank): s for s in self._replica.statuses().values()}
@@ -61,12 +52,6 @@ class FollowedRegistry:
             (entry, statuses.get((entry.worker, entry.dp_rank)))
             for entry in self.catalog.registrations
         ]
-
-    def _refusal(self) -> RegistrationError:
-        return RegistrationError(
-            f"this server follows {self._address}: register engines with the relay",
-            reason="invalid",
-        )
 
     def _note(self, status: RankStatus) -> None:
         """Follow a status that has changed: its rank may be new, or gone."""

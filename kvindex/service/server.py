@@ -253,9 +253,9 @@ class Server:
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
-        registry, client, by_hash = self.service.registry, self._answering, None
-        if self._hashes is not None and isinstance(registry, Registry):
-            by_hash = HashQueries(registry, self._hashes, self.service.traffic)
+        client, by_hash = self._answering, None
+        if self._hashes is not None:
+            by_hash = HashQueries(self.service.registry, self._hashes, self.service.traffic)
         saved = [snapshot_route(client)] if isinstance(client, Client) else []
         return app_routes(
             self.service,
@@ -278,7 +278,7 @@ class Server:
                 tls=settings.tls,
             )
         self._children = Children(settings.processes, self._orders())
-        self.service.registry.on_change(self._children.follow)
+        self.service.on_change(self._children.follow)
         self._children.follow(self.service.catalog)
         return HttpServer(self.site, shutdown_within=settings.shutdown_within)
 
@@ -305,9 +305,7 @@ class Server:
         url = engine.url or self.settings.tokenizer
         if url is not None:
             details["engine"] = url
-        registry = self.service.registry
-        assert isinstance(registry, Registry)
-        registry.add(
+        self.service.registry.add(
             engine.worker,
             Partition(engine.model or self.settings.model, engine.routing_group),
             block_size=block_size,

@@ -164,23 +164,29 @@ class Service:
     # Registrations ----------------------------------------------------------------------------
 
     @property
-    def registry(self) -> Registry | FollowedRegistry:
+    def registry(self) -> Registry:
         """The registry.
 
         Raises:
             RegistrationError: this process follows another one's registrations.
         """
-        if self._registry is None:
-            raise RegistrationError(
-                "this process only answers queries: register with the one that subscribes",
-                reason="invalid",
-            )
-        return self._registry
+        if isinstance(self._registry, Registry):
+            return self._registry
+        raise RegistrationError(
+            "this process only answers queries: register with the one that subscribes"
+            if self._registry is None
+            else f"this server follows {self._registry.address}: register engines with the relay",
+            reason="invalid",
+        )
 
     @property
     def catalog(self) -> Catalog:
         """The present registrations. Immutable; another one after each change."""
         return self._catalog if self._registry is None else self._registry.catalog
+
+    def on_change(self, listener: Callable[[Catalog], None]) -> None:
+        """Call a function with each new catalog, in order, on the thread that changed it."""
+        (self._registry or self.registry).on_change(listener)
 
     def follow(self, catalog: Catalog) -> None:
         """Answer for another process's registrations (with a replica)."""
@@ -223,7 +229,7 @@ class Service:
 
         Complexity: O(ranks).
         """
-        return self.registry.statuses()
+        return (self._registry or self.registry).statuses()
 
     def with_block_sizes(self) -> list[tuple[Registration, RankStatus | None]]:
         """Return the same to be shown: the tokens per block are the events' where not registered.

@@ -277,8 +277,8 @@ class RealLog:
         self._run(self._store.put(name, data))
 
     def purge(self) -> None:
-        """Empty the log, as an operator may."""
-        self._run(self._client.jetstream().purge_stream(self.pool.stream))
+        """Empty the log but for its last message, as an operator may."""
+        self._run(self._client.jetstream().purge_stream(self.pool.stream, keep=1))
 
     def close(self) -> None:
         self._run(self._client.close())

@@ -258,7 +258,8 @@ def test_whoever_joins_a_host_that_follows_no_more_is_given_the_reason(
 def test_a_fan_out_that_cannot_work_says_so(pool: NatsPool, path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="pool"):
         nats.FanOut("nats://h", path)
-    with nats.FanOut(str(pool), path, tls_ca_file=str(tmp_path / "none")) as fanout:
-        with pytest.raises(ClosedError, match="tls_ca_file"):
+    (tmp_path / "ca.pem").write_text("no certificate")
+    with nats.FanOut(str(pool), path, tls_ca_file=str(tmp_path / "ca.pem")) as fanout:
+        with pytest.raises(ClosedError, match="TLS files"):
             fanout.wait(PATIENCE)
     assert not os.path.exists(path)

@@ -117,7 +117,7 @@ class Scene:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts follow each other at once."""
-    monkeypatch.setattr(log_writer, "_BACKOFF", 0.0)
+    monkeypatch.setattr(log_writer, "_SHORTEST_PAUSE", 0.0)
 
 
 async def test_what_waits_is_appended_in_order_and_ends_with_the_epoch() -> None:
