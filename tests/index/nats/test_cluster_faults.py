@@ -79,7 +79,7 @@ class Scene:
                 return all(
                     rank in statuses
                     and statuses[rank].state is State.LIVE
-                    and (statuses[rank].seq or 0) >= seq
+                    and (-1 if statuses[rank].seq is None else statuses[rank].seq) >= seq
                     for rank, seq in published.items()
                 )
 
@@ -90,7 +90,7 @@ class Scene:
         prompt = [1] * 16
         for replica in self.replicas:
             assert replica.wait_for(are_stale, PATIENCE), explain(replica)
-            assert replica.index.block_count() > 0
+            assert all(contents(replica.index, rank) for rank in replica.ranks)
             replica.match(prompt)
 
     def settle(self) -> None:
