@@ -20,14 +20,13 @@ from kvindex.wire.nats import NatsPool, open_connection, parse_pool
 from tests.index.nats.cut_routes import cluster_that_can_be_cut
 from tests.index.nats.pool_copies import contents
 from tests.index.nats.relay_process import RelayProcess
-from tests.live import PATIENCE, truth, until
+from tests.live import BEFORE, PATIENCE, truth, until
 from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer, cluster_of_three
 
 pytestmark = [pytest.mark.faults, needs_ring]
 
 _PAUSE = 0.005  # seconds between two requests of an engine
-_AT_LEAST = {"leader stopped": 5.0, "no quorum": 4.0, "relay stopped": 6.0}  # seconds
 
 
 class Scene:
@@ -48,6 +47,8 @@ class Scene:
         self._stack = stack
         self._store = store
         self._is_publishing = threading.Lock()
+        for engine in self.engines:
+            engine.run(BEFORE)
 
     def relay(self, pool: NatsPool | None = None) -> RelayProcess:
         """Start a relay."""
