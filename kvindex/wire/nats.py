@@ -229,6 +229,8 @@ async def open_connection(
     require_nats()
     from nats.aio.client import Client as NatsClient
 
+    from kvindex.wire.nats_transport import PromptTransport
+
     last = "no answer"
 
     async def note(error: Exception) -> None:
@@ -243,6 +245,7 @@ async def open_connection(
         on_change("")
 
     client = NatsClient()
+    client._transport = PromptTransport()
     options = _connect_options(pool)
     try:
         await asyncio.wait_for(
