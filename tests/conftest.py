@@ -41,7 +41,10 @@ if kvindex.BACKEND == "python":  # which has no snapshots
     ]
 _LONG = [
     _TESTS / name
-    for name in ("docs/test_site.py", "engines", "service/http", "tools/cli/test_top_live.py")
+    for name in (
+        *("docs/test_site.py", "engines", "service/http", "tools/cli/test_top_live.py"),
+        *("index/nats/test_server_scenes.py", "index/nats/test_cluster_faults.py"),
+    )
 ]
 KINDS = {"unit", "property", "conformance", "e2e", "faults", "adapter", "service", "engine"}
 

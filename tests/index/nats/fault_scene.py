@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -53,13 +53,13 @@ class FaultScene:
         until(lambda: counters(relay), lambda own: own.get("snapshots", 0) >= 1)
         return relay
 
-    def join(self) -> None:
-        """Let both replicas join."""
+    def join(self, others: Iterable[Rank] = ()) -> None:
+        """Let both replicas join; they hold ranks of the engines, and others that are empty."""
         self.replica = self._stack.enter_context(
             nats.join(str(self.pool), timeout=PATIENCE, **self.pool.options)
         )
         self.far_replica = self._stack.enter_context(ReplicaProcess(str(self.pool)))
-        self.settle()
+        self.settle(others)
 
     def publish_some(self, requests: int = 10) -> None:
         """Let each engine serve some requests."""
@@ -67,10 +67,16 @@ class FaultScene:
         for number, engine in enumerate(self.engines):
             engine.run(Workload(requests, seed=100 * self._seed + number))
 
-    def settle(self, relay: Relay | None = None) -> None:
-        """Publish once more, and wait until both replicas hold what the engines hold."""
+    def settle(self, others: Iterable[Rank] = ()) -> None:
+        """Publish once more, and wait until both replicas hold what the engines hold.
+
+        Args:
+            others: ranks that are live and have sent nothing yet.
+        """
         self.publish_some(3)
+        wanted: dict[str, Any]
         wanted = {str(e.rank): ("live", e.published - 1, listed(truth(e))) for e in self.engines}
+        wanted.update({str(rank): ("live", None, []) for rank in others})
         for see in self._sights():
             until(lambda see=see: _held(see([])), lambda found: found == wanted)  # type: ignore[misc]
         self.assert_equal()
@@ -81,7 +87,8 @@ class FaultScene:
         wanted = [{str(e.rank): e.lookup(p).tokens for e in self.engines} for p in prompts]
         assert prompts
         for see in self._sights():
-            assert see(prompts)["hits"] == wanted
+            hits = see(prompts)["hits"]
+            assert [{name: hit[name] for name in wanted[0]} for hit in hits] == wanted
         self.replica.index.check()
 
     def are_stale(self) -> None:

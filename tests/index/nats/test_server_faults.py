@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.js.api import DiscardPolicy
 
+from kvindex import ConfigurationError
+from kvindex.index import nats
+from kvindex.index.nats.pool_snapshots import PoolSnapshots
 from kvindex.wire.nats import NatsPool, parse_pool
 from tests.index.nats.fault_scene import FaultScene, at
-from tests.live import until
+from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer
 
@@ -24,32 +29,6 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[NatsServer]:
-    """A server that the test may kill."""
-    with NatsServer(tmp_path / "server") as server:
-        yield server
-
-
-def test_fault_a_foreign_client_publishes_amid_appends_and_each_batch_is_applied_once(
-    stack: ExitStack, pool: NatsPool
-) -> None:
-    scene = FaultScene(stack, pool)
-
-    async def intrude(client: Any) -> None:
-        for _ in range(3):
-            await client.jetstream().publish(f"{pool.log_prefix}{'x' * 20}", b"\xff nonsense")
-
-    for _ in range(2):
-        scene.publish_some()
-        at(pool, intrude)
-        scene.publish_some()
-        scene.settle()
-    own = scene.counted(fenced=1, epochs=2)
-    assert own["refused"] >= 1
-    scene.rejoined("new_epoch")
-
-
 def test_fault_a_purged_stream_loses_nothing_that_replicas_do_not_get_otherwise(
     stack: ExitStack, pool: NatsPool
 ) -> None:
@@ -58,26 +37,6 @@ def test_fault_a_purged_stream_loses_nothing_that_replicas_do_not_get_otherwise(
         scene.publish_some()
         at(pool, lambda client: client.jetstream().purge_stream(pool.stream))
         scene.settle()
-
-
-@pytest.mark.parametrize("is_made_again", [False, True])
-def test_fault_a_deleted_stream_is_made_again_with_a_new_epoch(
-    stack: ExitStack, pool: NatsPool, is_made_again: bool
-) -> None:
-    scene = FaultScene(stack, pool)
-
-    async def delete(client: Any) -> None:
-        stream = client.jetstream()
-        await stream.delete_stream(pool.stream)
-        if is_made_again:
-            await stream.add_stream(name=pool.stream, subjects=[pool.log_subjects])
-
-    scene.publish_some()
-    at(pool, delete)
-    scene.publish_some()
-    scene.settle()
-    assert scene.counted(epochs=2)["failures"] + scene.counted()["refused"] >= 1
-    assert all(own["rejoins"] for own in scene.own())
 
 
 def test_fault_a_deleted_bucket_is_made_again(stack: ExitStack, pool: NatsPool) -> None:
@@ -90,33 +49,63 @@ def test_fault_a_deleted_bucket_is_made_again(stack: ExitStack, pool: NatsPool) 
     scene.settle()
 
 
-def test_fault_a_killed_server_that_stores_in_files_makes_ranks_stale_and_goes_on(
-    stack: ExitStack, own_server: NatsServer
+def test_fault_a_snapshot_deleted_or_cut_while_it_is_fetched_is_counted_and_replaced(
+    stack: ExitStack, pool: NatsPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene = FaultScene(stack, parse_pool(own_server.url, "p", {}), store="file")
-    scene.publish_some()
-    own_server.kill()
-    scene.publish_some()
-    scene.are_stale()
-    until(lambda: scene.counted()["connection"])
-    own_server.start()
+    scene = FaultScene(stack, pool, snapshot_every=1000)
+    size = PoolSnapshots.get
+    faults = ["delete", "cut"]
+
+    async def get(store: PoolSnapshots, name: str) -> bytes:
+        if not faults:
+            return await size(store, name)
+        stream = store._stream
+        info = await store._info(name)
+        subject = store._meta(name) if faults.pop() == "delete" else store._chunks + info.nuid
+        await stream.purge_stream(store._stream_name, subject=subject)
+        return await size(store, name)
+
+    monkeypatch.setattr(PoolSnapshots, "get", get)
+    late = nats.follow(str(pool), stale_after=PATIENCE)
+    stack.callback(late.close)
+
+    def has_joined() -> bool:
+        scene.publish_some()  # so that there is another snapshot
+        return bool(late.statistics()["replica"]["following"])
+
+    until(has_joined)
+    own = late.statistics()["replica"]
+    assert own["snapshots_refused"] == {"download": 2}
+    scene.replica = late
     scene.settle()
-    own = scene.counted()
-    assert own["epochs"] == 1
-    assert own["failures"] >= 1
-    assert all(own["silences"] >= 1 and not own["rejoins"] for own in scene.own())
 
 
-def test_fault_a_killed_server_that_stores_in_memory_begins_a_new_epoch(
-    stack: ExitStack, own_server: NatsServer
+def test_fault_a_replica_with_another_key_joins_never_and_counts_why(
+    stack: ExitStack, server: NatsServer, pool: NatsPool, tmp_path: Path
 ) -> None:
-    scene = FaultScene(stack, parse_pool(own_server.url, "p", {}))
-    own_server.kill()
-    scene.publish_some()
-    scene.engines[0].restart()
-    scene.publish_some()
-    scene.are_stale()
-    own_server.start()
-    scene.settle()
-    assert scene.counted(epochs=2)["epochs"] == 2
-    assert all(own["rejoins"] for own in scene.own())
+    keys = [tmp_path / "a", tmp_path / "b"]
+    for key in keys:
+        key.write_bytes(os.urandom(32))
+    sealed, wrong = (
+        parse_pool(server.url, pool.name, {"key_file": str(key)}) for key in keys
+    )
+    scene = FaultScene(stack, sealed, has_relay=False)
+    scene.start_relay()
+    stranger = nats.follow(str(wrong), **wrong.options)
+    stack.callback(stranger.close)
+    until(lambda: stranger.statistics()["replica"]["snapshots_refused"].get("key"))
+    assert not stranger.ranks
+    assert "key" in stranger.trouble
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"subjects": ["something.else"]}, {"discard": DiscardPolicy.NEW}]
+)
+def test_fault_a_stream_that_cannot_be_used_is_refused_and_named(
+    stack: ExitStack, pool: NatsPool, wrong: dict[str, Any]
+) -> None:
+    config = {"name": pool.stream, "subjects": [pool.log_subjects], **wrong}
+    at(pool, lambda client: client.jetstream().add_stream(**config))
+    scene = FaultScene(stack, pool, has_relay=False)
+    with pytest.raises(ConfigurationError, match=pool.stream):
+        scene.start_relay()
