@@ -86,9 +86,7 @@ def test_fault_a_replica_with_another_key_joins_never_and_counts_why(
     keys = [tmp_path / "a", tmp_path / "b"]
     for key in keys:
         key.write_bytes(os.urandom(32))
-    sealed, wrong = (
-        parse_pool(server.url, pool.name, {"key_file": str(key)}) for key in keys
-    )
+    sealed, wrong = (parse_pool(server.url, pool.name, {"key_file": str(key)}) for key in keys)
     scene = FaultScene(stack, sealed, has_relay=False)
     scene.start_relay()
     stranger = nats.follow(str(wrong), **wrong.options)
