@@ -53,17 +53,17 @@ def test_fault_a_snapshot_deleted_or_cut_while_it_is_fetched_is_counted_and_repl
     stack: ExitStack, pool: NatsPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = FaultScene(stack, pool, snapshot_every=1000)
-    size = PoolSnapshots.get
+    fetch = PoolSnapshots.get
     faults = ["delete", "cut"]
 
     async def get(store: PoolSnapshots, name: str) -> bytes:
         if not faults:
-            return await size(store, name)
+            return await fetch(store, name)
         stream = store._stream
         info = await store._info(name)
         subject = store._meta(name) if faults.pop() == "delete" else store._chunks + info.nuid
         await stream.purge_stream(store._stream_name, subject=subject)
-        return await size(store, name)
+        return await fetch(store, name)
 
     monkeypatch.setattr(PoolSnapshots, "get", get)
     late = nats.follow(str(pool), stale_after=PATIENCE)
@@ -75,7 +75,8 @@ def test_fault_a_snapshot_deleted_or_cut_while_it_is_fetched_is_counted_and_repl
 
     until(has_joined)
     own = late.statistics()["replica"]
-    assert own["snapshots_refused"] == {"download": 2}
+    assert own["snapshots_refused"].keys() == {"download"}
+    assert own["snapshots_refused"]["download"] >= 2  # more if one was replaced meanwhile
     scene.replica = late
     scene.settle()
 
