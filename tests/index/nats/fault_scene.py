@@ -47,6 +47,7 @@ class FaultScene:
     def start_relay(self, *workers: Worker) -> Relay:
         """Start a relay in this process; wait until it has stored a snapshot."""
         engines = [*map(worker_of, self.engines), *workers]
+        options: dict[str, Any]
         options = {"max_bytes": MAX_BYTES, "replay_policy": REPLAYS, "probe_interval": 0.3}
         options.update({**self.pool.options, **self._options})
         relay = self._stack.enter_context(Relay(engines, str(self.pool), **options))
