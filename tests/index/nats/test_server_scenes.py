@@ -223,7 +223,7 @@ def test_fault_a_full_disk_makes_ranks_stale_until_there_is_room(
 
     def has_failed() -> bool:
         scene.publish_some(30)
-        return scene.counted()["failures"] > 0
+        return bool(scene.counted()["failures"])
 
     until(has_failed)
     scene.are_stale()
