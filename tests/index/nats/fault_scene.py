@@ -144,11 +144,5 @@ def at(pool: NatsPool, call: Callable[[Any], Awaitable[Any]]) -> Any:
 
 def late_rank(engine: FakeEngine) -> tuple[Worker, Rank]:
     """Return a worker whose rank is known only by its batches, and the rank's first name."""
-
-    def own(endpoint: str | None) -> str:
-        assert endpoint is not None
-        host, _, port = endpoint.rpartition(":")
-        return f"{host}:{int(port) + engine.rank.dp_rank}"
-
-    worker = Worker(engine.worker, own(engine.endpoint), replay=own(engine.replay_endpoint))
+    worker = Worker(engine.worker, engine.endpoint, replay=engine.replay_endpoint)
     return worker, Rank(engine.worker, 0)
