@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvindex import ConfigurationError
+from kvindex.index.nats import relay as relay_module
 from kvindex.index.nats import snapshot_keeping
 from kvindex.index.nats.log import Log
+from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots
 from kvindex.index.nats.relay import Relay
 from kvindex.testing import FakeEngine
@@ -227,8 +230,10 @@ def test_another_relay_takes_over_from_one_that_ends(pool: NatsPool, engine: Fak
 
 
 def test_fault_a_foreign_message_in_the_log_fences_the_relay_and_it_begins_again(
-    pool: NatsPool, engine: FakeEngine
+    pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(relay_module, "LogWriter", partial(LogWriter, silence=0.5))
+
     async def intrude() -> None:
         client = await open_connection(pool, "test", timeout=PATIENCE)
         try:
