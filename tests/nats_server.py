@@ -35,10 +35,14 @@ _LEADER = re.compile("new JetStream cluster metadata leader|JetStream cluster ne
 
 
 class Routes(NamedTuple):
-    """Where a server of a cluster listens for the others, and where these listen."""
+    """Ports: where a server of a cluster listens for the others, and where it connects to them.
+
+    `shown` is what it shows to others as its own, if that is another one.
+    """
 
     own: int
     others: Sequence[int]
+    shown: int = 0
 
 
 class NatsServer:
@@ -87,7 +91,9 @@ class NatsServer:
         if routes is not None:
             others = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes.others)
             lines += [
-                f'cluster {{ name: c, listen: "127.0.0.1:{routes.own}", routes: [{others}] }}'
+                f'cluster {{ name: c, listen: "127.0.0.1:{routes.own}", routes: [{others}]'
+                + f', advertise: "127.0.0.1:{routes.shown}"' * bool(routes.shown)
+                + " }"
             ]
         self._lines_of_config = lines
         self._write_config(extra_config)

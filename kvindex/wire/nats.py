@@ -231,6 +231,8 @@ async def open_connection(
     require_nats()
     from nats.aio.client import Client as NatsClient
 
+    from kvindex.wire.nats_transport import PromptTransport
+
     last = "no answer"
 
     async def note(error: Exception) -> None:
@@ -245,6 +247,7 @@ async def open_connection(
         on_change("")
 
     client = NatsClient()
+    client._transport = PromptTransport()
     options = _connect_options(pool)
     try:
         await run_apart(

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 SHORTEST_PAYLOAD = 64 << 10  # bytes: a server that allows less is refused
 _API_SECONDS = 2.0  # for each request to JetStream
+# Longer than three servers need for another leader (5 to 9 s), during which none answers.
+_SILENT_SECONDS = 10.0
 _WRONG_HEAD, _NO_STREAM, _OTHER_STREAM = 10071, 10059, 10058
+_UNAVAILABLE = {None, 10008}  # of errors: no server, or no leader, is there to answer
 _NO_JETSTREAM = {None, 10039, 10076}  # of errors 503: none at all, not for this account
 _ADVICE = {
     10002: "raise the limits of the account",
@@ -104,11 +107,15 @@ class Log:
     """The log of a pool. Owner: the event loop of its connection.
 
     All methods raise NatsError if NATS does not answer in time or refuses; the message says why.
+    If JetStream does not answer for 10 s, the connection moves on to another server: this one may
+    be cut off from the others.
     """
 
     def __init__(self, client: NatsClient, pool: NatsPool) -> None:
         self.pool = pool
+        self.moves = 0  # to another server, since JetStream did not answer
         self._client = client
+        self._silent_since: float | None = None
         self._stream = client.jetstream(timeout=_API_SECONDS)
 
     @property
@@ -245,7 +252,28 @@ class Log:
         return subject.removeprefix(self.pool.log_prefix)
 
     async def _asked(self, call: Any) -> Any:
-        return await ask(self.pool, call)
+        try:
+            answer = await ask(self.pool, call)
+        except NatsError as error:
+            is_silent = not isinstance(error, (AppendRefusedError, NoStreamError)) and (
+                _code(error) in _UNAVAILABLE
+            )
+            await self._note(is_silent=is_silent)
+            raise
+        await self._note(is_silent=False)
+        return answer
+
+    async def _note(self, *, is_silent: bool) -> None:
+        """Move on to another server if JetStream has not answered for long."""
+        now = asyncio.get_running_loop().time()
+        if not is_silent or not self._client.is_connected:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        elif now - self._silent_since >= _SILENT_SECONDS:
+            self._silent_since = None
+            self.moves += 1
+            await self._client.force_reconnect()
 
 
 async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:

@@ -1,0 +1,115 @@
+"""`kvindex relay` as a process, which tests kill and stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvindex.testing import FakeEngine
+from kvindex.wire.nats import NatsPool
+from tests.children import ended_after
+from tests.live import PATIENCE
+
+
+class RelayProcess:
+    """A relay of some engines; its counters are read as it prints them, twice a second.
+
+    Args:
+        pool: to write to; its servers are those that the relay connects to first.
+        engines: to subscribe to.
+        options: further arguments of the command.
+    """
+
+    def __init__(self, pool: NatsPool, engines: Iterable[FakeEngine], *options: str) -> None:
+        workers = [
+            f"--worker={engine.worker}={engine.endpoint},replay={engine.replay_endpoint}"
+            for engine in engines
+        ]
+        command = [sys.executable, "-m", "kvindex", "relay", str(pool), *workers, *options]
+        self._process = subprocess.Popen(
+            [*command, "--stats-every=0.1", "--max-bytes=16MB"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._ending = ended_after(self._process)
+        self._ending.__enter__()
+        self._report: dict[str, Any] = {}
+        self._reports = 0
+        self._printed = threading.Condition()
+        self._has_ended = False
+        self._errors: list[str] = []
+        self._readers = [
+            threading.Thread(target=read, daemon=True)
+            for read in (self._read_reports, self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """Wait for a report, printed from now on, for which `wanted` is true; return it."""
+        with self._printed:
+            after = self._reports + 1  # one may be under way already
+
+            def is_wanted() -> bool:
+                return self._has_ended or (self._reports > after and bool(wanted(self._report)))
+
+            in_time = self._printed.wait_for(is_wanted, PATIENCE)
+            assert in_time, self._report
+            assert not self._has_ended, "".join(self._errors)
+            return self._report
+
+    def wait_until_it_writes(self, snapshots: int = 1) -> dict[str, Any]:
+        """Wait until it writes, and has stored so many snapshots."""
+        return self.wait_for(
+            lambda report: (
+                report["relay"]["state"] == "writing"
+                and report["relay"].get("snapshots", 0) >= snapshots
+            )
+        )
+
+    def kill(self) -> None:
+        """End it without any warning, even if it is stopped. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for reader in self._readers:
+            reader.join()
+        self._ending.__exit__(None, None, None)
+
+    def stop(self) -> None:
+        """Let it stand still, with its connections open; it does when this returns."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def __enter__(self) -> RelayProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _read_reports(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            report = json.loads(line)
+            with self._printed:
+                self._report = report
+                self._reports += 1
+                self._printed.notify_all()
+        with self._printed:
+            self._has_ended = True
+            self._printed.notify_all()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend(self._process.stderr)
