@@ -14,7 +14,14 @@ from kvindex.routing.shared_board import FLUSH_SECONDS, WHOLE_SECONDS, SharedBoa
 from kvindex.wire.errors import NatsError
 from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.log_rate import LogRate
-from kvindex.wire.nats import NatsPool, NatsThread, check_files, open_connection, parse_pool
+from kvindex.wire.nats import (
+    NatsPool,
+    NatsThread,
+    check_files,
+    open_connection,
+    parse_pool,
+    run_apart,
+)
 
 if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
@@ -155,11 +162,13 @@ class _Link:
         """Share until the board is dropped, or the server closes the connection for good."""
         client = await self._connect()
         try:
-            await client.subscribe(
-                self._pool.load_subject,
-                cb=self._receive,
-                pending_msgs_limit=_PENDING_MESSAGES,
-                pending_bytes_limit=_PENDING_BYTES,
+            await run_apart(
+                client.subscribe(
+                    self._pool.load_subject,
+                    cb=self._receive,
+                    pending_msgs_limit=_PENDING_MESSAGES,
+                    pending_bytes_limit=_PENDING_BYTES,
+                )
             )
             self._change("")
             await self._exchange(client)
@@ -211,7 +220,7 @@ class _Link:
         if not rows and not is_whole:
             return
         for data in board.encode(rows, min(client.max_payload, MAX_BYTES)):
-            await client.publish(self._pool.load_subject, data)
+            await run_apart(client.publish(self._pool.load_subject, data))
             self._sent += 1
         if is_whole and client.is_connected:
             self._trouble = ""  # such as messages that were dropped since the last time

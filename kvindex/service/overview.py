@@ -115,17 +115,28 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     ignored: int
 
 
+class FollowedPool(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool whose relay a replica follows, and how far it is; `trouble` is "" if all is well."""
+
+    server: str
+    trouble: str
+    lag_messages: int | None
+    lag_seconds: float | None
+
+
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet at one moment.
 
     Attributes:
         now: when, in seconds since 1970.
         version: of kvindex.
+        followed: the pool that the ranks come from; None if this process subscribes to engines.
         missing: engines and sources that have not said where to subscribe, and why.
     """
 
     now: float
     version: str
+    followed: FollowedPool | None
     partitions: list[PartitionView]
     ranks: list[RankView]
     totals: Totals
@@ -157,11 +168,18 @@ def overview(
     return Fleet(
         now=clock(),
         version=__version__,
+        followed=_followed(statistics.get("replica", {})),
         partitions=_partitions(ranks, has_tokenizer),
         ranks=ranks,
         totals=_totals(ranks, statistics["index"]),
         missing=dict(missing or {}),
     )
+
+
+def _followed(replica: Mapping[str, Any]) -> FollowedPool | None:
+    if "lag_messages" not in replica:  # a replica of a fan-out on this machine lacks it
+        return None
+    return FollowedPool(**{name: replica[name] for name in FollowedPool.__struct_fields__})
 
 
 def _rank_view(status: Mapping[str, Any], partition_of: PartitionOf) -> RankView:

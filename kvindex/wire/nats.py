@@ -18,10 +18,10 @@ import asyncio
 import re
 import ssl
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import msgspec
 
@@ -38,6 +38,8 @@ _PING_SECONDS, _PINGS = 2, 2  # so a stopped server is noticed within 4 to 6 s
 _CONNECT_SECONDS = 2
 _RETRY_SECONDS = 0.1
 _PENDING_BYTES = 64 << 20  # that wait to be written to a connection
+
+_Result = TypeVar("_Result")
 
 
 class NatsOptions(TypedDict, total=False):
@@ -248,7 +250,7 @@ async def open_connection(
     client._transport = PromptTransport()
     options = _connect_options(pool)
     try:
-        await asyncio.wait_for(
+        await run_apart(
             client.connect(
                 servers=list(pool.servers),
                 name=name,
@@ -325,6 +327,30 @@ def _explained(pool: NatsPool, error: Exception) -> str:
     if "authorization" in text.lower():
         return f"{text}; check user, token, nkey or credentials, and their rights"
     return text
+
+
+async def run_apart(call: Awaitable[_Result], timeout: float | None = None) -> _Result:
+    """Return what a call returns, in a task of its own, so that the caller can be cancelled.
+
+    nats-py ignores a cancellation while it flushes, and `asyncio.wait_for` before Python 3.12 if
+    what it waits for ends at that moment: the caller would go on.
+
+    Args:
+        call: to be awaited; cancelled if the caller is, or if it takes too long.
+        timeout: longest wait, in seconds.
+
+    Raises:
+        asyncio.TimeoutError: it did not end in time.
+    """
+    task = asyncio.ensure_future(call)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else asks
+    try:
+        await asyncio.wait([task], timeout=timeout)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
 
 
 class NatsThread:

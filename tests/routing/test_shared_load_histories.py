@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvindex import Rank
 from kvindex.routing.shared_board import SharedBoard
+from tests.examples import examples
 from tests.routing.fleet import Clock
 
 pytestmark = pytest.mark.property
@@ -142,3 +143,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
+TestHistories.settings = examples(50)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.routing import Booking, Router, SharedLoad
+from kvindex.routing import Booking, Router, SharedLoad, shared_board
 from kvindex.wire.nats import open_connection, parse_pool
 from tests.children import ended_after
 from tests.live import until
@@ -26,6 +26,12 @@ pytestmark = pytest.mark.faults
 def server(tmp_path: Path) -> Iterator[NatsServer]:
     with NatsServer(tmp_path, jetstream=False) as server:
         yield server
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are not renewed count no more after half the usual time."""
+    monkeypatch.setattr(shared_board, "ROW_LIFE", 1.5)
 
 
 def shared(server: NatsServer) -> SharedLoad:
@@ -52,6 +58,7 @@ def test_two_gateways_see_each_others_bookings_and_choose_by_them(server: NatsSe
         assert (load["trouble"], load["gateways"], load["refused"]) == ("", 1, {})
 
 
+@pytest.mark.usefixtures("forgetful")
 def test_a_server_that_was_killed_loses_no_booking_and_sharing_goes_on(server: NatsServer) -> None:
     with shared(server) as one, shared(server) as other:
         here, there = router_of("a", loads=one), router_of("a", loads=other)
@@ -91,6 +98,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.usefixtures("forgetful")
 def test_the_load_of_a_gateway_that_was_killed_counts_no_more(server: NatsServer) -> None:
     with shared(server) as loads:
         router = router_of("a", loads=loads)

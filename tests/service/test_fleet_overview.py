@@ -20,6 +20,7 @@ class Source:
 
     def __init__(self, *statuses: RankStatus) -> None:
         self.index = Index()
+        self.replica: dict[str, Any] = {}
         self.present = {status.rank: status for status in statuses}
         for rank in self.present:
             self.index.add(rank)
@@ -32,7 +33,7 @@ class Source:
             held = by_rank[str(rank)]
             counted = {"orphans": held["orphans"], "ignored": held["ignored"]}
             ranks[str(rank)] = {**status.to_dict(), "index": held, **counted}
-        return {"ranks": ranks, "index": index}
+        return {"ranks": ranks, "index": index, "replica": self.replica}
 
 
 def status_of(rank: Rank, state: State = State.LIVE, **fields: Any) -> RankStatus:
@@ -94,6 +95,21 @@ def test_totals_are_the_sums_of_the_ranks_and_count_a_shared_block_once() -> Non
     assert (totals.ranks, totals.workers, totals.complete) == (3, 2, 2)
     assert (totals.blocks, totals.unique_blocks) == ({"CPU": 1, "GPU": 5}, 3)
     assert (totals.losses, totals.gaps, totals.restarts, totals.lag) == (2, 3, 1, 4)
+
+
+def test_a_replica_of_a_pool_shows_whom_it_follows() -> None:
+    source = Source(status_of(A))
+    assert overview(source).followed is None
+    source.replica = {"server": "/run/kvindex.sock", "trouble": ""}
+    assert overview(source).followed is None
+    source.replica = {"server": "nats://n1:4222/llama", "trouble": "silent"}
+    source.replica |= {"lag_messages": 3, "lag_seconds": 0.25, "number": 12}
+    assert msgspec.to_builtins(overview(source).followed) == {
+        "server": "nats://n1:4222/llama",
+        "trouble": "silent",
+        "lag_messages": 3,
+        "lag_seconds": 0.25,
+    }
 
 
 def test_a_fleet_is_read_back_from_its_json() -> None:

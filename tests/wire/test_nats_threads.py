@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 
 import pytest
 
-from kvindex.wire.nats import NatsThread
+from kvindex.wire.nats import NatsThread, run_apart
 from tests.children import in_child
 from tests.live import PATIENCE
 
@@ -50,6 +51,42 @@ def test_close_cancels_the_coroutine_and_waits_until_it_has_ended() -> None:
     assert main.ended.is_set()
     thread.close()
     assert not failures.errors
+
+
+def test_close_ends_a_coroutine_whose_call_ignores_that_it_is_cancelled() -> None:
+    begun = threading.Event()
+
+    async def ignoring() -> None:
+        with suppress(asyncio.CancelledError):  # as a flush of nats-py
+            begun.set()
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        await run_apart(ignoring())
+        await asyncio.Event().wait()
+
+    thread = NatsThread("test", main, Failures())
+    assert begun.wait(PATIENCE)
+    thread.request_stop()
+    thread._thread.join(PATIENCE)
+    assert not thread._thread.is_alive()
+
+
+async def test_a_call_that_runs_apart_returns_raises_and_may_take_too_long() -> None:
+    async def returning() -> int:
+        return 1
+
+    async def raising() -> None:
+        raise ValueError("wrong")
+
+    assert await run_apart(returning(), PATIENCE) == 1
+    with pytest.raises(ValueError, match="wrong"):
+        await run_apart(raising(), PATIENCE)
+    never = asyncio.ensure_future(asyncio.Event().wait())
+    with pytest.raises(asyncio.TimeoutError):
+        await run_apart(never, 0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await never
 
 
 def test_closing_twice_does_not_interrupt_how_the_coroutine_ends() -> None:

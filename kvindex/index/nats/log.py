@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from kvindex.wire.errors import ConfigurationError, NatsError
-from kvindex.wire.nats import NatsPool
+from kvindex.wire.nats import NatsPool, run_apart
 
 if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
@@ -282,7 +282,7 @@ async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
     from nats.js import errors as js_errors
 
     try:
-        return await call
+        return await run_apart(call)
     except js_errors.APIError as error:
         kind = NatsError
         if error.err_code == _WRONG_HEAD:

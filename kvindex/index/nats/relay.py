@@ -34,7 +34,14 @@ from kvindex.wire.errors import (
     NatsError,
     SnapshotError,
 )
-from kvindex.wire.nats import NatsOptions, NatsThread, open_connection, parse_pool, require_nats
+from kvindex.wire.nats import (
+    NatsOptions,
+    NatsThread,
+    open_connection,
+    parse_pool,
+    require_nats,
+    run_apart,
+)
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from nats.aio.client import Client as NatsClient
@@ -252,7 +259,7 @@ class Relay:
     async def _newest(self, store: PoolSnapshots) -> Snapshot | None:
         """Return the pool's newest snapshot that can be continued from, if there is any."""
         try:
-            return await asyncio.wait_for(self._first_usable(store), _RESTART_SECONDS)
+            return await run_apart(self._first_usable(store), _RESTART_SECONDS)
         except (NatsError, asyncio.TimeoutError) as error:
             self._refused[type(error).__name__] += 1
             logger.warning("%s: its snapshots cannot be fetched: %r", self.pool, error)

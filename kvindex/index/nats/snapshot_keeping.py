@@ -19,6 +19,7 @@ from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.snapshot import Part, Snapshots
 from kvindex.wire.errors import ClosedError, NatsError
 from kvindex.wire.log_rate import LogRate
+from kvindex.wire.nats import run_apart
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ class SnapshotKeeper:
         """Wait until the next snapshot is due."""
         while not self._is_due.is_set():
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._is_due.wait(), _LOOK_EVERY)
+                await run_apart(self._is_due.wait(), _LOOK_EVERY)
             with suppress(NatsError):  # appends fail likewise, and report it
                 if await self._is_left_behind():
                     return

@@ -81,7 +81,14 @@ function Totals({ fleet }) {
     <${Total} name="Losses" value=${number(totals.losses)}
       more=${`${counted(totals.gaps, "gap")}, ${counted(totals.restarts, "restart")}`}
       tone=${totals.losses ? "bad" : ""} />
+    ${fleet.followed && html`<${FollowedPool} pool=${fleet.followed} />`}
   </section>`;
+}
+
+function FollowedPool({ pool }) {
+  const lag = pool.lag_messages === null ? "not joined yet" : `${counted(pool.lag_messages, "message")} behind, the last one: ${age(pool.lag_seconds)}`;
+  return html`<${Total} name="Followed from" value=${pool.server.split("/").pop()}
+    more=${`${pool.server}: ${pool.trouble || lag}`} tone=${pool.trouble ? "warn" : ""} />`;
 }
 
 function Total({ name, value, more, share, tone = "" }) {

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvindex.index.nats.bodies import AROUND_BYTES, BodyReader, cut_message, join_bodies
 from kvindex.wire.errors import DecodeError
+from tests.examples import examples
 
 pytestmark = pytest.mark.property
 
@@ -22,6 +23,7 @@ def split(*bodies: bytes, most: int = 1 << 20) -> list[bytes]:
     return [bytes(message) for body in bodies for message in reader.split(body)]
 
 
+@examples(40)
 @given(st.lists(MESSAGES), st.integers(AROUND_BYTES + 1, 50))
 def test_messages_come_out_as_they_went_in_whatever_was_cut(
     turns: list[list[bytes]], room: int

@@ -83,7 +83,7 @@ class Story(Scene):
         self.log.append(self.epoch, b"")
 
 
-@examples(300)
+@examples(100)
 @given(st.lists(st.sampled_from(HAPPENINGS), max_size=60))
 def test_whatever_happens_the_copy_becomes_the_relays_index(happenings: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:

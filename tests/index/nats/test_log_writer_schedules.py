@@ -16,13 +16,13 @@ from tests.index.nats import schedules
 pytestmark = pytest.mark.property
 
 
-@examples(100)
+@examples(40)
 @given(st.randoms(use_true_random=False))
 def test_one_to_three_writers_keep_the_log_whole_whatever_happens(random: Random) -> None:
     schedules.run(random)
 
 
-@examples(2_000, 100_000)
+@examples(400, 100_000)
 @given(st.integers(0, 2**63))
 def test_long_schedules_keep_the_log_whole(seed: int) -> None:
     schedules.run(Random(seed))

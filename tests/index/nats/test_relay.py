@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvindex import ConfigurationError
+from kvindex.index.nats import relay as relay_module
 from kvindex.index.nats import snapshot_keeping
 from kvindex.index.nats.log import Log
+from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots
 from kvindex.index.nats.relay import Relay
 from kvindex.testing import FakeEngine
@@ -78,6 +81,19 @@ def stored(relay: Relay, times: int = 1) -> None:
     until(lambda: counters(relay), lambda own: own.get("snapshots", 0) >= times)
 
 
+def stored_all(relay: Relay, engine: FakeEngine) -> None:
+    """Wait until a snapshot is stored that was begun after an engine's rank was live.
+
+    Each body that the relay appends has to be followed by a snapshot.
+    """
+    stored(relay)
+    caught_up(relay.client, engine)
+    for _ in range(2):  # the first of them may have been begun earlier
+        times = counters(relay)["snapshots"]
+        engine.run(LATER)
+        stored(relay, times + 1)
+
+
 def test_a_copy_of_snapshot_and_log_holds_what_the_engines_hold(
     pool: NatsPool, engine: FakeEngine
 ) -> None:
@@ -140,9 +156,8 @@ def test_a_batch_that_is_too_long_for_a_body_is_cut_and_arrives_whole(tmp_path: 
 
 
 def test_a_relay_restarts_warm_from_the_pools_snapshot(pool: NatsPool, engine: FakeEngine) -> None:
-    with relay_of(pool, engine) as relay:
-        caught_up(relay.client, engine)
-        stored(relay)
+    with relay_of(pool, engine, snapshot_every=1) as relay:
+        stored_all(relay, engine)
         seed = relay.client.index.seed
     engine.run(MEANWHILE)
     with relay_of(pool, engine) as relay:
@@ -157,9 +172,8 @@ def test_a_relay_restarts_warm_from_the_pools_snapshot(pool: NatsPool, engine: F
 def test_a_damaged_snapshot_is_counted_and_the_older_one_is_used(
     pool: NatsPool, engine: FakeEngine
 ) -> None:
-    with relay_of(pool, engine) as relay:
-        caught_up(relay.client, engine)
-        stored(relay)
+    with relay_of(pool, engine, snapshot_every=1) as relay:
+        stored_all(relay, engine)
     name, data = newest_snapshot(pool)
     newer = f"{int(name[:20]) + 1:020d}-{name[21:]}"
 
@@ -216,8 +230,10 @@ def test_another_relay_takes_over_from_one_that_ends(pool: NatsPool, engine: Fak
 
 
 def test_fault_a_foreign_message_in_the_log_fences_the_relay_and_it_begins_again(
-    pool: NatsPool, engine: FakeEngine
+    pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(relay_module, "LogWriter", partial(LogWriter, silence=0.5))
+
     async def intrude() -> None:
         client = await open_connection(pool, "test", timeout=PATIENCE)
         try:

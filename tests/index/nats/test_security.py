@@ -18,6 +18,7 @@ from kvindex.index import nats
 from kvindex.index.nats.log import Log, StreamSettings
 from kvindex.routing import Router, SharedLoad
 from kvindex.testing import FakeEngine
+from kvindex.wire import nats as wire_nats
 from kvindex.wire.errors import ConfigurationError, NatsError
 from kvindex.wire.nats import NatsOptions, NatsPool, open_connection, parse_pool
 from tests.docs.pages import DOCS, fences_in
@@ -119,6 +120,13 @@ async def test_a_server_with_the_certificate_of_another_address_is_refused(
         )
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handshake that never comes is given up soon."""
+    monkeypatch.setattr(wire_nats, "_CONNECT_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("quick")
 async def test_a_server_whose_handshake_comes_later_is_refused_with_what_to_set(
     tmp_path: Path, files: Files
 ) -> None:
@@ -165,6 +173,7 @@ class RecordingServer:
         self._thread.join()
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("is_patient", [False, True])
 @pytest.mark.parametrize("scheme", ["tls", "nats"])
 async def test_no_secret_is_sent_to_a_server_that_does_not_encrypt(

@@ -31,6 +31,7 @@ class MemoryLog:
     """A log in memory, of a server that can be away."""
 
     pool = "memory"
+    is_closed = False
 
     def __init__(self) -> None:
         self.max_body_bytes = 1000
