@@ -13,6 +13,7 @@ from nats.js.api import DiscardPolicy
 
 from kvindex import ConfigurationError
 from kvindex.index import nats
+from kvindex.index.nats import snapshot_keeping
 from kvindex.index.nats.pool_snapshots import PoolSnapshots
 from kvindex.wire.nats import NatsPool, parse_pool
 from tests.index.nats.fault_scene import FaultScene, at
@@ -30,13 +31,15 @@ def stack() -> Iterator[ExitStack]:
 
 
 def test_fault_a_purged_stream_loses_nothing_that_replicas_do_not_get_otherwise(
-    stack: ExitStack, pool: NatsPool
+    stack: ExitStack, pool: NatsPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(snapshot_keeping, "_LOOK_EVERY", 0.1)
     scene = FaultScene(stack, pool)
-    for _ in range(2):
+    for times in range(2):
         scene.publish_some()
         at(pool, lambda client: client.jetstream().purge_stream(pool.stream))
         scene.settle()
+        scene.counted(snapshots=2 + times)  # one that the log continues
 
 
 def test_fault_a_deleted_bucket_is_made_again(stack: ExitStack, pool: NatsPool) -> None:
