@@ -74,8 +74,8 @@ def test_what_lanes_take_is_counted_and_shown_though_nobody_waits() -> None:
         until(lambda: client.status("engine").seq == engine.published - 1)
         assert client.statistics()["thread"]["lane_batches"] > 0
         counters = client.status("engine").counters
-        replayed = counters.get("replayed", 0)  # the first batch, if it was sent too early
-        assert counters["live"] + replayed == counters["delivered"]
+        assert counters["delivered"] == engine.published
+        assert counters["live"] >= engine.published - 1  # the first may have come by replay
 
 
 class Publisher:
