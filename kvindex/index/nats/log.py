@@ -116,6 +116,7 @@ class Log:
         self.moves = 0  # to another server, since JetStream did not answer
         self._client = client
         self._silent_since: float | None = None
+        self._lacks_majority = False  # what needs one was not answered, since it last was
         self._stream = client.jetstream(timeout=_API_SECONDS)
 
     @property
@@ -225,7 +226,8 @@ class Log:
                 body,
                 timeout=_API_SECONDS,
                 headers=headers,
-            )
+            ),
+            needs_majority=True,
         )
         return int(ack.seq)
 
@@ -243,7 +245,8 @@ class Log:
                 ),
                 pending_msgs_limit=1 << 20,
                 pending_bytes_limit=_READ_BYTES,
-            )
+            ),
+            needs_majority=True,
         )
         return LogReader(subscription, self._epoch)
 
@@ -251,22 +254,24 @@ class Log:
         """Return the epoch of a subject; that of another subject is the subject itself."""
         return subject.removeprefix(self.pool.log_prefix)
 
-    async def _asked(self, call: Any) -> Any:
+    async def _asked(self, call: Any, *, needs_majority: bool = False) -> Any:
         try:
             answer = await ask(self.pool, call)
         except NatsError as error:
-            is_silent = not isinstance(error, (AppendRefusedError, NoStreamError)) and (
-                _code(error) in _UNAVAILABLE
-            )
-            await self._note(is_silent=is_silent)
+            is_answer = isinstance(error, (AppendRefusedError, NoStreamError))
+            if not is_answer and _code(error) in _UNAVAILABLE:
+                self._lacks_majority |= needs_majority
+                await self._note_silence()
             raise
-        await self._note(is_silent=False)
+        # A leader that is cut off goes on to show the end of the log, but stores nothing.
+        if needs_majority or not self._lacks_majority:
+            self._silent_since, self._lacks_majority = None, False
         return answer
 
-    async def _note(self, *, is_silent: bool) -> None:
+    async def _note_silence(self) -> None:
         """Move on to another server if JetStream has not answered for long."""
         now = asyncio.get_running_loop().time()
-        if not is_silent or not self._client.is_connected:
+        if not self._client.is_connected:
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = now

@@ -130,6 +130,7 @@ class Relay:
         self._writer = LogWriter(self._name)
         self._queue = LogQueue(self._wake)
         self._tap = StreamTap(self._queue, self._note_end, patience=_PATIENCE)
+        self._log: Log | None = None
         self._writing: Writing | None = None
         self._keeper: SnapshotKeeper | None = None
         self._opened: Future[Snapshot | None] = Future()
@@ -172,7 +173,8 @@ class Relay:
 
         `state`, `epoch`, `position`, `reason`: of the writer; `reason` is why it does not write, or
         its last trouble. `head`: number of the log's last message when it was last looked at, or
-        appended. `connection`: what is wrong with it, or "". `appends`, `appended_bytes`: bodies
+        appended. `connection`: what is wrong with it, or ""; `moves`: how often it moved on from a
+        server where JetStream did not answer. `appends`, `appended_bytes`: bodies
         of the log. `appended_again`: those that were sent again after trouble; `forgotten`: those
         that NATS had acknowledged and lost. `fenced`: how often another relay took over. `refused`,
         `failures`: appends that came too late, and steps without an answer. `epochs`: begun.
@@ -191,6 +193,7 @@ class Relay:
                 "head": max(writer.position, 0 if writing is None else writing.head.seq),
                 "reason": writer.reason,
                 "connection": self._trouble,
+                "moves": 0 if self._log is None else self._log.moves,
                 **counters,
                 "appended_bytes": 0 if writing is None else writing.bytes,
                 "queue": self._queue.statistics(),
@@ -276,6 +279,7 @@ class Relay:
         return None
 
     async def _write(self, log: Log, store: PoolSnapshots) -> None:
+        self._log = log
         snapshots = Snapshots(self.client, self._tap)
         index = self.client.index
         self._keeper = SnapshotKeeper(

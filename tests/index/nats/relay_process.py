@@ -41,7 +41,7 @@ class RelayProcess:
         )
         self._ending = ended_after(self._process)
         self._ending.__enter__()
-        self._report: dict[str, Any] = {}
+        self.report: dict[str, Any] = {}
         self._reports = 0
         self._printed = threading.Condition()
         self._has_ended = False
@@ -59,12 +59,12 @@ class RelayProcess:
             after = self._reports + 1  # one may be under way already
 
             def is_wanted() -> bool:
-                return self._has_ended or (self._reports > after and bool(wanted(self._report)))
+                return self._has_ended or (self._reports > after and bool(wanted(self.report)))
 
             in_time = self._printed.wait_for(is_wanted, PATIENCE)
-            assert in_time, self._report
+            assert in_time, self.report
             assert not self._has_ended, "".join(self._errors)
-            return self._report
+            return self.report
 
     def wait_until_it_writes(self, snapshots: int = 1) -> dict[str, Any]:
         """Wait until it writes, and has stored so many snapshots."""
@@ -103,7 +103,7 @@ class RelayProcess:
         for line in self._process.stdout:
             report = json.loads(line)
             with self._printed:
-                self._report = report
+                self.report = report
                 self._reports += 1
                 self._printed.notify_all()
         with self._printed:
