@@ -155,7 +155,8 @@ class SubscriberThread:
         for feed in watch.more:
             self.roster.guard(feed, feed.collect_some, now)
         if self._shows_at_once:
-            changed += self._collect(now)
+            shown, self._unshown = self._unshown, {}
+            changed += [*shown, *self._collect(now)]
         else:
             changed += self._collect_in_time(now)
         changed += [*self._pump(now), *self._tick(now)]
