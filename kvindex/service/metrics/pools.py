@@ -16,6 +16,7 @@ _APPENDS: Final = {
     "forgotten": "Bodies that NATS acknowledged and lost",
     "fenced": "How often another relay took over",
     "failures": "Steps of the relay that NATS did not answer, or refused",
+    "moves": "Changes to another server, since JetStream did not answer for 10 s",
     "epochs": "Epochs that the relay began",
     "snapshots": "Snapshots that were stored",
 }
