@@ -43,7 +43,8 @@ _LONG = [
     _TESTS / name
     for name in (
         *("docs/test_site.py", "engines", "service/http", "tools/cli/test_top_live.py"),
-        *("index/nats/test_server_scenes.py", "index/nats/test_cluster_faults.py"),
+        *(f"index/nats/test_{part}.py" for part in ("from", "server_faults", "server_scenes")),
+        "index/nats/test_cluster_faults.py",
     )
 ]
 KINDS = {"unit", "property", "conformance", "e2e", "faults", "adapter", "service", "engine"}

@@ -56,7 +56,7 @@ def run(bench: Bench) -> list[Result]:
     for name in ("relay", "replica"):
         values = {OURS: median([p.cpu[name] for p in paced])}
         values[_ALONE] = median([p.cpu["alone"] for p in paced])
-        bar = Bar(at_most=60.0) if name == "replica" else None
+        bar = Bar(times=3.0) if name == "replica" else None
         results.append(
             _result(f"{RATE:,.0f} batches/s: CPU of the {name}", "µs/batch", values, bar)
         )
@@ -94,7 +94,7 @@ def _flood_results(bench: Bench, ranks: int, blocks: int) -> Iterator[Result]:
     appends = {OURS: median([flood.appends for flood in own])}
     yield _result(f"{title}: appends", "1/s", appends, Bar(at_most=100.0))
     tail = {OURS: median([flood.tail for flood in own]), _ALONE: values("rate")[_ALONE]}
-    yield _result(f"{title}: a replica's tail", "batches/s", tail, lower=False)
+    yield _result(f"{title}: a replica's tail", "batches/s", tail, Bar(times=2.0), lower=False)
 
 
 def _flood(bench: Bench, ranks: int, blocks: int, *, alone: bool = False) -> _Flood:

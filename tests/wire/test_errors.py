@@ -35,6 +35,7 @@ RAISED: list[tuple[errors.KVIndexError, type[Exception]]] = [
     (errors.ReaderDiedError("gone", ranks=[3, 1]), errors.PeerDiedError),
     (errors.ReaderEvictedError("too slow"), errors.PeerDiedError),
     (errors.DiscoveryError("refused", url="http://a:1", reason="refused"), ConnectionError),
+    (errors.NatsError("no connection"), ConnectionError),
     (errors.NotLiveError(1.0, {Rank("a"): "nothing listens"}), TimeoutError),
     (errors.NoCandidateError(3, {"drained": 3}), LookupError),
     (errors.DuplicateBookingError("r1"), ValueError),
