@@ -162,7 +162,9 @@ class LogMembership:
         self._trouble = ""  # of the connection
         self._reader: LogReader | None = None
         self._is_reading = False
-        self._is_renewed = False  # it has reconnected: what was subscribed to may be gone
+        self._must_ask = (
+            False  # what was subscribed to may be gone: it is closed, and asked for again
+        )
         self._asked_again = False  # since the last expected message
         self._epoch = ""
         self._expected = 0  # number of the next message in the log
@@ -251,7 +253,7 @@ class LogMembership:
     def _note_connection(self, trouble: str) -> None:
         self._trouble = trouble
         if not trouble:
-            self._is_renewed = True
+            self._must_ask = True
             if self._is_reading:
                 self._cancel()
 
@@ -343,7 +345,7 @@ class LogMembership:
     async def _next(self, timeout: float) -> LogMessage | None:
         """Return the next message that is delivered; None if the log was asked again."""
         try:
-            if self._reader is None or self._is_renewed:
+            if self._reader is None or self._must_ask:
                 await self._read_again()
             assert self._reader is not None
             self._is_reading = True
@@ -352,7 +354,7 @@ class LogMembership:
             finally:
                 self._is_reading = False
         except asyncio.CancelledError:
-            if self._is_renewed and not self._is_interrupted:
+            if self._must_ask and not self._is_interrupted:
                 return None
             raise
         except asyncio.TimeoutError:
@@ -360,7 +362,7 @@ class LogMembership:
         except NoStreamError:
             raise
         except NatsError as error:
-            self._reader = None
+            self._must_ask = True
             if self._connected is None or self._connected.log.is_closed:
                 raise
             await asyncio.sleep(min(timeout, _RETRY_SECONDS))
@@ -372,9 +374,9 @@ class LogMembership:
         Raises:
             NewEpochError, NoStreamError: it does not go on.
         """
-        if self._trouble:
-            return self._trouble
         assert self._connected is not None
+        if self._trouble and not self._connected.log.is_connected:
+            return self._trouble
         try:
             head = await self._connected.log.head()
             if head.epoch not in (None, self._epoch):
@@ -383,7 +385,7 @@ class LogMembership:
         except (NewEpochError, NoStreamError):
             raise
         except NatsError as error:
-            self._reader = None
+            self._must_ask = True
             return str(error)
         if head.seq < self._expected - 1:
             return f"the log has lost its messages from {head.seq + 1} on, until the relay returns"
@@ -393,7 +395,7 @@ class LogMembership:
         """Ask for the log from the next number on."""
         assert self._connected is not None
         reader, self._reader = self._reader, None
-        self._is_renewed = False
+        self._must_ask = False
         if reader is not None:
             self._origin.resubscribed += 1
             await reader.close()

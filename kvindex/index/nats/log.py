@@ -120,6 +120,11 @@ class Log:
         self._stream = client.jetstream(timeout=_API_SECONDS)
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is a server at present; errors alone do not end a connection."""
+        return bool(self._client.is_connected)
+
+    @property
     def is_closed(self) -> bool:
         """Whether the server has ended the connection for good, e.g. as credentials expired."""
         return self._client.is_closed

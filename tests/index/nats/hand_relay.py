@@ -138,6 +138,7 @@ class MemoryLog:
     """A log and a store in memory, which lose and repeat what they are asked to."""
 
     is_closed = False
+    is_connected = True
 
     def __init__(self) -> None:
         self.messages: dict[int, tuple[str, bytes]] = {}
@@ -151,6 +152,7 @@ class MemoryLog:
         self.failure: NatsError | None = None  # of every request
         self.on_silence: Callable[[], object] = lambda: None
         self.closed = 0
+        self.readers = 0  # that are open
 
     def append(self, epoch: str, body: bytes, *, seal: Seal | None = None) -> None:
         self.last += 1
@@ -197,6 +199,7 @@ class MemoryLog:
     async def read(self, seq: int) -> MemoryReader:
         self._check()
         self.reads.append(seq)
+        self.readers += 1
         return MemoryReader(self, seq)
 
 
@@ -224,7 +227,7 @@ class MemoryReader:
         return message
 
     async def close(self) -> None:
-        pass
+        self._log.readers -= 1
 
 
 def origin(

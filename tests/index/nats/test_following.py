@@ -142,12 +142,24 @@ def test_a_log_that_cannot_be_reached_is_silent_with_the_reason(scene: Scene) ->
         with pytest.raises(QueueTimeoutError, match="no servers"):
             receive(place)
     scene.log.on_change("disconnected")
-    scene.log.failure = None
+    scene.log.failure, scene.log.is_connected = None, False
     with pytest.raises(QueueTimeoutError, match="disconnected"):
         receive(place)
+    scene.log.is_connected = True
     scene.log.on_change("")
     scene.store()
     follow(scene, place)
+    assert scene.log.readers == 1, "what cannot be reached is asked again, not twice"
+
+
+def test_an_error_that_did_not_end_the_connection_does_not_keep_it_from_asking_again(
+    scene: Scene,
+) -> None:
+    place = scene.joined()
+    scene.log.on_change("SlowConsumerError")
+    with pytest.raises(QueueTimeoutError, match="nothing came for 3 s"):
+        receive(place)
+    assert scene.log.reads[-1] == scene.log.last + 1
 
 
 def test_once_connected_again_the_log_is_asked_again_at_once(scene: Scene) -> None:
