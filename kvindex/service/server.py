@@ -16,7 +16,8 @@ import msgspec
 
 from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
 from kvindex.index import nats
-from kvindex.index.replicas import BaseFanOut, FanOut, Replica
+from kvindex.index.replicas import FanOut, Replica
+from kvindex.index.replicas.server import BaseFanOut
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.directories import own_directory

@@ -20,7 +20,7 @@ from kvindex import (
     State,
     Trust,
 )
-from kvindex.index.replicas import BaseFanOut
+from kvindex.index.replicas.server import BaseFanOut
 from kvindex.service.catalog import Catalog, Partition, Registration
 from kvindex.service.followed import FollowedRegistry
 from kvindex.service.queries import AnswerForm

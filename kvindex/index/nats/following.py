@@ -162,9 +162,7 @@ class LogMembership:
         self._trouble = ""  # of the connection
         self._reader: LogReader | None = None
         self._is_reading = False
-        self._must_ask = (
-            False  # what was subscribed to may be gone: it is closed, and asked for again
-        )
+        self._must_ask = False  # what was subscribed to may be gone
         self._asked_again = False  # since the last expected message
         self._epoch = ""
         self._expected = 0  # number of the next message in the log

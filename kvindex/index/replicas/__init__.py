@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from kvindex.index.replicas.joining import ask
 from kvindex.index.replicas.replica import Replica, join
-from kvindex.index.replicas.server import BaseFanOut, FanOut
+from kvindex.index.replicas.server import FanOut
 from kvindex.wire.errors import QueueTimeoutError, SegmentError
 
-__all__ = ["BaseFanOut", "FanOut", "QueueTimeoutError", "Replica", "SegmentError", "ask", "join"]
+__all__ = ["FanOut", "QueueTimeoutError", "Replica", "SegmentError", "ask", "join"]
