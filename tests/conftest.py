@@ -44,7 +44,8 @@ _LONG = [
     for name in (
         *("docs/test_site.py", "engines", "service/http", "tools/cli/test_top_live.py"),
         *(f"index/nats/test_{part}.py" for part in ("from", "server_faults", "server_scenes")),
-        "index/nats/test_cluster_faults.py",
+        *("index/nats/test_cluster_faults.py", "index/nats/test_security.py"),
+        *("routing/test_shared_load_nats.py", "wire/test_nats_reconnecting.py"),
     )
 ]
 KINDS = {"unit", "property", "conformance", "e2e", "faults", "adapter", "service", "engine"}
