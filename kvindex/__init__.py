@@ -15,7 +15,8 @@ engine to the answer:
 - `kvindex.shm` is a queue for your own objects, through shared memory;
 - `kvindex.testing` has a fake engine and faulty links for tests;
 - `kvindex.routing` chooses a rank for each request, in Ray, LiteLLM and verl too (`adapters`);
-- `kvindex.service` is the HTTP service, with its `queries` and `metrics`;
+- `kvindex.service` is the HTTP service, with its `queries` and `metrics`; `kvindex.gateway` stands
+  in front of engines;
 - `kvindex.tools` is for operators: the command line (`cli`), the `doctor` (why nothing matches) and
   the `audit` (what routing costs).
 """

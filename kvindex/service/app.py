@@ -18,7 +18,7 @@ from kvindex import UnknownRankError
 from kvindex.service.apis import dynamo, rfc
 from kvindex.service.catalog import Partition
 from kvindex.service.hashing import HashQueries, HashQuery, no_hashes
-from kvindex.service.messages import (
+from kvindex.service.http.messages import (
     Reply,
     Request,
     Route,

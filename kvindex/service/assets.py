@@ -7,7 +7,7 @@ import importlib.resources
 from functools import partial
 from typing import Final, NamedTuple
 
-from kvindex.service.messages import Headers, Reply, Request, Route
+from kvindex.service.http.messages import Headers, Reply, Request, Route
 from kvindex.service.openapi import media, parameter, route
 
 HEADERS: Final[Headers] = (

@@ -19,14 +19,14 @@ import msgspec
 
 from kvindex.index.replicas import join
 from kvindex.service.catalog import Catalog, Change, Partition
-from kvindex.service.guards import Guard
-from kvindex.service.http import HttpServer
-from kvindex.service.messages import Reply, Request, Route, Stream
+from kvindex.service.http.guards import Guard
+from kvindex.service.http.messages import Reply, Request, Route, Stream
+from kvindex.service.http.server import HttpServer
+from kvindex.service.http.site import Site
 from kvindex.service.processes import Registered, Start, Stop, read_order
 from kvindex.service.proxy import Proxy
 from kvindex.service.query_requests import answer
 from kvindex.service.service import Ranks, Service
-from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.service.messages import Stream
+from kvindex.service.http.messages import Stream
 from kvindex.service.timeline import Happening, Timeline, parse_id
 
 HEARTBEAT: Final = 10.0

@@ -17,7 +17,7 @@ from kvindex import (
     TokenError,
     UnknownRankError,
 )
-from kvindex.service.messages import UNREADABLE, refusal
+from kvindex.service.http.messages import UNREADABLE, refusal
 from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.errors import DiscoveryError
 

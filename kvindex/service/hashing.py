@@ -39,7 +39,7 @@ from kvindex import (
 )
 from kvindex.service.apis import dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
-from kvindex.service.messages import (
+from kvindex.service.http.messages import (
     UNREADABLE,
     RefusedError,
     Reply,

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 import kvindex
-from kvindex.service.messages import Handler, Route
+from kvindex.service.http.messages import Handler, Route
 
 COUNT: Final = {"type": "integer", "minimum": 0}
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvindex.service.apis import dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
-from kvindex.service.messages import Reply, Request, json_reply, read_json
+from kvindex.service.http.messages import Reply, Request, json_reply, read_json
 from kvindex.service.service import Service
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]

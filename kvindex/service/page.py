@@ -23,8 +23,8 @@ from kvindex.service.assets import asset_routes
 from kvindex.service.catalog import BY_CLIENTS, Partition
 from kvindex.service.event_stream import StreamCounters, event_stream
 from kvindex.service.explaining import Explained, Explainer, Question, explain, read_question
-from kvindex.service.guards import Guard, Refusal
-from kvindex.service.messages import (
+from kvindex.service.http.guards import Guard, Refusal
+from kvindex.service.http.messages import (
     Handler,
     RefusedError,
     Reply,

@@ -12,8 +12,8 @@ from typing import Final
 
 import httptools
 
-from kvindex.service.guards import Guard, Refusal
-from kvindex.service.messages import Reply, Request, Stream, in_threads
+from kvindex.service.http.guards import Guard, Refusal
+from kvindex.service.http.messages import Reply, Request, Stream, in_threads
 
 _READ: Final = 64 << 10  # bytes at once
 _CONNECT_SECONDS: Final = 5.0

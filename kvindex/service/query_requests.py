@@ -18,7 +18,7 @@ import msgspec
 from kvindex import KVIndexError
 from kvindex.service.apis import conductor, dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
-from kvindex.service.messages import (
+from kvindex.service.http.messages import (
     JSON,
     MSGPACK_TYPES,
     UNREADABLE,

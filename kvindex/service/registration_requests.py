@@ -17,7 +17,7 @@ import msgspec
 
 from kvindex import BusyError, ClosedError
 from kvindex.service.apis import conductor, dynamo, rfc
-from kvindex.service.messages import (
+from kvindex.service.http.messages import (
     JSON,
     MSGPACK_TYPES,
     UNREADABLE,

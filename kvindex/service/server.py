@@ -23,17 +23,17 @@ from kvindex.service.catalog import Partition
 from kvindex.service.directories import own_directory
 from kvindex.service.exposition import Exposition
 from kvindex.service.followed import FollowedRegistry
-from kvindex.service.guards import Guard
 from kvindex.service.hashing import HashFollower, HashQueries
-from kvindex.service.http import HttpServer
-from kvindex.service.messages import Route
-from kvindex.service.networks import Networks
+from kvindex.service.http.guards import Guard
+from kvindex.service.http.messages import Route
+from kvindex.service.http.networks import Networks
+from kvindex.service.http.server import HttpServer
+from kvindex.service.http.site import Site
 from kvindex.service.page import Page
 from kvindex.service.processes import Children, Start
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.service.settings import ConfigFile, ServeSettings, Table
-from kvindex.service.site import Site
 from kvindex.service.snapshots import snapshot_route
 from kvindex.service.state import Saver, fetch_snapshot, read_registrations
 from kvindex.service.traffic import AllTraffic, Traffic

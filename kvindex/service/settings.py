@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.service.guards import Limits, check_tokens
-from kvindex.service.networks import LOOPBACK, address_of, parse_networks
+from kvindex.service.http.guards import Limits, check_tokens
+from kvindex.service.http.networks import LOOPBACK, address_of, parse_networks
 from kvindex.wire.errors import ConfigurationError
 
 if sys.version_info >= (3, 11):

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from kvindex import BusyError, Client, ClosedError
-from kvindex.service.messages import Request, Route, Stream, in_threads, refusal
+from kvindex.service.http.messages import Request, Route, Stream, in_threads, refusal
 from kvindex.service.openapi import binary, route
 
 _PIECE: Final = 256 << 10  # bytes read at once

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from kvindex import CacheSettings, ConfigurationError, Worker
-from kvindex.service.guards import Limits
+from kvindex.service.http.guards import Limits
 from kvindex.service.settings import ConfigFile, ServeSettings, Table, read_config
 from kvindex.service.workers import TABLES, ConfigSource, Defaults, read_targets, target_of
 from kvindex.subscribe.discovery import (

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kvindex.service.catalog import Partition
-from kvindex.service.guards import REASONS, Counters
-from kvindex.service.site import OTHER
+from kvindex.service.http.guards import REASONS, Counters
+from kvindex.service.http.site import OTHER
 
 BUCKETS: Final = (50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3, 51.2e-3)
 """Upper bounds of the durations that are counted together, in seconds; one more has no bound."""

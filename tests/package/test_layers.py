@@ -24,6 +24,7 @@ LAYERS = [
     ("index",),
     ("testing", "routing"),
     ("service",),
+    ("gateway",),
     ("tools",),
 ]
 SDK = {room for row in LAYERS[:3] for room in row}
@@ -40,6 +41,7 @@ UNKNOWN: dict[str, set[str]] = {
     "index/reference/*.py": {"zmq", "socket", "kvindex.subscribe", "kvindex.shm"} | FOLLOWERS,
     "routing/*.py": {"zmq", "socket", "kvindex.subscribe", "kvindex.shm"} | FOLLOWERS,
     "service/**/*.py": {"kvindex.testing"},
+    "gateway/**/*.py": {"kvindex.testing"},
     "subscribe/sequencer/*.py": IO,
     "tools/[ad]*/*.py": {"kvindex.testing"},
 }

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError
-from kvindex.service.guards import REASONS, Counters, Guard, Limits, check_tokens
-from kvindex.service.messages import Reply, Request, Route
-from kvindex.service.site import Site
+from kvindex.service.http.guards import REASONS, Counters, Guard, Limits, check_tokens
+from kvindex.service.http.messages import Reply, Request, Route
+from kvindex.service.http.site import Site
 
 pytestmark = pytest.mark.unit
 

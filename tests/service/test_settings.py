@@ -13,7 +13,7 @@ from kvindex import ConfigurationError
 if sys.version_info < (3, 11):
     pytest.importorskip("tomli")
 
-from kvindex.service.guards import Limits
+from kvindex.service.http.guards import Limits
 from kvindex.service.settings import ServeSettings, read_config
 
 pytestmark = pytest.mark.unit

@@ -11,7 +11,7 @@ import msgspec
 from kvindex import Hits, Rank
 from kvindex.service.apis.dynamo import check_endpoint
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
-from kvindex.service.messages import MSGPACK, RefusedError, Reply
+from kvindex.service.http.messages import MSGPACK, RefusedError, Reply
 from kvindex.wire.errors import RegistrationError
 
 _I32 = 2**31 - 1

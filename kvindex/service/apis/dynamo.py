@@ -10,7 +10,7 @@ import msgspec
 
 from kvindex import RankStatus, State
 from kvindex.service.catalog import DEFAULT_GROUP, Catalog, Partition, Registration
-from kvindex.service.messages import Reply, json_reply
+from kvindex.service.http.messages import Reply, json_reply
 from kvindex.service.registry import Effect
 from kvindex.wire.errors import RegistrationError
 

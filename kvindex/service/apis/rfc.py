@@ -9,7 +9,7 @@ import msgspec
 
 from kvindex.service.apis.dynamo import Endpoint, check_endpoint
 from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
-from kvindex.service.messages import Reply, json_reply
+from kvindex.service.http.messages import Reply, json_reply
 from kvindex.wire.errors import RegistrationError
 
 _DEVICES = ("npu", "xpu", "gpu")  # as MindIE calls the tier whose events an engine publishes

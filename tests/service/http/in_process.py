@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvindex.service.guards import Guard
-from kvindex.service.messages import Reply, Request, Route, Stream
-from kvindex.service.site import Site
+from kvindex.service.http.guards import Guard
+from kvindex.service.http.messages import Reply, Request, Route, Stream
+from kvindex.service.http.site import Site
 from kvindex.testing import FakeEngine
 
 

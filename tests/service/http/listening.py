@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
 
-from kvindex.service.connections import Connection
-from kvindex.service.guards import Guard
-from kvindex.service.http import HttpServer
-from kvindex.service.messages import Handler, Reply, Request, Route, Stream
-from kvindex.service.site import Site
+from kvindex.service.http.connections import Connection
+from kvindex.service.http.guards import Guard
+from kvindex.service.http.messages import Handler, Reply, Request, Route, Stream
+from kvindex.service.http.server import HttpServer
+from kvindex.service.http.site import Site
 from kvindex.service.traffic import Traffic
 from tests.live import PATIENCE
 

@@ -9,11 +9,11 @@ from typing import Any
 from kvindex import Client, Rank, State
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Catalog, Partition, Registration
-from kvindex.service.guards import Guard
-from kvindex.service.messages import Route
+from kvindex.service.http.guards import Guard
+from kvindex.service.http.messages import Route
+from kvindex.service.http.site import Site
 from kvindex.service.page import Page
 from kvindex.service.service import Service
-from kvindex.service.site import Site
 from kvindex.service.traffic import Traffic
 from kvindex.testing import FakeEngine
 from tests.live import worker_of

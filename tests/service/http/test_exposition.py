@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvindex.service.app import app_routes
 from kvindex.service.exposition import Exposition
-from kvindex.service.guards import Guard
+from kvindex.service.http.guards import Guard
+from kvindex.service.http.site import Site
 from kvindex.service.metrics import PoolCollector
 from kvindex.service.service import Service
-from kvindex.service.site import Site
 from kvindex.service.traffic import AllTraffic
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS

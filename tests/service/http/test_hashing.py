@@ -10,7 +10,7 @@ import xxhash
 from kvindex import BlockStored
 from kvindex.service.app import app_routes
 from kvindex.service.hashing import HashFollower, HashQueries, hashed, packed_hashes
-from kvindex.service.messages import Route
+from kvindex.service.http.messages import Route
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine, Workload

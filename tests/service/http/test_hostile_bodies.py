@@ -11,7 +11,7 @@ import pytest
 from kvindex import ConfigurationError
 from kvindex.service.catalog import Catalog
 from kvindex.service.explaining import read_question
-from kvindex.service.messages import RefusedError
+from kvindex.service.http.messages import RefusedError
 from kvindex.service.processes import Registered, read_order, write_order
 from kvindex.service.service import Service
 from kvindex.service.state import read_registrations, registrations_path

@@ -21,9 +21,9 @@ from kvindex.service.catalog import Partition
 from kvindex.service.event_stream import StreamCounters
 from kvindex.service.event_stream import event_stream as news_of
 from kvindex.service.explaining import TokenizerError, tokenize
-from kvindex.service.guards import Guard, Limits
-from kvindex.service.messages import Request, Route, Stream
-from kvindex.service.site import Site
+from kvindex.service.http.guards import Guard, Limits
+from kvindex.service.http.messages import Request, Route, Stream
+from kvindex.service.http.site import Site
 from kvindex.service.timeline import Timeline
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.canned import CannedServer

@@ -8,9 +8,9 @@ from http.client import HTTPException
 
 import pytest
 
-from kvindex.service.connections import Connection
-from kvindex.service.guards import Limits
-from kvindex.service.messages import Reply, Request
+from kvindex.service.http.connections import Connection
+from kvindex.service.http.guards import Limits
+from kvindex.service.http.messages import Reply, Request
 from tests.live import until
 from tests.service.http.listening import (
     Listening,

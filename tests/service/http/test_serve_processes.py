@@ -18,9 +18,9 @@ import pytest
 from kvindex import Client, Worker
 from kvindex.service.catalog import Catalog, Partition, Registration
 from kvindex.service.child import ReplicaService, child_site
-from kvindex.service.guards import Guard
+from kvindex.service.http.guards import Guard
+from kvindex.service.http.site import Site
 from kvindex.service.proxy import Proxy
-from kvindex.service.site import Site
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
 from tests.service.http.in_process import Asker, request

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from email.utils import formatdate
 from typing import Any, Final, TypeAlias
 
-from kvindex.service.guards import Guard, Refusal
-from kvindex.service.messages import (
+from kvindex.service.http.guards import Guard, Refusal
+from kvindex.service.http.messages import (
     Handler,
     RefusedError,
     Reply,

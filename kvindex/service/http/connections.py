@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import httptools
 
-from kvindex.service.guards import Refusal
-from kvindex.service.messages import Headers, Reply, Request, Stream
-from kvindex.service.site import Site
-from kvindex.service.unread import Unread
+from kvindex.service.http.guards import Refusal
+from kvindex.service.http.messages import Headers, Reply, Request, Stream
+from kvindex.service.http.site import Site
+from kvindex.service.http.unread import Unread
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from kvindex.service.messages import Headers, Reply, refused
-from kvindex.service.networks import address_of
+from kvindex.service.http.messages import Headers, Reply, refused
+from kvindex.service.http.networks import address_of
 from kvindex.wire.errors import ConfigurationError
 
 REASONS: Final = (

@@ -13,10 +13,10 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Final
 
-from kvindex.service.connections import Connection
-from kvindex.service.site import Site
+from kvindex.service.http.site import Site
 
 try:
     from uvloop import run as run_loop
@@ -54,7 +54,10 @@ class HttpServer:
         shutdown_within: float = 10.0,
         tls: tuple[str, str | None] | None = None,
     ) -> None:
+        from kvindex.service.http.connections import Connection  # httptools is an extra
+
         self.site = site
+        self._connect = partial(Connection, site)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if descriptors != resource.RLIM_INFINITY:  # the other half is for engines and processes
             site.most_connections = min(site.most_connections, descriptors // 2)
@@ -132,7 +135,7 @@ class HttpServer:
             try:
                 accepted, _ = await loop.sock_accept(listening)
                 if self._tls is None:
-                    await loop.connect_accepted_socket(lambda: Connection(self.site), accepted)
+                    await loop.connect_accepted_socket(self._connect, accepted)
                     continue
             except OSError as error:  # no descriptor is left, or the client has gone already
                 logger.warning("a connection could not be accepted: %s", error)
@@ -150,7 +153,7 @@ class HttpServer:
         guard = self.site.guard
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self.site),
+                self._connect,
                 accepted,
                 ssl=self._tls,
                 ssl_handshake_timeout=guard.limits.head_seconds,

@@ -1,0 +1,42 @@
+"""An HTTP/1.1 server with guards, by httptools; it knows nothing of engines and indexes.
+
+Routes receive a `Request` with its whole body and return a `Reply` or a `Stream`. The `Guard`
+admits requests; every limit on memory and time is in `Limits`.
+Read first: `messages.py`, then `site.py`, `connections.py` and `server.py`.
+"""
+
+from kvindex.service.http.guards import Counters, Guard, Limits, Refusal
+from kvindex.service.http.messages import (
+    JSON,
+    Handler,
+    Headers,
+    RefusedError,
+    Reply,
+    Request,
+    Route,
+    Stream,
+    json_reply,
+)
+from kvindex.service.http.networks import Networks
+from kvindex.service.http.server import HttpServer
+from kvindex.service.http.site import Count, Site
+
+__all__ = [
+    "JSON",
+    "Count",
+    "Counters",
+    "Guard",
+    "Handler",
+    "Headers",
+    "HttpServer",
+    "Limits",
+    "Networks",
+    "Refusal",
+    "RefusedError",
+    "Reply",
+    "Request",
+    "Route",
+    "Site",
+    "Stream",
+    "json_reply",
+]
