@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
 from kvindex.index.guard import Guard
@@ -46,6 +48,7 @@ _APPLIED = 0  # what Core.apply returns if all went well
 _MAX_WINDOW = 2**63 - 1
 
 _Value = TypeVar("_Value")
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def read_batch(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatch:
@@ -83,6 +86,7 @@ class Index(BaseIndex):
         self._core = Core(words, total, of_rank, min(max_orphans, 2**63 - 1))
         self._core_apply = self._core.apply
         self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
+        self._encoded_ids: tuple[Mapping[Rank, int], dict[bytes, int]] = (self._ids, {})
         self._directory = Directory(self._ids, {}, ())
         self._guard = Guard(self._core)  # of the directory, while it is replaced
 
@@ -159,6 +163,19 @@ class Index(BaseIndex):
     def lane_target(self) -> tuple[Core, Callable[[Rank], int | None]]:
         """Return the core and what finds a rank's number in it: for `kvindex.subscribe.lanes`."""
         return self._core, lambda rank: self._ids.get(rank)
+
+    def apply_entries(self, entries: bytes | memoryview) -> tuple[int, list[bytes]] | None:
+        """Apply the batches of a message's encoded entries: for `kvindex.index.replicas`.
+
+        Returns: how many were applied, and the entries that are left: statuses, and all from the
+            first one on that needs Python. None: these are no entries.
+        """
+        ids, encoded = self._encoded_ids
+        if ids is not self._ids:
+            ids = self._ids
+            encoded = {_encode(rank): rank_id for rank, rank_id in ids.items()}
+            self._encoded_ids = ids, encoded
+        return self._core.apply_entries(encoded, entries)
 
     # Queries ---------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@
 #include <cstring>
 
 #include "bindings/answer.hpp"
+#include "bindings/entries.hpp"
 #include "bindings/fingerprints.hpp"
 #include "bindings/gil.hpp"
 #include "bindings/intake.hpp"
@@ -375,6 +376,7 @@ void bind_index(nb::module_& module) {
         return true;
       })
       .def("end_fork", [](PyIndex& self, bool in_child) { self.index.end_fork(in_child); });
+  bind_entries(index);
   bind_snapshots(index);
 }
 

@@ -32,7 +32,7 @@ from kvindex.index.nats.log import Head, LogMessage, LogReader, NoStreamError
 from kvindex.index.nats.pool_snapshots import SnapshotContents, position_and_epoch
 from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.copy import Copy
-from kvindex.index.replicas.messages import Message, StatusChanged, decode_message
+from kvindex.index.replicas.messages import ReceivedMessage, decode_message
 from kvindex.subscribe import RankStatus
 from kvindex.wire.errors import (
     DecodeError,
@@ -172,7 +172,6 @@ class LogMembership:
         self._received_at = 0.0
         self._offset: float | None = None  # of our clock from the relay's, and the fastest delivery
         self._offset_at = 0.0
-        self._has_joined = False
 
     def join(self) -> None:
         """Fill the copy: a snapshot, and the log up to its end as of now.
@@ -196,11 +195,11 @@ class LogMembership:
             while self._waiting:
                 self.copy.apply(self._pop())
                 self.messages += 1
-        self._has_joined = True
         statuses = self.copy.statuses
         statuses.update({rank: self._local(status) for rank, status in statuses.items()})
+        self.copy.to_local = self._local
 
-    def receive(self, timeout: float, stop: threading.Event) -> Message:
+    def receive(self, timeout: float, stop: threading.Event) -> ReceivedMessage:
         """Return the next message, as `Membership.receive`."""
         while not self._waiting:
             if stop.is_set():
@@ -399,7 +398,7 @@ class LogMembership:
             await reader.close()
         self._reader = await self._connected.log.read(self._expected)
 
-    def _pop(self) -> Message:
+    def _pop(self) -> ReceivedMessage:
         """Return the next message in terms of this machine's clock."""
         message, received_at = decode_message(self._waiting.popleft()), self._received_at
         offset = received_at - message.sent_at
@@ -411,15 +410,8 @@ class LogMembership:
             self._epoch, number, self.backlog, message.sent_at + offset
         )
         is_current = number >= self._current_from and self.backlog <= _FAR_BEHIND
-        entries = message.entries
-        if self._has_joined:
-            entries = [
-                StatusChanged(self._local(entry.status))
-                if isinstance(entry, StatusChanged)
-                else entry
-                for entry in entries
-            ]
-        return Message(message.number, received_at if is_current else self.copy.sent_at, entries)
+        as_of = received_at if is_current else self.copy.sent_at
+        return ReceivedMessage(message.number, as_of, message.entries)
 
     def _local(self, status: RankStatus) -> RankStatus:
         """Return a status whose time is by this machine's clock."""

@@ -28,9 +28,11 @@ from kvindex.index.client.client import follow_item
 from kvindex.index.replicas.messages import (
     BatchApplied,
     Entry,
-    Message,
+    ReceivedMessage,
     SectionRestored,
     StatusChanged,
+    decode_entries,
+    decode_entry,
     follow_names,
 )
 from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed, RankStatus
@@ -66,23 +68,26 @@ class Catchup:
             raise DecodeError(f"a snapshot that ends at message {number}, before its sections")
         self._end = number
 
-    def due(self, message: Message) -> Iterable[Entry]:
-        """Return the entries to apply of the next message; DecodeError if it is another one."""
-        number, end = message.number, self._end
+    def follow(self, number: int) -> bool:
+        """Return whether all entries of the next message count; DecodeError if it is another."""
+        end = self._end
         assert end is not None
         if number != self._next if self._next is not None else number > self._begin:
             expected = self._begin if self._next is None else self._next
             raise DecodeError(f"message {number} came where {expected} should follow")
         self._next = number + 1
-        if number >= end:
-            return message.entries
-        due = [] if number < self._begin else list(self._select(message, end))
-        self.passed += len(message.entries) - len(due)
+        return number >= end
+
+    def due(self, number: int, entries: list[Entry]) -> list[Entry]:
+        """Return those of a message's entries that count, if not all do; raises DecodeError."""
+        due = [] if number < self._begin else list(self._select(number, entries))
+        self.passed += len(entries) - len(due)
         return due
 
-    def _select(self, message: Message, end: int) -> Iterator[Entry]:
-        number, positions = message.number, self._positions
-        for entry in message.entries:
+    def _select(self, number: int, entries: list[Entry]) -> Iterator[Entry]:
+        positions, end = self._positions, self._end
+        assert end is not None
+        for entry in entries:
             if isinstance(entry, RanksRenamed):
                 raise DecodeError(f"ranks were renamed in message {number}, within a snapshot")
             rank = entry.status.rank if isinstance(entry, StatusChanged) else entry.rank
@@ -106,6 +111,7 @@ class Copy:
         self.sent_at = 0.0  # when the last message was sent, by the monotonic clock
         self.applying = threading.Lock()  # held while a message is applied, and handed on
         self.hand_on: Callable[[Iterable[Entry]], None] | None = None  # called with what is applied
+        self.to_local: Callable[[RankStatus], RankStatus] | None = None  # by this machine's clock
 
     def begin(self, number: int) -> None:
         """Forget all: a snapshot begins, or begins again."""
@@ -123,15 +129,38 @@ class Copy:
         if status is not None:
             self.statuses[rank] = status
 
-    def apply(self, message: Message) -> None:
+    def apply(self, message: ReceivedMessage) -> None:
         """Apply the next message; DecodeError or SnapshotError if that is impossible."""
         with self.applying:
-            due = self.catchup.due(message)
+            due = self._due(message)
             for entry in due:
                 self._apply(entry)
             self.sent_at = message.sent_at
             if self.hand_on is not None:
                 self.hand_on(due)
+
+    def _due(self, message: ReceivedMessage) -> list[Entry]:
+        """Return what is left to apply of a message, once native code has applied what it can."""
+        number, encoded = message.number, memoryview(message.entries)
+        is_whole = self.catchup.follow(number)
+        applied = None
+        if is_whole and self.hand_on is None and self.index.backend == "native":
+            applied = self.index.apply_entries(encoded)
+        if applied is None:
+            entries = decode_entries(encoded)
+        else:
+            self.applied += applied[0]
+            entries = [decode_entry(entry) for entry in applied[1]]
+        if not is_whole:
+            entries = self.catchup.due(number, entries)
+        if self.to_local is None:
+            return entries
+        return [
+            StatusChanged(self.to_local(entry.status))
+            if isinstance(entry, StatusChanged)
+            else entry
+            for entry in entries
+        ]
 
     def take_changes(self) -> list[RankStatus]:
         """Return the statuses that are new since the last call."""

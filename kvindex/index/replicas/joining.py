@@ -32,8 +32,8 @@ from kvindex.index.replicas.messages import (
     JoinersFrame,
     JoinRequest,
     Leave,
-    Message,
     RankSection,
+    ReceivedMessage,
     Refused,
     ReportRequest,
     ServerReport,
@@ -85,7 +85,7 @@ class Membership(Protocol):
     def join(self) -> None:
         """Fill the copy; raises an Exception if that fails, or at `interrupt`."""
 
-    def receive(self, timeout: float, stop: threading.Event) -> Message:
+    def receive(self, timeout: float, stop: threading.Event) -> ReceivedMessage:
         """Return the next message to apply to the copy.
 
         Its `sent_at` is a time of this machine's monotonic clock, as of which the copy is current.
@@ -293,11 +293,11 @@ class FanOutMembership:
         except ClosedError:
             return 0
 
-    def receive(self, timeout: float, stop: threading.Event) -> Message:
+    def receive(self, timeout: float, stop: threading.Event) -> ReceivedMessage:
         """Return the next message, as `Membership.receive`."""
         assert self._receiver is not None
         try:
-            message: Message = self._receiver.receive(_decode, timeout, stop, quiet=True)
+            message: ReceivedMessage = self._receiver.receive(_decode, timeout, stop, quiet=True)
         except QueueTimeoutError:
             raise QueueTimeoutError("it is stopped or stuck", timeout=timeout) from None
         return message
@@ -314,8 +314,8 @@ class FanOutMembership:
         self._link.close()
 
 
-def _decode(_: int, body: Buffer) -> Message:
-    return decode_message(body)
+def _decode(_: int, body: Buffer) -> ReceivedMessage:
+    return decode_message(bytes(body))  # the ring's memory is written anew
 
 
 class FanOutOrigin:

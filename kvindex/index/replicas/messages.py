@@ -95,18 +95,52 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     entries: list[Entry]
 
 
+class ReceivedMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A message whose entries are still encoded: native code applies most of them so.
+
+    `entries` refers to the bytes that were decoded.
+    """
+
+    number: int
+    sent_at: float
+    entries: msgspec.Raw
+
+
 encode_message = msgspec.msgpack.Encoder().encode
 """Return a message as bytes."""
 
-_decode_message = msgspec.msgpack.Decoder(Message).decode
+_decode_message = msgspec.msgpack.Decoder(ReceivedMessage).decode
+_decode_entries = msgspec.msgpack.Decoder(list[Entry]).decode
+_decode_entry: Callable[[bytes], Entry] = msgspec.msgpack.Decoder(Entry).decode
+_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
-def decode_message(body: Buffer) -> Message:
+def decode_message(body: Buffer) -> ReceivedMessage:
     """Return the message that `encode_message` encoded; raises DecodeError."""
     try:
         return _decode_message(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DecodeError(f"not a message of a fan-out: {error}", size=len(body)) from error
+    except _MALFORMED as error:
+        raise _no_message(error, len(body)) from error
+
+
+def decode_entries(entries: Buffer) -> list[Entry]:
+    """Return the entries of a received message; raises DecodeError."""
+    try:
+        return _decode_entries(entries)
+    except _MALFORMED as error:
+        raise _no_message(error, memoryview(entries).nbytes) from error
+
+
+def decode_entry(entry: bytes) -> Entry:
+    """Return one entry; raises DecodeError."""
+    try:
+        return _decode_entry(entry)
+    except _MALFORMED as error:
+        raise _no_message(error, len(entry)) from error
+
+
+def _no_message(error: Exception, size: int) -> DecodeError:
+    return DecodeError(f"not a message of a fan-out: {error}", size=size)
 
 
 def size_of(entry: Entry) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvindex import Rank
 from kvindex.index.nats.following import LogMembership
-from kvindex.index.replicas.messages import Message
+from kvindex.index.replicas.messages import ReceivedMessage
 from tests.index.nats.hand_relay import HandRelay, MemoryLog, held, membership
 
 A, B = Rank("a"), Rank("b")
@@ -63,7 +63,7 @@ class Scene:
             place.close()
 
 
-def receive(place: LogMembership) -> Message:
+def receive(place: LogMembership) -> ReceivedMessage:
     """Receive the next message, and apply it."""
     message = place.receive(3.0, STOP)
     place.copy.apply(message)

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from kvindex.index.replicas.copy import Copy
-from kvindex.index.replicas.messages import BatchApplied, Message
+from kvindex.index.replicas.messages import (
+    BatchApplied,
+    Message,
+    ReceivedMessage,
+    decode_message,
+    encode_message,
+)
 from kvindex.wire import BlockStored, EventBatch, encode_batch, forks
 from kvindex.wire.forks import Fork, prepare_forks
 from kvindex.wire.rank import Rank
@@ -127,12 +133,13 @@ def test_a_lock_that_is_not_to_be_had_stays_its_holders() -> None:
         assert impatient.lock.locked()
 
 
-def message(number: int, block: int) -> Message:
+def message(number: int, block: int) -> ReceivedMessage:
     stored = BlockStored(
         block_hashes=[block], token_ids=list(range(block, block + 4)), block_size=4
     )
     batch = EventBatch(ts=float(number), events=[stored])
-    return Message(number, 0.0, [BatchApplied(RANK, encode_batch(batch))])
+    body = encode_message(Message(number, 0.0, [BatchApplied(RANK, encode_batch(batch))]))
+    return decode_message(body)
 
 
 class Held:
@@ -153,14 +160,14 @@ def test_who_holds_a_copy_finds_whole_messages_in_it(monkeypatch: pytest.MonkeyP
     copy.catchup.begin(0)
     copy.catchup.end(0)
     within, go_on = threading.Event(), threading.Event()
-    apply = copy.index.apply
+    follow = copy.catchup.follow
 
-    def slow(rank: Rank, batch: EventBatch) -> None:
+    def slow(number: int) -> bool:
         within.set()
         go_on.wait(PATIENCE)
-        apply(rank, batch)
+        return follow(number)
 
-    monkeypatch.setattr(copy.index, "apply", slow)
+    monkeypatch.setattr(copy.catchup, "follow", slow)
     follower = threading.Thread(target=copy.apply, args=(message(0, 1),))
     follower.start()
     held = Held(copy)

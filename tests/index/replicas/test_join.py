@@ -23,7 +23,6 @@ from kvindex.index.replicas.messages import (
     Message,
     SectionRestored,
     StatusChanged,
-    decode_message,
 )
 from kvindex.index.replicas.outflow import StreamTap
 from kvindex.index.replicas.snapshot import Part, Snapshots, TakenRank
@@ -39,6 +38,8 @@ from kvindex.subscribe import (
 from kvindex.wire.errors import ClosedError, UnknownRankError
 from kvindex.wire.rank import Rank
 from tests.examples import examples
+from tests.index.replicas.test_catchup import due_of
+from tests.index.replicas.test_tap import whole
 from tests.native_ring import needs_ring
 
 pytestmark = [pytest.mark.property, needs_ring]
@@ -108,7 +109,7 @@ class Server:
     # As an Outflow
 
     def send(self, body: bytes) -> None:
-        self.messages.append(decode_message(body))
+        self.messages.append(whole(body))
 
     def admit(self) -> None:
         pass
@@ -231,7 +232,7 @@ class Joiner:
         messages = self._server.messages[self._attached_at + self._read :]
         self._read += len(messages)
         for message in messages:
-            for entry in self._catchup.due(message):
+            for entry in due_of(self._catchup, message):
                 follow(self.held, self.shown, entry)
 
 

@@ -11,6 +11,7 @@ from kvindex.index.replicas.messages import (
     Message,
     SectionRestored,
     StatusChanged,
+    decode_entries,
     decode_message,
     encode_message,
     follow_names,
@@ -29,6 +30,12 @@ pytestmark = pytest.mark.unit
 A, B = Rank("a", 0), Rank("a", 1)
 
 
+def whole(body: bytes) -> Message:
+    """A message with its entries."""
+    received = decode_message(body)
+    return Message(received.number, received.sent_at, decode_entries(received.entries))
+
+
 class Sent:
     """An outflow that keeps what it is given."""
 
@@ -44,7 +51,7 @@ class Sent:
     def send(self, body: bytes) -> None:
         if self.error is not None:
             raise self.error
-        self.messages.append(decode_message(body))
+        self.messages.append(whole(body))
 
     def admit(self) -> None:
         self.admitted += 1
@@ -207,4 +214,4 @@ def test_names_of_ports_follow_their_ranks() -> None:
 )
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(DecodeError):
-        decode_message(body)
+        whole(body)
