@@ -42,7 +42,7 @@ from kvindex.wire.errors import (
     WaitCancelledError,
 )
 from kvindex.wire.log_rate import LogRate
-from kvindex.wire.nats import NatsPool
+from kvindex.wire.nats import NatsPool, new_loop
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class LogMembership:
         self.backlog = 0
         self._origin = origin
         self._note = note
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()
         self._task: asyncio.Task[Any] | None = None  # the present step
         self._is_interrupted = False
         self._connected: Connected | None = None
