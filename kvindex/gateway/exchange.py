@@ -307,7 +307,8 @@ class Exchange:
         return b"".join(self._parts)
 
     def _note_first(self, now: float) -> None:
-        assert self.place is not None and self.answer is not None
+        assert self.place is not None
+        assert self.answer is not None
         if self.answer.status < 300:
             self.first_token = now - self.began_at
             self._touched = (0, now)
