@@ -18,8 +18,10 @@ _HOP: Final = frozenset(
 _FROM_CLIENTS: Final = _HOP | {b"host", b"expect", b"accept-encoding", b"proxy-authorization"}
 _FROM_ENGINES: Final = _HOP | {b"date", b"server"}
 # Only a gateway may name ranks and destinations.
-_FORGED: Final = (b"x-gateway-", b"x-kvindex-", b"x-data-parallel-", b"x-routed-dp-rank")
-_FORGED += (b"x-prefiller-host", b"x-encoder-hosts")
+_FORGED: Final = (
+    *(b"x-gateway-", b"x-kvindex-", b"x-data-parallel-", b"x-routed-dp-rank"),
+    *(b"x-prefiller-host", b"x-encoder-hosts"),
+)
 
 
 def request_headers(headers: Headers, *, passes_keys: bool) -> list[tuple[bytes, bytes]]:

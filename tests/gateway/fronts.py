@@ -186,6 +186,7 @@ class Fronted:
 
     def __init__(self, scripted: Scripted, options: dict[str, Any]) -> None:
         self.scripted = scripted
+        self.port = 0
         self.access = Access()
         given: Any = scripted
         self.front = Front(given, given, given, access=self.access, **options)

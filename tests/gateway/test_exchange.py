@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -277,7 +278,7 @@ def test_each_happening_at_each_stage(happening: str, stage: str) -> None:
     life = stage_of(stage)
     exchange = life.exchange
     life.log.clear()
-    happens = {
+    happens: dict[str, Callable[[], object]] = {
         "reserved": lambda: life.reserve(RANKS[1]),
         "answered": life.answer,
         "unavailable": lambda: life.answer(503),

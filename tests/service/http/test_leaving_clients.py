@@ -107,9 +107,9 @@ async def test_refusals_have_the_form_that_the_guard_is_given() -> None:
     def form(refusal: Refusal) -> Reply:
         return Reply(refusal.status, refusal.reason.encode(), b"", ((b"x-form", b"own"),))
 
-    guard = Guard(form=form, limits=Limits(body_bytes=4, head_bytes=100))
+    guard = Guard(form=form, limits=Limits(body_bytes=4))
     route = Route("POST", "/query", lambda _: Reply(200))
-    for sent in (post(b"/query", body=b"12345"), b"no HTTP\r\n\r\n", post(b"/q", b"x: " * 99)):
+    for sent in (post(b"/query", body=b"12345"), b"no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
         connection, transport = connected(route, guard)
         connection.data_received(sent)
         assert b"x-form: own\r\n" in transport.written[0]
