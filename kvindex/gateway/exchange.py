@@ -273,7 +273,6 @@ class Exchange:
         if self.stage is Stage.SENT or self.stage is Stage.KEPT:
             self._note_failure(reason)
             self._release()
-            self._events, self._parts = None, []
             self.first_token = None
             self.stage = Stage.WAITING
             if len(self.failures) >= MOST_TRIES:

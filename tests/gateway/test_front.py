@@ -11,7 +11,7 @@ import pytest
 
 from kvindex.gateway.choosing import NoRankError, ShedError, UnknownModelError
 from tests.gateway.fronts import STREAM, Engine, fronted
-from tests.gateway.lives import JSON, ROLE, WHOLE
+from tests.gateway.lives import HEAD, JSON, ROLE, WHOLE
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,7 @@ def error_of(body: bytes) -> dict[str, Any]:
 
 
 async def test_a_stream_passes_through_and_its_place_is_finished_with_the_usage() -> None:
-    async with fronted(Engine()) as served:
+    async with fronted(Engine(headers=(*HEAD, (b"content-length", b"7")))) as served:
         status, headers, body = await served.ask()
         await served.ended()
         assert (status, body) == (200, b"".join(STREAM))
