@@ -8,6 +8,7 @@ Read first: `messages.py`, then `site.py`, `connections.py` and `server.py`.
 from kvindex.service.http.guards import Counters, Guard, Limits, Refusal
 from kvindex.service.http.messages import (
     JSON,
+    BrokenOffError,
     Handler,
     Headers,
     RefusedError,
@@ -23,6 +24,7 @@ from kvindex.service.http.site import Count, Site
 
 __all__ = [
     "JSON",
+    "BrokenOffError",
     "Count",
     "Counters",
     "Guard",
