@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-
 from kvindex.gateway.choosing import NoRankError, ShedError, UnknownModelError
+
 from tests.gateway.fronts import STREAM, Engine, fronted
 from tests.gateway.lives import HEAD, JSON, ROLE, WHOLE
 
