@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvindex import Rank
 from kvindex.gateway.exchange import MOST_TRIES, End, Exchange, Stage
+from tests.examples import examples
 from tests.gateway.lives import (
     DONE,
     HEAD,
@@ -132,4 +133,4 @@ class AnyLife(RuleBasedStateMachine):
 
 
 TestAnyLife = AnyLife.TestCase
-TestAnyLife.settings = settings(max_examples=60, stateful_step_count=25)
+TestAnyLife.settings = settings(examples(25), stateful_step_count=20)
