@@ -105,7 +105,7 @@ def test_the_reports_of_added_engines_are_shown_until_they_differ(engine: FakeEn
         shown = discovery.engines()
         report = shown[name_of(server)]
         assert (report.url, report.kind, report.version) == (server.url, "vllm", "0.33.0")
-        assert report.models == (server.model, "sql")
+        assert report.models == ("fake-model", "sql")
         assert (report.adapters, report.first_rank) == (("sql",), 0)
         asked = discovery.statistics()["counters"]["asked"]
         until(lambda: discovery.statistics()["counters"]["asked"] > asked + 2)
