@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -46,6 +46,7 @@ class Access:
 
     def __init__(self) -> None:
         self.open = 0
+        self.on_idle: Callable[[], object] = lambda: None  # called when no request is open
         self._requests: Counter[tuple[str, int, str]] = Counter()
         self._retries: Counter[str] = Counter()
         self._choices: Counter[str] = Counter()
@@ -82,6 +83,8 @@ class Access:
             self._tokens["answers_with_usage"] += usage is not None
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", _line(exchange, delivered, duration))
+        if not self.open:
+            self.on_idle()
 
     def refuse(self, path: str, status: int) -> None:
         """Count a request that is refused before its life begins."""

@@ -17,12 +17,15 @@ from typing import Any, Final
 
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call
-from kvindex.gateway.choosing import NoRankError, Routing, ShedError, UnknownModelError
+from kvindex.gateway.choosing import NoRankError, Routing
 from kvindex.gateway.exchange import End, Exchange, Stage
+from kvindex.gateway.models import UnknownModelError
 from kvindex.gateway.passing import answer_headers, request_headers, with_fields
 from kvindex.gateway.silence import Silence
 from kvindex.gateway.tokens import Tokenizing
-from kvindex.gateway.upstream import Answer, Upstream, UpstreamError
+from kvindex.gateway.upstream import Upstream
+from kvindex.gateway.waiting import ShedError
+from kvindex.gateway.wires import Answer, UpstreamError
 from kvindex.service.http import (
     BrokenOffError,
     Headers,
@@ -112,9 +115,16 @@ class Front:
         self.access.refuse("(other)", 404)
         return error_reply(404, f"this gateway has no route {request.method} {request.path[:200]}")
 
-    def drain(self) -> None:
-        """Report "not ready" from now on; requests are served until the listener closes."""
+    def drain(self, on_idle: Callable[[], object] = lambda: None) -> None:
+        """Report "not ready" from now on; requests are served until the listener closes.
+
+        Args:
+            on_idle: called whenever no request is open; on the loop, or at once. From any thread.
+        """
         self.is_draining = True
+        self.access.on_idle = on_idle
+        if not self.access.open:
+            on_idle()
 
     def _health(self, _: Request) -> Reply:
         return Reply(200, b"", b"")

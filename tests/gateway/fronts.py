@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from kvindex.gateway.choosing import NoRankError
-from kvindex.gateway.tokens import Tokens
 
 from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import Call
+from kvindex.gateway.choosing import NoRankError
 from kvindex.gateway.front import Front, refusal_reply
-from kvindex.gateway.upstream import UpstreamError
+from kvindex.gateway.tokens import Tokens
+from kvindex.gateway.wires import UpstreamError
 from kvindex.service.http import Guard, Limits, Site
 from kvindex.service.http.connections import Connection
 from tests.gateway.lives import DONE, HEAD, ROLE, USAGE, LoggedPlace, event

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvindex.gateway.models import Pin, Serving
-
 from kvindex import Rank
 from kvindex.gateway.calls import Call, read_call
+from kvindex.gateway.models import Pin, Serving
 
 HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 JSON = ((b"content-type", b"application/json"),)

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvindex.gateway.choosing import NoRankError, ShedError, UnknownModelError
 
+from kvindex.gateway.choosing import NoRankError
+from kvindex.gateway.models import UnknownModelError
+from kvindex.gateway.waiting import ShedError
 from tests.gateway.fronts import STREAM, Engine, fronted
 from tests.gateway.lives import HEAD, JSON, ROLE, WHOLE
 
@@ -144,7 +146,7 @@ async def test_a_whole_answer_that_breaks_off_is_shorter_than_its_length() -> No
     [
         (UnknownModelError("m", ["a", "b"]), 404, "model_not_found"),
         (NoRankError({"drained": 2}), 503, "no_rank"),
-        (ShedError(2.5), 429, "no_capacity"),
+        (ShedError("no room", reason="full", retry_after=2.5), 429, "no_capacity"),
     ],
 )
 async def test_a_request_without_a_place_is_refused(

@@ -6,6 +6,7 @@ Read first: `messages.py`, then `site.py`, `connections.py` and `server.py`.
 """
 
 from kvindex.service.http.guards import Counters, Guard, Limits, Refusal
+from kvindex.service.http.listening import Listening, is_loopback
 from kvindex.service.http.messages import (
     JSON,
     BrokenOffError,
@@ -32,6 +33,7 @@ __all__ = [
     "Headers",
     "HttpServer",
     "Limits",
+    "Listening",
     "Networks",
     "Refusal",
     "RefusedError",
@@ -40,5 +42,6 @@ __all__ = [
     "Route",
     "Site",
     "Stream",
+    "is_loopback",
     "json_reply",
 ]

@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
     running = Server(
         settings,
         serving.sources,
-        tokens=settings.tokens(),
+        tokens=settings.listening.tokens(),
         max_blocks_per_rank=arguments.max_blocks_per_rank,
         engine_token=arguments.engine_token_file and token_reader(arguments.engine_token_file),
         pool=pool,
@@ -235,7 +235,7 @@ def _print_beginning(running: Any) -> None:
     settings = running.settings
     ranks = len(running.service.catalog.registrations)
     print(f"kvindex serves {counted(ranks, 'rank')} at {running.url}", flush=True)
-    token = ' -H "Authorization: Bearer $KVINDEX_TOKEN"' if settings.tokens() else ""
+    token = ' -H "Authorization: Bearer $KVINDEX_TOKEN"' if settings.listening.tokens() else ""
     if settings.token_file is not None:
         token = token.replace("$KVINDEX_TOKEN", f"$(head -n 1 {shlex.quote(settings.token_file)})")
     lines = [f"the page: {running.url}/", f"how the ranks stand: curl{token} {running.url}/ready"]
@@ -249,9 +249,9 @@ def _print_beginning(running: Any) -> None:
         lines.append(
             f"add workers by --worker {WORKER_FORM}, --engine URL, --config FILE, POST /register"
         )
-    if settings.insecure and not settings.tokens():
+    if settings.insecure and not settings.listening.tokens():
         lines.append("warning: anybody who reaches this address may ask and register (--insecure)")
-    elif settings.tokens() and settings.scheme == "http":
+    elif settings.listening.tokens() and settings.listening.scheme == "http":
         lines.append("note: without --tls-cert the token travels as it is")
     for line in lines:
         print(f"  {line}", flush=True)
