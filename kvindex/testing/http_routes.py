@@ -115,9 +115,10 @@ class Routes:
         return Response(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
     def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response | Streamed:
-        prompts = self._prompts(chat, body, rank) * _choices(body)
+        many = _choices(body)
+        prompts = [x for x in self._prompts(chat, body, rank) for _ in range(many)]
         results = [self._service.serve(prompt) for prompt in prompts]
-        reported = self._usage([served for served, _ in results])
+        reported = self._usage([served for served, _ in results], many)
         if body.get("stream"):
             options = body.get("stream_options")
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -141,10 +142,10 @@ class Routes:
             }
         )
 
-    def _usage(self, served: list[Served]) -> dict[str, Any]:
-        prompt = sum(request.prompt_tokens for request in served)
+    def _usage(self, served: list[Served], choices: int) -> dict[str, Any]:
+        prompt = sum(request.prompt_tokens for request in served[::choices])
         generated = sum(request.new_tokens for request in served)
-        cached = sum(request.hit_tokens for request in served)
+        cached = sum(request.hit_tokens for request in served[::choices])
         details = {"cached_tokens": cached} if self._options.cached_tokens else None
         return {
             "prompt_tokens": prompt,
