@@ -93,7 +93,12 @@ class Server:
         keep = headers.get("connection", "").lower() != "close"
         faults = self.faults
         if "x-fake-faults" in headers:
-            faults = msgspec.json.decode(headers["x-fake-faults"], type=HttpFaults)
+            try:
+                faults = msgspec.json.decode(headers["x-fake-faults"], type=HttpFaults)
+            except msgspec.DecodeError as error:
+                refusal = RequestError(400, f"x-fake-faults: {error}")
+                _write(writer, Response.of_error(refusal), keep=False)
+                return False
         if method == "POST" and not await self._goes_on(faults, reader, writer):
             return False
         answer = self._answer(method, target.partition("?")[0], headers, body)

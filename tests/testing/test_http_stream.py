@@ -55,17 +55,27 @@ def test_usage_is_an_event_of_its_own_if_it_is_wanted(engine: HttpEngine) -> Non
     assert usage["usage"]["completion_tokens"] == 6
 
 
-@pytest.mark.parametrize("kind", ["reset", "reset_after_head", "cut", "garbage", "half_head"])
+@pytest.mark.parametrize("kind", ["reset", "reset_after_head", "cut", "garbage"])
 def test_a_fault_breaks_the_answer(engine: HttpEngine, kind: Any) -> None:
     engine.faults = HttpFaults(kind=kind, after=1)
     with pytest.raises((http.client.HTTPException, OSError)):
         post(engine, CHAT)
 
 
+def test_half_a_head_ends_before_its_empty_line(engine: HttpEngine) -> None:
+    engine.faults = HttpFaults(kind="half_head")
+    host, port = engine.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=120) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\n\r\n")
+        with client.makefile("rb") as answer:
+            assert answer.read() == b"HTTP/1.1 200 OK\r\ncontent-ty"
+
+
 def test_a_header_names_the_fault_of_one_request(engine: HttpEngine) -> None:
     assert post(engine, CHAT, x_fake_faults='{"kind":"503"}')[0] == 503
     status, data = post(engine, CHAT, x_fake_faults='{"kind":"error_event","after":1}')
     assert (status, "error" in events(data)[2]) == (200, True)
+    assert post(engine, CHAT, x_fake_faults="?")[0] == 400
     assert post(engine, CHAT)[0] == 200
 
 
