@@ -119,6 +119,8 @@ class Server:
             await reader.read(1)  # until the client closes
         elif faults.kind == "garbage":
             writer.write(b"\x00\xffno HTTP\r\n\r\n")
+        elif faults.kind == "long_head":
+            writer.write(b"HTTP/1.1 200 OK\r\nx-long: " + b"x" * _MAX_HEAD + b"\r\n\r\n")
         elif faults.kind == "half_head":
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-ty")
         else:
@@ -155,6 +157,8 @@ class Server:
     async def _send(
         self, answer: Streamed, faults: HttpFaults, writer: asyncio.StreamWriter
     ) -> bool:
+        if faults.kind == "keep_alive":
+            writer.write(_chunk(b": keep-alive\n\n"))
         await asyncio.sleep(faults.ttft)
         for event in answer.first():
             writer.write(_chunk(event))
@@ -170,6 +174,8 @@ class Server:
             writer.write(_chunk(event))
             await writer.drain()
             self.counters["generated"] += 1
+        if faults.kind == "two_usages":
+            writer.write(_chunk(answer.end()[0]))
         for event in answer.end():
             writer.write(_chunk(event))
         writer.write(b"0\r\n\r\n")

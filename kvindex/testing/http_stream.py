@@ -12,7 +12,18 @@ from kvindex.testing.http_requests import text_of
 from kvindex.testing.values import Served
 
 FaultKind = Literal[
-    "", "503", "reset", "reset_after_head", "cut", "hang", "garbage", "half_head", "error_event"
+    "",
+    "503",
+    "reset",
+    "reset_after_head",
+    "cut",
+    "hang",
+    "garbage",
+    "half_head",
+    "long_head",
+    "error_event",
+    "keep_alive",
+    "two_usages",
 ]
 
 
@@ -24,6 +35,7 @@ class HttpFaults(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: the fault; "" for none. "reset" is before the head, "reset_after_head" before the
             first event, "cut" after `after` tokens, "error_event" there too, under status 200.
+            "long_head" has 64 kB of fields, "keep_alive" has a comment before the first event.
         after: tokens that are sent before "cut" or "error_event".
         ttft: seconds from a stream's head to its first token.
         gap: seconds between tokens.
