@@ -130,8 +130,8 @@ class Upstream:
                 pieces.append(piece)
                 most -= len(piece)
                 if most < 0:
-                    answer.fail("too_long", "its answer is longer than accepted")
-                    answer._pieces.clear()
+                    text = f"{url}{path}: the answer is longer than accepted"
+                    raise UpstreamError(text, reason="too_long")
         except UpstreamError as error:
             self._failures[error.reason] += 1
             raise

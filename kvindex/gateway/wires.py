@@ -217,6 +217,7 @@ class Wire(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             answer.fail("garbage", f"its answer is no HTTP/1.1 ({type(error).__name__})")
+            self.abort()  # also if more follows a whole answer
             return
         if self._in_head and self._unread > MOST_HEAD:
             answer.fail("head_too_long", f"the head of its answer exceeds {MOST_HEAD} bytes")

@@ -34,6 +34,8 @@ class Server:
         self._answer = answer
         self._tasks: set[asyncio.Task[None]] = set()
         self.socket = socket.create_server((host, port), backlog=1024)
+        # Accepted sockets inherit it: each token is sent at once.
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="kvindex-http-engine", daemon=True)

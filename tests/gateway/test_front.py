@@ -118,7 +118,10 @@ async def test_the_only_engine_that_fails_is_named_by_its_failure_not_as_no_rank
 async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_whole() -> None:
     async with fronted(Engine([*STREAM[:2], b"data: {", "reset"])) as served:
         client = await served.connect()
-        client.post("/v1/chat/completions", msgspec.json.encode({"model": "m", "messages": [{}], "stream": True}))
+        client.post(
+            "/v1/chat/completions",
+            msgspec.json.encode({"model": "m", "messages": [{}], "stream": True}),
+        )
         await client.head()
         body, is_whole = await client.chunks()
         start, _, rest = body.partition(b'data: {"error"')

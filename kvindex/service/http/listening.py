@@ -105,10 +105,13 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             family, *_, address = addresses[0]
-            return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         except OSError as error:
             why = error.strerror or error
             raise OSError(f"cannot listen at {self.host} port {self.port}: {why}") from error
+        # Accepted sockets inherit it; asyncio sets it only where the protocol's number was given.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
 
 
 def is_loopback(host: str) -> bool:
