@@ -159,8 +159,8 @@ async def test_a_request_that_can_go_nowhere_is_refused_with_the_reasons() -> No
     with pytest.raises(UnknownRankError):
         fleet.routing.drain("z")
     hold(fleet.index, Rank("a"), 4)
-    with pytest.raises(CallError):
-        await fleet.reserve(token_ids=[-1] * 40)
+    with pytest.raises(CallError, match="token"):
+        await fleet.reserve(token_ids=["text"] * len(PROMPT))
     (await fleet.reserve()).cancel()
 
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a prompt are from: the body, the engine's render, its /tokenize, or nowhere."""
+"""Where the tokens of a prompt are from: the body, an engine's render or /tokenize, or nowhere."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_chat_is_rendered_as_its_engine_sees_it() -> None:
 
 async def test_without_render_a_chat_is_tokenized_with_its_tools() -> None:
     engines = Engines(render=403, tokenize={"count": 2, "tokens": [5, 6]})
-    fields = {"messages": MESSAGES_OF_CHAT, "tools": [{"type": "function"}], "n": 2}
+    fields: dict[str, Any] = {"messages": MESSAGES_OF_CHAT, "tools": [{"type": "function"}], "n": 2}
     assert await ask(engines, CHAT, **fields) == ([5, 6], "tokenize")
     asked = {"model": "m", "messages": MESSAGES_OF_CHAT, "tools": [{"type": "function"}]}
     assert engines.asked[-1] == ("http://a", "/tokenize", asked)

@@ -112,8 +112,8 @@ def test_the_reports_of_added_engines_are_shown_until_they_differ(engine: FakeEn
         assert discovery.engines() is shown
         client.remove(name_of(server))
     with HttpEngine(engine, options=HttpOptions(version="0.34.0")) as server:
-        with Discovery(EngineSource(server.url), id, id, OFTEN) as discovery:
-            until(lambda: [each.version for each in discovery.engines().values()] == ["0.34.0"])
+        with Discovery(EngineSource(server.url), id, id, OFTEN) as alone:
+            until(lambda: [each.version for each in alone.engines().values()] == ["0.34.0"])
 
 
 def test_urls_and_workers_may_be_mixed(server: HttpEngine, other: FakeEngine) -> None:
