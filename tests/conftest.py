@@ -31,7 +31,7 @@ if not find_spec("kvindex.wire._native"):  # nothing to compare with
     collect_ignore += [
         "index/test_backends_agree.py",
         "routing/test_choosing_agrees.py",
-        *("service/http", "service/queries"),
+        *("gateway", "service/http", "service/queries"),
     ]
 if kvindex.BACKEND == "python":  # which has no snapshots
     collect_ignore += [
@@ -42,7 +42,7 @@ if kvindex.BACKEND == "python":  # which has no snapshots
 _LONG = [
     _TESTS / name
     for name in (
-        *("docs/test_site.py", "engines", "service/http", "tools/cli/test_top_live.py"),
+        *("docs/test_site.py", "engines", "gateway", "service/http", "tools/cli/test_top_live.py"),
         *(f"index/nats/test_{part}.py" for part in ("from", "server_faults", "server_scenes")),
         *("index/nats/test_cluster_faults.py", "index/nats/test_security.py"),
         *("routing/test_shared_load_nats.py", "wire/test_nats_reconnecting.py"),

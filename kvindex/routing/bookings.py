@@ -18,6 +18,7 @@ from kvindex.routing.policies import Decision
 from kvindex.routing.predictions import Prediction, Predictions
 from kvindex.wire.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError
 from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName, find_rank
 
 
 class Stage(str, enum.Enum):
@@ -93,6 +94,21 @@ class Booking:
             raise ConfigurationError(f"output of {tokens!r} tokens; give a number from 0")
         self._bookings.report(self, self._bookings.add_output, count)
 
+    def touch(self) -> None:
+        """Report that the request goes on: the booking does not expire. O(1)."""
+        self._bookings.report(self, _nothing)
+
+    def move(self, rank: RankName) -> None:
+        """Report that another rank serves the request: load and funnel follow.
+
+        What the request will find cached there is what that rank held at the time of the decision.
+
+        Raises:
+            UnknownRankError: it was no candidate then, or the name stands for several ranks.
+        """
+        moved = self.decision.moved(find_rank(rank, self.decision.ranks))
+        self._bookings.report(self, self._bookings.move, moved)
+
     def finish(self, cached_tokens: int | None = None) -> None:
         """Release the load: the request has its answer. Idempotent.
 
@@ -124,6 +140,10 @@ class Booking:
 
     def __repr__(self) -> str:
         return f"<Booking {self.request_id!r} on {self.rank}: {self.stage}>"
+
+
+def _nothing(booking: Booking, now: float) -> None:
+    """Change nothing: the report itself counts."""
 
 
 def _token_count(tokens: Any) -> int | None:
@@ -278,6 +298,16 @@ class Bookings:
         load, blocks = booking._load, _blocks(booking)
         if blocks != load.decode_blocks:
             self._count(booking, load._replace(decode_blocks=blocks), now)
+
+    def move(self, booking: Booking, now: float, decision: Decision) -> None:
+        """Count a booking on another rank."""
+        load = booking._load
+        queued = decision.new_tokens if booking.stage is Stage.CHOSEN else 0
+        self._count(booking, _NOTHING, now)
+        self._end_prediction(booking, now, at_once=True)
+        booking.decision = decision
+        self._loads.give(decision.rank, decision.new_tokens, now)
+        self._count(booking, load._replace(queued_tokens=queued), now)
 
     def end(self, booking: Booking, now: float, stage: Stage, cached_tokens: int | None) -> None:
         """Release a booking's load, and count how it ended."""

@@ -203,13 +203,15 @@ class Eligible:
             NoCandidateError, UnknownRankError: as `Router.select`.
             ConfigurationError: a filter does not answer for each rank.
         """
-        rows, prompt_tokens = bytearray(b"\1") * len(fleet.ranks), len(routed.token_ids)
+        rows, prompt_tokens = bytearray(b"\1") * len(fleet.ranks), routed.length
         request = FilterRequest(
             fleet.ranks, fleet.live, loads, prompt_tokens, routed.lora, routed.labels or {}
         )
         rules: list[tuple[str, Iterable[object]]] = []
         if routed.ranks is not None:
             rules.append(("ranks", fleet.mask(routed.ranks)))
+        if routed.exclude:
+            rules.append(("excluded", fleet.mask(routed.exclude).translate(_FALSITY)))
         if self.drained:
             undrained = rows[:]
             for rank in self.drained:
@@ -237,6 +239,7 @@ class Eligible:
 
 
 _TRUTH: Final = bytes([0] + 255 * [1])
+_FALSITY: Final = bytes([1] + 255 * [0])
 
 
 def _narrow(rows: bytearray, reason: str, keeps: Iterable[object]) -> tuple[bytearray, int]:

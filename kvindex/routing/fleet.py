@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypedDict
 import msgspec
 
 from kvindex.index import ExtraKeys, Index, Lora, Match, RankRows, TokenIds
-from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.errors import ConfigurationError, UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, RankNames
 
@@ -72,10 +72,15 @@ class RequestOptions(PromptOptions, total=False):
     Attributes:
         ranks: choose among these only. "a/0" stands for `Rank("a", 0)`, "a" for all of "a".
         labels: the labels that a rank must have, for the filter `Labels`.
+        exclude: ranks that must not be chosen, named likewise: those that a retry has tried before.
+        prompt_tokens: tokens of a prompt whose tokens are not known (`token_ids` is empty then), as
+            an estimate. They count as load, and no rank counts as holding any of them.
     """
 
     ranks: Iterable[RankName] | RankName | None
     labels: Mapping[str, str] | None
+    exclude: Iterable[RankName] | RankName
+    prompt_tokens: int | None
 
 
 class RoutedRequest(NamedTuple):
@@ -88,6 +93,29 @@ class RoutedRequest(NamedTuple):
     reads_cache: bool = True
     ranks: Iterable[RankName] | RankName | None = None
     labels: Mapping[str, str] | None = None
+    exclude: Iterable[RankName] | RankName = ()
+    prompt_tokens: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids) if self.prompt_tokens is None else self.prompt_tokens
+
+    def checked(self) -> RoutedRequest:
+        """Return the request; without its tokens, the engine's cache does not count.
+
+        Raises:
+            ConfigurationError: `prompt_tokens` is no number from 0, or the tokens are given, too.
+        """
+        tokens = self.prompt_tokens
+        if tokens is None:
+            return self
+        if len(self.token_ids) or not isinstance(tokens, int) or tokens < 0:
+            raise ConfigurationError(
+                f"prompt_tokens is {tokens!r} beside {len(self.token_ids)} token_ids: give a "
+                "number from 0, for a prompt without token_ids"
+            )
+        return self._replace(reads_cache=False)
 
     def match(self, index: Index) -> Match:
         """Return the ranks' match of the prompt without its last token."""

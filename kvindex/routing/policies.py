@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -352,6 +352,23 @@ class Decision:
     def by_tier(self) -> dict[str, int]:
         """The tokens that the rank holds on its "device", on the "host", in "storage"."""
         return self._candidate(self._choice.row).by_tier
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks of the time of the decision, sorted."""
+        return tuple(self._candidates.ranks)
+
+    def moved(self, rank: Rank) -> Decision:
+        """Return the decision for another of `ranks`, which serves the request instead."""
+        row = self._candidates.ranks.index(rank)
+        usable = bytearray(map(bool, self._candidates.usable))
+        usable[row] = 1
+        return replace(
+            self,
+            predicted_tokens=0,
+            _candidates=self._candidates._replace(usable=usable),
+            _choice=Choice(row, why=f"it serves the request in place of {self.rank}"),
+        )
 
     @property
     def candidates(self) -> list[Candidate]:

@@ -144,7 +144,7 @@ class Router:
 
         Complexity: that of `Index.match`, and O(ranks) in native code.
         """
-        request = RoutedRequest(token_ids, **options)
+        request = RoutedRequest(token_ids, **options).checked()
         standing, match = ask(self._source, request)
         with self._lock:
             fleet, now = self._refresh(standing)
@@ -165,7 +165,7 @@ class Router:
         Raises: as `select`, and
             DuplicateBookingError: an open booking has this id.
         """
-        request = RoutedRequest(token_ids, **options)
+        request = RoutedRequest(token_ids, **options).checked()
         standing, match = ask(self._source, request)
         with self._lock:
             fleet, now = self._refresh(standing)
@@ -236,9 +236,11 @@ class Router:
     def _decide(self, request: RoutedRequest, match: Match, fleet: Fleet, now: float) -> Decision:
         """Let the policy choose among the eligible ranks."""
         hits, confirmed = self._hits(request, match, fleet)
-        candidates = self._candidates(len(request.token_ids), hits, fleet, now)
+        candidates = self._candidates(request.length, hits, fleet, now)
         eligible, usable = self._eligible, candidates.usable
-        is_narrowed = request.ranks is not None or eligible.filters or eligible.drained
+        is_narrowed = (
+            request.ranks is not None or request.exclude or eligible.filters or eligible.drained
+        )
         if is_narrowed or fleet.connected is not None or not usable:
             usable = eligible.rows(request, fleet, candidates.loads)
             candidates = candidates._replace(usable=usable)

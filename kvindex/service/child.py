@@ -159,7 +159,7 @@ def _serve(start: Start, orders: Orders, service: Service) -> None:
     server = HttpServer(
         site,
         shutdown_within=settings.shutdown_within,
-        tls=settings.tls,
+        tls=settings.listening.tls,
     )
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     orders.begin(service, server)

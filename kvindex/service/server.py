@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import socket
 import threading
 import time
@@ -46,7 +45,6 @@ logger = logging.getLogger(__name__)
 _FIRST_LOOK: Final = 1.0  # seconds for sources to report workers before requests are answered
 _FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
 _BEING_ADDED: Final = "it is being added"
-_DESCRIPTORS: Final = 65_536
 _BACKLOG: Final = 2048  # connections that wait to be accepted
 
 
@@ -87,7 +85,6 @@ class Server:
         engine_token: Callable[[], str | None] | None = None,
         pool: NatsPool | None = None,
     ) -> None:
-        _allow_descriptors()
         self.settings = settings
         self.pool = pool
         if pool is not None:
@@ -97,7 +94,7 @@ class Server:
         self._children: Children | None = None
         self._stopping = threading.Event()
         with ExitStack() as opened:
-            self._socket = _listen(settings.host, settings.port)
+            self._socket = settings.listening.listen()
             opened.callback(self._socket.close)
             self.port: int = self._socket.getsockname()[1]
             self._directory = opened.enter_context(own_directory())
@@ -276,7 +273,7 @@ class Server:
             return HttpServer(
                 self.site,
                 shutdown_within=settings.shutdown_within,
-                tls=settings.tls,
+                tls=settings.listening.tls,
             )
         self._children = Children(settings.processes, self._orders())
         self.service.on_change(self._children.follow)
@@ -349,10 +346,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where it is reached from this machine."""
-        host = self.settings.host
-        if host in ("0.0.0.0", "::"):
-            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-        return f"{self.settings.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return self.settings.listening.url(self.port)
 
     def run(self) -> None:
         """Serve until `stop`."""
@@ -422,21 +416,3 @@ def _check_following(settings: ServeSettings, sources: Sequence[Source]) -> None
             f"--from follows a relay, which has the engines and the state: {given[0]} cannot be "
             "given beside it"
         )
-
-
-def _allow_descriptors() -> None:
-    """Raise the limit of open files as far as allowed: each rank and each connection takes some."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there."""
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = addresses[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error

@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from kvindex.service.http.guards import Limits, check_tokens
-from kvindex.service.http.networks import LOOPBACK, address_of, parse_networks
+from kvindex.service.http import Limits, Listening, is_loopback
+from kvindex.service.http.networks import LOOPBACK, parse_networks
 from kvindex.wire.errors import ConfigurationError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # the extra `server` brings it
     import tomli as tomllib
-
-TOKEN_VARIABLE: Final = "KVINDEX_TOKEN"
-"""The environment variable that may hold the token."""
 
 DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
 """Whose API queries are read in: that of each query itself ("auto"), or only one of them."""
@@ -88,8 +83,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65_535:
-            raise ConfigurationError(f"port must be 0 to 65535, not {self.port}")
         if not 1 <= self.processes <= 64:
             raise ConfigurationError(f"processes must be 1 to 64, not {self.processes}")
         for name in ("save_every", "shutdown_within"):
@@ -97,8 +90,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigurationError(f"{name} must be above 0 s, not {getattr(self, name)!r}")
         if self.block_size is not None and self.block_size < 1:
             raise ConfigurationError(f"block_size must be at least 1, not {self.block_size}")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigurationError("TLS needs both: --tls-cert FILE and --tls-key FILE")
         if self.dialect not in DIALECTS:
             raise ConfigurationError(
                 f"dialect must be one of {', '.join(DIALECTS)}, not {self.dialect!r}"
@@ -106,16 +97,13 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.hash_queries not in (None, "xxh3"):
             raise ConfigurationError(f'hash_queries must be "xxh3", not {self.hash_queries!r}')
         self.networks()
+        _ = self.listening  # which checks its part
 
     @property
-    def scheme(self) -> str:
-        """Either "http" or "https"."""
-        return "https" if self.tls_cert else "http"
-
-    @property
-    def tls(self) -> tuple[str, str | None] | None:
-        """The files with the certificate chain and its private key, if there are any."""
-        return None if self.tls_cert is None else (self.tls_cert, self.tls_key)
+    def listening(self) -> Listening:
+        """Where it listens, and whom it admits."""
+        names = Listening.__struct_fields__
+        return Listening(**{name: getattr(self, name) for name in names})
 
     def networks(self) -> tuple[Any, ...]:
         """Return the networks where workers may be that register over HTTP."""
@@ -123,30 +111,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if given is None:
             given = LOOPBACK if is_loopback(self.host) else ()
         return parse_networks(given)
-
-    def tokens(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-        """Return the tokens that open, of the file or the environment; none: none is wanted.
-
-        Raises:
-            ConfigurationError: one cannot be used, or there is none although the server listens
-                beyond loopback and without --insecure.
-        """
-        if self.token_file is not None:
-            path = Path(self.token_file)
-            try:
-                lines = path.read_text("utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigurationError(f"the token file cannot be read: {error}") from None
-            return check_tokens((line.strip() for line in lines if line.strip()), str(path))
-        if environ.get(TOKEN_VARIABLE):
-            return check_tokens((environ[TOKEN_VARIABLE],), TOKEN_VARIABLE)
-        if is_loopback(self.host) or self.insecure:
-            return ()
-        raise ConfigurationError(
-            f"{self.host} can be reached from other machines: give a token (--token-file FILE, or "
-            f"{TOKEN_VARIABLE} in the environment), or say --insecure if anybody there may ask and "
-            "register"
-        )
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
@@ -233,14 +197,3 @@ def _line(text: str, table: str, key: str) -> str:
         elif current == table and begins.match(line):
             return f", line {number}"
     return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a listener at this host.
-
-    Examples:
-        >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("0.0.0.0")
-        (True, True, False)
-    """
-    address = address_of(host)
-    return host.lower() == "localhost" if address is None else address.is_loopback

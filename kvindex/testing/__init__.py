@@ -12,6 +12,7 @@ from kvindex.testing.engine import FakeEngine
 from kvindex.testing.faults import Faults, LaneFaults
 from kvindex.testing.http_engine import HttpEngine
 from kvindex.testing.http_service import HttpOptions
+from kvindex.testing.http_stream import HttpFaults
 from kvindex.testing.link import FaultyLink
 from kvindex.testing.values import (
     CacheKey,
@@ -31,6 +32,7 @@ __all__ = [
     "FaultyLink",
     "Group",
     "HttpEngine",
+    "HttpFaults",
     "HttpOptions",
     "LaneFaults",
     "Lookup",

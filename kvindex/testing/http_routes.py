@@ -18,6 +18,7 @@ from kvindex.testing.http_requests import (
     tokenized,
 )
 from kvindex.testing.http_service import EngineService
+from kvindex.testing.http_stream import Streamed
 from kvindex.testing.values import Served
 from kvindex.wire.errors import KVIndexError
 
@@ -55,7 +56,7 @@ class Routes:
             "/health": lambda: Response(200, b""),
             "/v1/models": lambda: Response.of_json({"object": "list", "data": service.models()}),
         }
-        self._post: dict[str, Callable[[Mapping[str, Any], str], Response]] = {
+        self._post: dict[str, Callable[[Mapping[str, Any], str], Response | Streamed]] = {
             "/v1/completions": partial(self._complete, False),
             "/v1/chat/completions": partial(self._complete, True),
             "/tokenize": self._tokenize,
@@ -73,7 +74,9 @@ class Routes:
             self._get["/get_server_info"] = self._get["/server_info"]
             self._get["/model_info"] = lambda: Response.of_json({"model_path": service.model})
 
-    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Response:
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Response | Streamed:
         """Return the answer to one request, whatever it is."""
         try:
             self._check(method, path, headers)
@@ -111,11 +114,15 @@ class Routes:
         text = metrics_text(self._service).encode()
         return Response(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
-    def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response:
-        prompts = self._prompts(chat, body, rank)
-        if body.get("stream"):
-            raise RequestError(400, "this engine does not stream: leave out `stream`")
+    def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response | Streamed:
+        many = _choices(body)
+        prompts = [x for x in self._prompts(chat, body, rank) for _ in range(many)]
         results = [self._service.serve(prompt) for prompt in prompts]
+        reported = self._usage([served for served, _ in results], many)
+        if body.get("stream"):
+            options = body.get("stream_options")
+            usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            return Streamed(results, chat, prompts[0].model, usage, reported)
         choices = []
         for number, (_, tokens) in enumerate(results):
             text = text_of(tokens)
@@ -131,14 +138,14 @@ class Routes:
                 "created": 0,
                 "model": prompts[0].model,
                 "choices": choices,
-                "usage": self._usage([served for served, _ in results]),
+                "usage": reported,
             }
         )
 
-    def _usage(self, served: list[Served]) -> dict[str, Any]:
-        prompt = sum(request.prompt_tokens for request in served)
+    def _usage(self, served: list[Served], choices: int) -> dict[str, Any]:
+        prompt = sum(request.prompt_tokens for request in served[::choices])
         generated = sum(request.new_tokens for request in served)
-        cached = sum(request.hit_tokens for request in served)
+        cached = sum(request.hit_tokens for request in served[::choices])
         details = {"cached_tokens": cached} if self._options.cached_tokens else None
         return {
             "prompt_tokens": prompt,
@@ -170,6 +177,13 @@ class Routes:
             )
         rendered = [_generate_request(prompt) for prompt in self._prompts(chat, body, rank)]
         return Response.of_json(rendered[0] if chat else rendered)
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    number = body.get("n") or 1
+    if not isinstance(number, int) or not 1 <= number <= 128:
+        raise RequestError(400, f"n is {number!r}, not a number from 1 to 128")
+    return number
 
 
 def _generate_request(prompt: Completion) -> dict[str, Any]:

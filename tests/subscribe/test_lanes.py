@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, Worker
 from kvindex.index import Fingerprints, read_batch
-from kvindex.index.client.client import follow_item
+from kvindex.index.client.feeding import follow_item
 from kvindex.subscribe import RankBatch, SequencerConfig, SocketOptions, StreamItem
 from kvindex.subscribe import lanes as lanes_module
 from kvindex.subscribe.connection import Contexts, Room

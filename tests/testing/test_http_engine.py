@@ -206,7 +206,7 @@ def test_a_hit_may_be_a_block_short_and_stay_unreported() -> None:
         ("/v1/completions", {"prompt": []}, 400),
         ("/v1/completions", {"prompt": [-1]}, 400),
         ("/v1/completions", {"prompt": "x", "max_tokens": "1"}, 400),
-        ("/v1/completions", {"prompt": "x", "stream": True}, 400),
+        ("/v1/completions", {"prompt": "x", "n": 0.5}, 400),
         ("/v1/completions", {"prompt": [1] * 9_000}, 400),
         ("/v1/completions", {"prompt": [1] * 4_000}, 400),  # more than the cache has
         ("/v1/completions", {"messages": MESSAGES}, 400),

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-import msgspec
-
-from kvindex.index import Fingerprints, Index, read_batch
+from kvindex.index import Fingerprints, Index
 from kvindex.index.client.answering import Answering
+from kvindex.index.client.feeding import lanes_of, settings_of
 from kvindex.index.client.saved_state import SavedState, read_saved
 from kvindex.index.snapshot import (
     Snapshot,
@@ -23,19 +22,11 @@ from kvindex.index.snapshot import (
     require_native,
 )
 from kvindex.subscribe import (
-    RankAdded,
-    RankLost,
-    RankRemoved,
-    RankRestarted,
-    RanksRenamed,
-    RankStatus,
-    StreamItem,
     StreamOptions,
     Subscriber,
     Tap,
     Worker,
 )
-from kvindex.subscribe.lanes import Lanes
 from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
@@ -138,7 +129,8 @@ class Client(Answering):
 
     Attributes:
         subscriber: receives the events.
-        discovery: follows the engines that were given by URL or by a source; None if none was.
+        discovery: follows the engines that were given by URL or by a source; None if none was. Its
+            `engines()` are their last reports: URL, kind, version, models, first rank.
 
     A client that is dropped without `close` ends its thread, with a ResourceWarning. A forked child
     of a process with a client must connect by itself: its inherited copy receives nothing. In that
@@ -182,9 +174,9 @@ class Client(Answering):
         self.subscriber = Subscriber(
             known,
             fingerprints=fingerprints,
-            lanes=_lanes(self._index, fingerprints, tap),
+            lanes=lanes_of(self._index, fingerprints, tap),
             resume=self._saved,
-            **_settings(self._index, self._saved, tap),
+            **settings_of(self._index, self._saved.expire, tap),
             on_stop=on_stop,
             **options,
         )
@@ -383,65 +375,3 @@ def _naming_missing(timeout: float, missing: dict[str, str]) -> Iterator[None]:
         raise NotLiveError(timeout, error.reasons, missing) from None
     if missing:
         raise NotLiveError(timeout, {}, missing)
-
-
-def follow_item(index: Index, item: StreamItem) -> None:
-    """Apply an item that is not a batch to an index: a rank that came, went, lost or restarted."""
-    if isinstance(item, RankAdded):
-        index.add(item.rank)
-        index.configure(item.rank, item.cache)
-    elif isinstance(item, RankRemoved):
-        index.remove(item.rank)
-    elif isinstance(item, RanksRenamed):
-        index.rename(dict(item.names))
-    elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
-        index.tree(item.rank).clear()
-
-
-class _Kept(msgspec.Struct, frozen=True, gc=False):
-    """A decoded batch with its payload."""
-
-    payload: bytes
-    batch: Any
-    ts: float
-    data_parallel_rank: int | None
-
-
-def _keep(payload: bytes) -> _Kept:
-    batch = read_batch(payload)
-    return _Kept(payload, batch, batch.ts, batch.data_parallel_rank)
-
-
-def _settings(index: Index, saved: SavedState, tap: Tap | None) -> dict[str, Any]:
-    """Return the settings of a subscriber that fills an index, and notifies a tap of each item."""
-    if tap is None:
-        return {
-            "sink": partial(follow_item, index),
-            "on_batch": index.apply,
-            "decode": read_batch,
-            "on_statuses": lambda _: saved.expire(),
-        }
-
-    def on_item(item: StreamItem) -> None:
-        follow_item(index, item)
-        tap.item(item)
-
-    def on_batch(rank: Rank, kept: _Kept) -> None:
-        index.apply(rank, kept.batch)
-        tap.batch(rank, kept.payload)
-
-    def on_statuses(statuses: Sequence[RankStatus]) -> None:
-        saved.expire()
-        tap.statuses(statuses)
-
-    return {"sink": on_item, "on_batch": on_batch, "decode": _keep, "on_statuses": on_statuses}
-
-
-def _lanes(index: Index, fingerprints: Fingerprints, tap: Tap | None) -> Lanes | None:
-    """Return lanes into an index; None if it is not the native one, or a user's own kind of it."""
-    if fingerprints.core is None or index.backend != "native" or type(index) is not Index:
-        return None
-    core, number = index.lane_target()
-    if tap is None:
-        return Lanes(core, number, fingerprints.core)
-    return Lanes(core, number, fingerprints.core, tap.batch, tap.patience)

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from kvindex.index import Index, read_batch
-from kvindex.index.client.client import follow_item
+from kvindex.index.client.feeding import follow_item
 from kvindex.index.replicas.messages import (
     BatchApplied,
     Entry,

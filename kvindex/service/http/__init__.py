@@ -6,8 +6,10 @@ Read first: `messages.py`, then `site.py`, `connections.py` and `server.py`.
 """
 
 from kvindex.service.http.guards import Counters, Guard, Limits, Refusal
+from kvindex.service.http.listening import Listening, is_loopback
 from kvindex.service.http.messages import (
     JSON,
+    BrokenOffError,
     Handler,
     Headers,
     RefusedError,
@@ -23,6 +25,7 @@ from kvindex.service.http.site import Count, Site
 
 __all__ = [
     "JSON",
+    "BrokenOffError",
     "Count",
     "Counters",
     "Guard",
@@ -30,6 +33,7 @@ __all__ = [
     "Headers",
     "HttpServer",
     "Limits",
+    "Listening",
     "Networks",
     "Refusal",
     "RefusedError",
@@ -38,5 +42,6 @@ __all__ = [
     "Route",
     "Site",
     "Stream",
+    "is_loopback",
     "json_reply",
 ]

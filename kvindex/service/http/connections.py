@@ -20,7 +20,7 @@ from typing import Any, Final
 import httptools
 
 from kvindex.service.http.guards import Refusal
-from kvindex.service.http.messages import Headers, Reply, Request, Stream
+from kvindex.service.http.messages import BrokenOffError, Headers, Reply, Request, Stream
 from kvindex.service.http.site import Site
 from kvindex.service.http.unread import Unread
 
@@ -62,6 +62,7 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[_Incoming] = deque()  # to be answered, the first one next
         self._task: asyncio.Task[None] | None = None  # answers a request
         self._stream: Stream | None = None  # that is sent
+        self._cancels = False  # whether what `_task` does is cancelled once the client has gone
         self._at_once = 0  # requests answered in this turn of the event loop
         self._is_reading = True
         self._writable = asyncio.Event()
@@ -86,12 +87,12 @@ class Connection(asyncio.Protocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End a stream; another answer is still worked out to its end."""
+        """End a stream; another answer is worked out to its end, unless its route cancels."""
         self._site.connections.discard(self)
         self._waiting.clear()
         self._writable.set()
-        if self._stream is not None and self._task is not None:
-            self._task.cancel()
+        if self._task is not None and (self._cancels or self._stream is not None):
+            self._loop.call_soon(self._task.cancel)  # it begins first, and so awaits its handler
 
     def pause_writing(self) -> None:
         """Answer no further request until the client has read enough."""
@@ -268,18 +269,19 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._begin_turn)
         elif self._writable.is_set():
             self._at_once += 1
-            self._reply(incoming, incoming.refusal.reply)
+            self._reply(incoming, self._site.guard.form(incoming.refusal))
             if incoming.expects:  # its body will not come
                 self.transport.close()
 
     def _answer(self, incoming: _Incoming) -> None:
         if incoming.refusal is not None:
-            self._reply(incoming, incoming.refusal.reply)
+            self._reply(incoming, self._site.guard.form(incoming.refusal))
             return
         answer = self._site.answer(incoming.request)
         if isinstance(answer, Reply):
             self._reply(incoming, answer)
         else:
+            self._cancels = incoming.request.cancels
             self._task = self._loop.create_task(self._answer_later(incoming, answer))
 
     async def _answer_later(
@@ -313,10 +315,14 @@ class Connection(asyncio.Protocol):
                 await self._send_pieces(stream, is_chunked)
             self._finish(incoming)
         except Exception as error:  # so that a part is not taken for the whole
-            if not isinstance(error, OSError):
-                logger.exception("an answer broke off")
-            self._unread.forget()
-            self.transport.abort()
+            is_expected = isinstance(error, BrokenOffError)
+            if is_expected and (is_chunked or stream.length is not None):
+                self.transport.close()
+            else:  # without a length, an ordinary end would be the end of the answer
+                if not (is_expected or isinstance(error, OSError)):
+                    logger.exception("an answer broke off")
+                self._unread.forget()
+                self.transport.abort()
         finally:
             self._stream = None
             await stream.pieces.aclose()
@@ -327,16 +333,20 @@ class Connection(asyncio.Protocol):
                 if self.transport.is_closing():
                     raise ConnectionAbortedError("the client has gone")
                 self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece)
-                try:
-                    await asyncio.wait_for(self._writable.wait(), stream.send_within)
-                except asyncio.TimeoutError:
-                    stream.on_cut_off()
-                    raise ConnectionAbortedError("the client does not read") from None
+                if not self._writable.is_set():  # a wait that need not be costs a task
+                    await self._await_reader(stream)
         except asyncio.CancelledError:
             if not (self._site.is_ending and stream.is_endless) or self.transport.is_closing():
                 raise
         if is_chunked:
             self.transport.write(b"0\r\n\r\n")
+
+    async def _await_reader(self, stream: Stream) -> None:
+        try:
+            await asyncio.wait_for(self._writable.wait(), stream.send_within)
+        except asyncio.TimeoutError:
+            stream.on_cut_off()
+            raise ConnectionAbortedError("the client does not read") from None
 
     def _reply(self, incoming: _Incoming, reply: Reply) -> None:
         """Write a whole answer."""
@@ -353,7 +363,7 @@ class Connection(asyncio.Protocol):
     def _head(self, incoming: _Incoming, status: int, fields: Headers) -> bytes:
         """Return the head of an answer, and count it."""
         self._site.count(incoming.request, status)
-        lines = [_STATUS[status], self._site.date]
+        lines = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status, self._site.date]
         lines += [b"%b: %b\r\n" % field for field in fields]
         incoming.is_last |= self._site.is_ending
         if incoming.is_last:
@@ -385,8 +395,8 @@ class Connection(asyncio.Protocol):
         self._site.guard.refuse(refusal)
         incoming = self._incoming
         if self._is_idle() and not (incoming is not None and incoming.is_answered):
-            body = refusal.reply.body
-            fields = [b"%b: %b\r\n" % field for field in refusal.reply.headers]
+            _, body, _, headers = self._site.guard.form(refusal)
+            fields = [b"%b: %b\r\n" % field for field in headers]
             length = b"content-length: %d\r\n\r\n" % len(body)
             close = b"content-type: application/json\r\nconnection: close\r\n"
             self.transport.write(b"".join([_STATUS[refusal.status], *fields, close, length, body]))

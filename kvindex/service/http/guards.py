@@ -10,7 +10,8 @@ import binascii
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -190,6 +191,12 @@ class Guard:
             "*.example.com" stands for all below it, "*" for any.
         limits: see Limits.
         counters: of REASONS; of its own by default.
+        form: returns the answer to a request that is refused.
+
+    Attributes:
+        limits: as given.
+        counters: as given.
+        form: as given.
 
     Thread safety: `admit` and `refuse` on the server's thread.
 
@@ -208,7 +215,9 @@ class Guard:
         allowed_hosts: Sequence[str] = (),
         limits: Limits | None = None,
         counters: Counters | None = None,
+        form: Callable[[Refusal], Reply] = attrgetter("reply"),
     ) -> None:
+        self.form = form
         self.limits = limits or Limits()
         self.counters = counters or Counters(REASONS)
         self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]

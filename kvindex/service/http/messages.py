@@ -37,6 +37,7 @@ class Request:
         query: the bytes behind the "?", as received.
         target: path and query, as received.
         is_bare: whether the answer shows its status only.
+        cancels: as its route.
     """
 
     method: str
@@ -46,6 +47,7 @@ class Request:
     query: bytes = b""
     target: bytes = b""
     is_bare: bool = False
+    cancels: bool = False
 
     @classmethod
     def of(cls, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> Request:
@@ -136,12 +138,23 @@ class Route(NamedTuple):
         path: the whole of it.
         serve: answers at once, or later.
         operation: its description, as `openapi.route` makes it; None: it is not described.
+        cancels: whether the handler is cancelled once the client has gone; by default only a stream
+            ends with its client, and another answer is still worked out to its end.
     """
 
     method: str
     path: str
     serve: Handler
     operation: Mapping[str, Any] | None = None
+    cancels: bool = False
+
+
+class BrokenOffError(Exception):
+    """Raised by the pieces of a `Stream` that cannot go on.
+
+    The client receives the pieces before it, then the end of the connection amid the answer: it
+    does not take a part for the whole. Any other exception drops what was not sent yet.
+    """
 
 
 class RefusedError(Exception):

@@ -66,9 +66,9 @@ class Site:
         self.is_ending = False
         self._count = count
         self._otherwise = otherwise
-        self._routes: dict[str, dict[str, Handler]] = {}
+        self._routes: dict[str, dict[str, Route]] = {}
         for route in routes:
-            self._routes.setdefault(route.path, {})[route.method] = route.serve
+            self._routes.setdefault(route.path, {})[route.method] = route
         self._names = frozenset(self._routes if names is None else names)
         self.note_time()
 
@@ -90,12 +90,14 @@ class Site:
         """Return the answer to an admitted request, or what it is awaited from."""
         served = self._routes.get(request.path)
         method = "GET" if request.method == "HEAD" else request.method
-        serve = self._otherwise if served is None else served.get(method)
+        route = None if served is None else served.get(method)
+        serve = self._otherwise if served is None else route and route.serve
         if serve is None:
             if served is None:
                 return Reply(404, b"", b"")
             allowed = [*served, "HEAD"] if "GET" in served else served
             return Reply(405, b"", b"", ((b"allow", ", ".join(allowed).encode()),))
+        request.cancels = route is not None and route.cancels
         try:
             answer = serve(request)
         except Exception as error:

@@ -123,6 +123,20 @@ def named_models(answer: Any) -> tuple[tuple[str, ...], str]:
     return tuple(names), str(owner) if _is_text(owner) else ""
 
 
+def named_adapters(answer: Any) -> tuple[str, ...]:
+    """Return the ids in `/v1/models` that have a parent: LoRA adapters of another model there.
+
+    Examples:
+        >>> named_adapters({"data": [{"id": "llama"}, {"id": "sql", "parent": "llama"}]})
+        ('sql',)
+    """
+    data = answer.get("data") if isinstance(answer, Mapping) else None
+    entries = [entry for entry in data or () if isinstance(entry, Mapping)][:_MAX_MODELS]
+    named = [entry["id"] for entry in entries if _is_text(entry.get("id"))]
+    own = [entry["id"] for entry in entries if entry.get("parent") and entry.get("id") in named]
+    return tuple(own)
+
+
 def without_secrets(answer: Any) -> Any:
     """Return an answer without the keys and passwords that SGLang puts into `/server_info`."""
     if isinstance(answer, Mapping):

@@ -7,14 +7,15 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from kvindex.subscribe.discovery.engine import ask_engine
+from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
 from kvindex.subscribe.discovery.targets import Engine, Source, Target, check_names
 from kvindex.subscribe.discovery.tracker import Step, Tracker
 from kvindex.subscribe.following import wait_until
@@ -115,6 +116,7 @@ class Discovery:
             is_alive=is_alive,
             jitter=random.random,
         )
+        self._engines: Mapping[str, EngineReport] = MappingProxyType({})
         self._inbox: SimpleQueue[Callable[[float], None] | None] = SimpleQueue()
         self._askers = _Askers(_ASKERS)
         self._ended = threading.Event()
@@ -157,6 +159,14 @@ class Discovery:
             )
             self._check_open()
             return self._tracker.missing()
+
+    def engines(self) -> Mapping[str, EngineReport]:
+        """Return the last report of each engine that was added, by its worker's name.
+
+        Workers that sources list with their endpoints were not asked, and are not among them. The
+        mapping is immutable, and the same object until a report differs. O(1).
+        """
+        return self._engines
 
     async def wait_found_async(
         self, timeout: float, enough: Callable[[], bool] = lambda: False
@@ -263,6 +273,7 @@ class Discovery:
             if event is not None:
                 event(now)
             self._tracker.tick(now)
+            self._show_engines()
             due, steps = self._tracker.due(now), self._tracker.take_steps()
         for target in due:
             self._askers.run(partial(self._ask_one, target))
@@ -287,6 +298,13 @@ class Discovery:
             outcome = partial(self._tracker.refused, step, reason, time.monotonic())
         with self._changed:
             outcome()
+            self._show_engines()
+
+    def _show_engines(self) -> None:
+        """Show the reports of the engines that are added."""
+        reports = self._tracker.reports()
+        if reports != self._engines:
+            self._engines = MappingProxyType(reports)
 
     def _notify_listeners(self) -> None:
         with self._changed:

@@ -15,6 +15,7 @@ from kvindex.subscribe.discovery.answers import (
     Resolve,
     addresses_of,
     is_sglang,
+    named_adapters,
     named_models,
     positive,
     reach,
@@ -40,7 +41,8 @@ class EngineReport(msgspec.Struct, frozen=True):
         url: where it was asked.
         kind: "vllm", "sglang", or "" if unknown.
         version: of the engine; "" if unknown.
-        models: the names under which it serves.
+        models: the names under which it serves, adapters included.
+        adapters: those of them that are LoRA adapters, as vLLM lists them.
         block_size: tokens of a block, if it reported them; the events contain them in any case.
         publishes: whether it publishes events; None if it does not report it, as vLLM before 0.31.
         ranks: where each rank can be reached, sorted.
@@ -54,6 +56,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     kind: str = ""
     version: str = ""
     models: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     block_size: int | None = None
     publishes: bool | None = None
     ranks: tuple[PublisherAddress, ...] = ()
@@ -61,6 +64,11 @@ class EngineReport(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     answers: dict[str, Any] = {}
     failures: dict[str, str] = {}
+
+    @property
+    def first_rank(self) -> int:
+        """The lowest of its dp_ranks: those of an engine that is one of several begin above 0."""
+        return min((address.dp_rank for address in self.ranks), default=0)
 
     @property
     def model(self) -> str:
@@ -174,6 +182,7 @@ def ask_engine(
         kind,
         version,
         models,
+        named_adapters(asking.answers.get("/v1/models")),
         block_size or asking.kv_block_size(),
         publishes,
         tuple(ranks),

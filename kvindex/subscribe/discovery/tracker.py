@@ -68,6 +68,7 @@ class _Followed(msgspec.Struct):
     logged: str = ""  # the last log line about it
     look_at: float = 0.0  # before this it is not forgotten
     missing: frozenset[int] = frozenset()  # ranks that the last answer lacks
+    report: EngineReport | None = None  # the last, without the JSON
 
 
 class Tracker:
@@ -151,6 +152,7 @@ class Tracker:
             logger.info("%s: answers again", target.name)
             engine.logged = ""
         engine.answered_at, engine.failures = now, 0
+        engine.report = msgspec.structs.replace(report, answers={}, failures={})
         engine.ask_at = now + self._interval * (0.9 + 0.2 * self._jitter())
         notes = "; ".join(report.notes)
         if notes:
@@ -192,6 +194,14 @@ class Tracker:
         for name, engine in self._engines.items():
             if engine.target.url and worker in (None, name):
                 engine.ask_at = now
+
+    def reports(self) -> dict[str, EngineReport]:
+        """Return the last reports of the engines that are added, by name, without their JSON."""
+        return {
+            name: engine.report
+            for name, engine in self._engines.items()
+            if engine.is_added and engine.report is not None
+        }
 
     # What to do -------------------------------------------------------------------------------
 

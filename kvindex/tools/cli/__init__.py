@@ -36,6 +36,7 @@ _COMMANDS = {
     "fanout": "subscribe once, for many router processes",
     "relay": "subscribe once, and write to NATS for any number of hosts",
     "serve": "answer routers over HTTP, and show a page",
+    "gateway": "serve OpenAI's API in front of engines, each request where its prompt is",
     "status": "show how the ranks of a running fanout stand, or a pool on NATS",
     "top": "show how a fleet stands, and keep that up to date",
     "doctor": "report why the hit rate is zero: look at engines, their ports and their streams",
@@ -47,6 +48,7 @@ _LONG_RUNNING = {
     "fanout",
     "relay",
     "serve",
+    "gateway",
 }  # they show warnings unasked
 
 

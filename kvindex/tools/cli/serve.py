@@ -43,6 +43,7 @@ _REFUSED_FROM = (  # --from
     *("dns", "workers_file", "k8s_preset", "k8s_selector", "k8s_pool", "k8s_namespace"),
     *("engine_token_file", "warm_from", "hash_queries", "register_networks"),
 )
+ACCESS = "Beyond loopback, a token is required: a file, or KVINDEX_TOKEN. Never argv."
 _MOST_MISSING = 5  # engines that the first lines name
 _LIMITS = ("body_bytes", "tokens", "ranks", "ranks_per_instance", "streams", "connections")
 
@@ -50,12 +51,13 @@ _LIMITS = ("body_bytes", "tokens", "ranks", "ranks_per_instance", "streams", "co
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare this command's options; defaults of settings are those of `ServeSettings`."""
     _add_listening(parser.add_argument_group("listening"))
-    _add_access(
-        parser.add_argument_group(
-            "access",
-            "Beyond loopback, a token is required: a file, or KVINDEX_TOKEN. Never argv.",
-        )
+    access = parser.add_argument_group("access", ACCESS)
+    add_access(access)
+    text = (
+        "where workers that register may be: 10.0.0.0/8, or loopback, private, any (default: "
+        "loopback if the server is there, else none)"
     )
+    option(access, "--register-network CIDR", text, repeat=True, dest="register_networks")
     _add_state(parser.add_argument_group("state"))
     limits = parser.add_argument_group("limits")
     for form, name, text in (
@@ -76,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "tokens of their blocks; events report it anyway"
     option(workers, "--block-size TOKENS", text, count)
     text = "Engines that appear, leave, move and grow are followed. --config has more settings."
-    _add_discovery(parser.add_argument_group("discovery", text))
+    add_discovery(parser.add_argument_group("discovery", text))
     add_from_option(parser)
     add_engine_options(parser)
     add_cache_options(parser)
@@ -98,18 +100,14 @@ def _add_listening(group: Options) -> None:
     option(group, "--compat-metrics", "add the metric names of Dynamo's indexer")
 
 
-def _add_access(group: Options) -> None:
+def add_access(group: Options) -> None:
+    """Declare the options of `kvindex.service.http.Listening`, but those of the address."""
     option(group, "--token-file FILE", "tokens, each on a line of its own")
     option(group, "--insecure", "require no token beyond loopback")
     option(group, "--tls-cert FILE", "certificate chain, PEM")
     option(group, "--tls-key FILE", "its private key, PEM")
     text = "that a Host header may have, besides localhost and addresses; *.NAME"
     option(group, "--allowed-host NAME", text, repeat=True, dest="allowed_hosts")
-    text = (
-        "where workers that register may be: 10.0.0.0/8, or loopback, private, any (default: "
-        "loopback if the server is there, else none)"
-    )
-    option(group, "--register-network CIDR", text, repeat=True, dest="register_networks")
 
 
 def _add_state(group: Options) -> None:
@@ -119,7 +117,8 @@ def _add_state(group: Options) -> None:
     option(group, "--warm-from URL", "begin with the snapshot of another kvindex serve")
 
 
-def _add_discovery(group: Options) -> None:
+def add_discovery(group: Options) -> None:
+    """Declare the options that `sources_of` reads, besides `--engine`."""
     option(group, "--dns URL", "each address of the URL's name is an engine", repeat=True)
     text = "a list of workers and engines, TOML or JSON, followed"
     option(group, "--workers-file FILE", text, repeat=True)
@@ -188,14 +187,14 @@ def run(arguments: argparse.Namespace) -> int:
     running = Server(
         settings,
         serving.sources,
-        tokens=settings.tokens(),
+        tokens=settings.listening.tokens(),
         max_blocks_per_rank=arguments.max_blocks_per_rank,
         engine_token=arguments.engine_token_file and token_reader(arguments.engine_token_file),
         pool=pool,
     )
     try:
         serving.begin(running)
-        ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), _end_of(running))
+        ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running))
         with handled(ends, to_the_end=True), handled({signal.SIGHUP: lambda _: serving.look()}):
             _print_beginning(running)
             running.run()
@@ -235,7 +234,7 @@ def _print_beginning(running: Any) -> None:
     settings = running.settings
     ranks = len(running.service.catalog.registrations)
     print(f"kvindex serves {counted(ranks, 'rank')} at {running.url}", flush=True)
-    token = ' -H "Authorization: Bearer $KVINDEX_TOKEN"' if settings.tokens() else ""
+    token = ' -H "Authorization: Bearer $KVINDEX_TOKEN"' if settings.listening.tokens() else ""
     if settings.token_file is not None:
         token = token.replace("$KVINDEX_TOKEN", f"$(head -n 1 {shlex.quote(settings.token_file)})")
     lines = [f"the page: {running.url}/", f"how the ranks stand: curl{token} {running.url}/ready"]
@@ -249,15 +248,15 @@ def _print_beginning(running: Any) -> None:
         lines.append(
             f"add workers by --worker {WORKER_FORM}, --engine URL, --config FILE, POST /register"
         )
-    if settings.insecure and not settings.tokens():
+    if settings.insecure and not settings.listening.tokens():
         lines.append("warning: anybody who reaches this address may ask and register (--insecure)")
-    elif settings.tokens() and settings.scheme == "http":
+    elif settings.listening.tokens() and settings.listening.scheme == "http":
         lines.append("note: without --tls-cert the token travels as it is")
     for line in lines:
         print(f"  {line}", flush=True)
 
 
-def _end_of(running: Any) -> Callable[[int], None]:
+def end_of(running: Any) -> Callable[[int], None]:
     """Return a handler of signals: the first one ends the server, the second the process."""
     ending: list[bool] = []
 

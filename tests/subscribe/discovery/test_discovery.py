@@ -93,6 +93,29 @@ def test_a_url_is_all_that_a_client_needs(
         assert (shown["ranks"], shown["is_added"], shown["model"]) == (1, True, "fake-model")
 
 
+def test_the_reports_of_added_engines_are_shown_until_they_differ(engine: FakeEngine) -> None:
+    options = HttpOptions(version="0.33.0", loras=("sql",))
+    with (
+        HttpEngine(engine, options=options) as server,
+        connect([server.url, Worker("other", "tcp://127.0.0.1:1")], discovery=OFTEN) as client,
+    ):
+        discovery = client.discovery
+        assert discovery is not None
+        client.wait_live(PATIENCE, ranks=[name_of(server)])
+        shown = discovery.engines()
+        report = shown[name_of(server)]
+        assert (report.url, report.kind, report.version) == (server.url, "vllm", "0.33.0")
+        assert report.models == ("fake-model", "sql")
+        assert (report.adapters, report.first_rank) == (("sql",), 0)
+        asked = discovery.statistics()["counters"]["asked"]
+        until(lambda: discovery.statistics()["counters"]["asked"] > asked + 2)
+        assert discovery.engines() is shown
+        client.remove(name_of(server))
+    with HttpEngine(engine, options=HttpOptions(version="0.34.0")) as server:
+        with Discovery(EngineSource(server.url), id, id, OFTEN) as alone:
+            until(lambda: [each.version for each in alone.engines().values()] == ["0.34.0"])
+
+
 def test_urls_and_workers_may_be_mixed(server: HttpEngine, other: FakeEngine) -> None:
     worker = Worker("other", other.endpoint, replay=other.replay_endpoint)
     with connect([server.url, worker], replay_policy=REPLAYS) as client:

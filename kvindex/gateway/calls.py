@@ -1,0 +1,278 @@
+"""Clients' requests: what the gateway reads of a body, and which bodies it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from kvindex.gateway.passing import with_fields
+from kvindex.routing import reads_cache
+from kvindex.service.http import Headers, Reply, json_reply
+from kvindex.wire.errors import KVIndexError
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+RESPONSES: Final = "/v1/responses"
+MESSAGES: Final = "/v1/messages"
+EMBEDDINGS: Final = "/v1/embeddings"
+TOKENIZE: Final = "/tokenize"
+
+ROUTES: Final = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
+"""The paths whose requests are routed to a rank."""
+
+_MOST_LEVELS: Final = 128  # of nesting
+_MOST_BRACKETS: Final = 1 << 19  # bound what parsing costs; those in texts count, too
+_MOST_ITEMS: Final = 1 << 16  # messages, or prompts
+_MOST_TOKENS: Final = 1 << 22  # ids of a prompt
+_MOST_CHOICES: Final = 128  # as OpenAI
+_MOST_NAME: Final = 512  # characters of a model's name, or of a salt
+# The fields that are read here: a body that has one twice would be read in two ways.
+_READ: Final = tuple(
+    b'"%b"' % name
+    for name in (b"model", b"messages", b"prompt", b"input", b"stream", b"n", b"cache_salt")
+)
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+
+
+class CallError(KVIndexError):
+    """A request that is refused.
+
+    Attributes:
+        status: the HTTP status code.
+        param: the field that is wrong, if it is one.
+        code: OpenAI's word for the error, if there is one.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's request, as far as the gateway reads it.
+
+    Attributes:
+        path: of its route.
+        model: that it names; "" if it names none.
+        body: what the engine receives.
+        fields: the parsed object.
+        is_stream: whether it asks for a stream of events.
+        hides_usage: whether the gateway has asked for the usage event, which the client did not.
+        salt: of the cache.
+        reads_cache: whether the engine reads its cache for it.
+        choices: how many answers it asks for.
+    """
+
+    path: str
+    model: str
+    body: bytes
+    fields: Mapping[str, Any]
+    is_stream: bool = False
+    hides_usage: bool = False
+    salt: str | None = None
+    reads_cache: bool = True
+    choices: int = 1
+
+
+def read_call(path: str, body: bytes) -> Call:
+    """Return the request in a body.
+
+    A stream of chat or text completions is asked to report its usage, since the engine's hit is
+    in there; the rest of the body is passed on byte for byte.
+
+    Raises:
+        CallError: the body is no JSON object, too deeply nested, or a field has a wrong form.
+
+    Complexity: O(bytes).
+
+    Examples:
+        >>> call = read_call("/v1/completions", b'{"prompt": "Once", "stream": true}')
+        >>> call.hides_usage, call.body
+        (True, b'{"prompt": "Once", "stream": true,"stream_options":{"include_usage":true}}')
+    """
+    fields = _read_object(body)
+    is_stream = _flag(fields, "stream", "stream")
+    for name, check in _CHECKS.get(path, {}).items():
+        check(fields, name)
+    call = Call(
+        path=path,
+        model=_name(fields, "model") or "",
+        body=body,
+        fields=fields,
+        is_stream=is_stream,
+        salt=_name(fields, "cache_salt"),
+        reads_cache=reads_cache(fields),
+        choices=_choices(fields),
+    )
+    if not is_stream or path not in (CHAT, COMPLETIONS):
+        return call
+    options = fields.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise _wrong("stream_options", "an object", options)
+    if options and _flag(options, "include_usage", "stream_options.include_usage"):
+        return call
+    wanted = {"stream_options": {**(options or {}), "include_usage": True}}
+    return msgspec.structs.replace(call, body=with_fields(body, wanted), hides_usage=True)
+
+
+def error_reply(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Headers = (),
+) -> Reply:
+    """Return an error in OpenAI's form."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return json_reply(status, {"error": error})._replace(headers=headers)
+
+
+# Bodies ------------------------------------------------------------------------------------------
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
+    brackets = body.count(b"[") + body.count(b"{")
+    if brackets > _MOST_BRACKETS:
+        raise CallError(400, f"the body has {brackets:,} brackets, over {_MOST_BRACKETS:,}")
+    try:
+        fields = msgspec.json.decode(body)
+    except _UNREADABLE as error:
+        raise CallError(400, f"the body is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CallError(400, "the body must be a JSON object")
+    if brackets > _MOST_LEVELS:
+        _check_levels(fields)
+    if any(body.count(name) > 1 for name in _READ):
+        _check_names(body)
+    return fields
+
+
+def _check_levels(fields: object) -> None:
+    """Refuse a value that is nested too deeply. O(containers)."""
+    level: list[Any] = [fields]
+    for _ in range(_MOST_LEVELS):
+        inner: list[Any] = []
+        for value in level:
+            values = value.values() if isinstance(value, dict) else value
+            inner += [each for each in values if isinstance(each, (dict, list))]
+        if not inner:
+            return
+        level = inner
+    raise CallError(400, f"the body is nested over {_MOST_LEVELS} levels deep")
+
+
+def _check_names(body: bytes) -> None:
+    """Refuse an object that has a name twice: readers differ in which of the two counts."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = next(name for at, name in enumerate(names) if name in names[:at])
+            raise CallError(400, f"the body has {twice[:_MOST_NAME]!r} twice", param=twice[:64])
+
+    json.loads(body, object_pairs_hook=check)
+
+
+# Fields ------------------------------------------------------------------------------------------
+
+
+def _wrong(name: str, wanted: str, given: object) -> CallError:
+    kinds = {dict: "an object", list: "an array", str: "text", type(None): "null"}
+    kind = kinds.get(type(given), repr(given)[:40])
+    return CallError(400, f"{name} must be {wanted}, not {kind}", param=name)
+
+
+def _flag(fields: Mapping[str, Any], key: str, name: str) -> bool:
+    value = fields.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise _wrong(name, "true or false", value)
+    return bool(value)
+
+
+def _name(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _wrong(name, "text", value)
+    if value is not None and len(value) > _MOST_NAME:
+        raise CallError(400, f"{name} is longer than {_MOST_NAME} characters", param=name)
+    return value
+
+
+def _choices(fields: Mapping[str, Any]) -> int:
+    value = fields.get("n")
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_CHOICES:
+        raise _wrong("n", f"a number from 1 to {_MOST_CHOICES}", value)
+    return value
+
+
+def _check_messages(fields: Mapping[str, Any], name: str) -> None:
+    messages = fields.get(name)
+    if not isinstance(messages, list):
+        raise _wrong(name, "an array of messages", messages)
+    _check_count(messages, name)
+    if not all(isinstance(message, dict) for message in messages):
+        raise CallError(400, f"each of {name} must be an object", param=name)
+
+
+def _check_prompt(fields: Mapping[str, Any], name: str) -> None:
+    """Accept text, token ids, or a list of either."""
+    prompt = fields.get(name)
+    if isinstance(prompt, str):
+        return
+    wanted = "text, token ids, or an array of either"
+    if not isinstance(prompt, list):
+        raise _wrong(name, wanted, prompt)
+    if all(isinstance(each, int) for each in prompt):
+        _check_tokens(prompt, name)
+        return
+    _check_count(prompt, name)
+    for each in prompt:
+        if isinstance(each, list):
+            _check_tokens(each, name)
+        elif not isinstance(each, (str, dict)):
+            raise _wrong(name, wanted, each)
+
+
+def _check_input(fields: Mapping[str, Any], name: str) -> None:
+    """Accept text or an array of items."""
+    if not isinstance(fields.get(name), str):
+        _check_messages(fields, name)
+
+
+def _check_count(items: Sequence[Any], name: str) -> None:
+    if not 1 <= len(items) <= _MOST_ITEMS:
+        text = f"{name} has {len(items):,} items: from 1 to {_MOST_ITEMS:,} are accepted"
+        raise CallError(400, text, param=name)
+
+
+def _check_tokens(ids: Sequence[Any], name: str) -> None:
+    if not 1 <= len(ids) <= _MOST_TOKENS:
+        text = f"{name} has {len(ids):,} tokens: from 1 to {_MOST_TOKENS:,} are accepted"
+        raise CallError(400, text, param=name)
+    if not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
+        raise CallError(400, f"{name} has an id that is no number below 2**32", param=name)
+
+
+_CHECKS: Final[Mapping[str, Mapping[str, Callable[[Mapping[str, Any], str], None]]]] = {
+    CHAT: {"messages": _check_messages},
+    MESSAGES: {"messages": _check_messages},
+    COMPLETIONS: {"prompt": _check_prompt},
+    EMBEDDINGS: {"input": _check_prompt},
+    RESPONSES: {"input": _check_input},
+}

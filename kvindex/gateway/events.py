@@ -1,0 +1,301 @@
+"""What an engine's answer says while it passes: the first content, the usage, an error, the end.
+
+Streams are server-sent events (HTML standard, 9.2.6). Their bytes are forwarded as they are, whole
+events at a time; only the usage event that the gateway itself asked for is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import msgspec
+
+MOST_KEPT: Final = 1 << 20
+"""Bytes of an event that has no end yet; a longer one is forwarded without being read."""
+
+# A carriage return at the end may be half a line end: `feed` keeps it back.
+_LINE_END: Final = rb"(?:\r\n|\n|\r(?!\n))"
+_EVENT_END: Final = re.compile(_LINE_END + _LINE_END)
+_LOOK_BACK: Final = 3  # bytes of a blank line that may have come before
+_DONE: Final = frozenset(
+    {"response.completed", "response.failed", "response.incomplete", "message_stop"}
+)
+_CONTENT: Final = frozenset({"content_block_delta"})
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """The tokens of a request, as its engine reports them.
+
+    Attributes:
+        prompt_tokens: of the prompt.
+        completion_tokens: that were generated.
+        cached_tokens: of the prompt, those that the engine found in its cache; None if it does
+            not report them.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Reported(msgspec.Struct):
+    """Usage under the names of OpenAI's two APIs, and of Anthropic's."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
+class _Delta(msgspec.Struct):
+    """The parts of a delta that are content, if they are not empty."""
+
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.content
+            or self.reasoning_content
+            or self.reasoning
+            or self.tool_calls
+            or self.function_call
+            or self.refusal
+        )
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _Holder(msgspec.Struct):
+    """A whole answer within an event."""
+
+    usage: _Reported | None = None
+
+
+class _Event(msgspec.Struct):
+    """What is read of an event, or of a whole answer."""
+
+    choices: list[_Choice] | None = None
+    usage: _Reported | None = None
+    error: Any = None
+    type: str | None = None
+    response: _Holder | None = None
+
+
+class _Started(msgspec.Struct):
+    """The first event of Anthropic's API; elsewhere `message` may be text."""
+
+    message: _Holder | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+_decode_started = msgspec.json.Decoder(_Started).decode
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class Events:
+    r"""Reads the event stream of one answer. Owner: one event loop.
+
+    Args:
+        hides_usage: leave out the event that has the usage and no choices.
+
+    Attributes:
+        has_event: whether any event has arrived; comments are none.
+        has_content: whether some of the generated text has arrived: also reasoning, tool calls.
+        delivered: events with content; engines send one for a token, or for a few.
+        usage: as last reported.
+        error: the engine's message, if it reported an error instead of going on.
+        is_done: whether the last event has arrived.
+        unread: events that were too long or no JSON, and were forwarded unread.
+
+    Complexity: O(bytes), whatever the pieces are. At most `MOST_KEPT` bytes are kept.
+
+    Examples:
+        >>> events = Events(hides_usage=True)
+        >>> events.feed(b'data: {"choices": [{"delta": {"content": "Hel')
+        b''
+        >>> events.feed(b'lo"}}]}\n\ndata: {"choices": [], "usage": {"prompt_tokens": 3}}\n\n')
+        b'data: {"choices": [{"delta": {"content": "Hello"}}]}\n\n'
+        >>> events.delivered, events.usage.prompt_tokens
+        (1, 3)
+    """
+
+    def __init__(self, *, hides_usage: bool) -> None:
+        self.has_event = self.has_content = self.is_done = False
+        self.delivered = self.unread = 0
+        self.usage: Usage | None = None
+        self.error: str | None = None
+        self._hides_usage = hides_usage
+        self._kept = bytearray()  # of an event without its end
+        self._is_overlong = False  # the rest of the present event is forwarded unread
+
+    def feed(self, data: bytes) -> bytes:
+        """Accept a piece; return the whole events that are forwarded now."""
+        kept = self._kept
+        if not kept and not self._is_overlong and data.endswith(b"\n\n"):
+            return self._forward(data)
+        begin = max(0, len(kept) - _LOOK_BACK)
+        kept += data
+        end = 0
+        for match in _EVENT_END.finditer(kept, begin, len(kept) - kept.endswith(b"\r")):
+            end = match.end()
+        whole = bytes(kept[:end])
+        del kept[:end]
+        if self._is_overlong:
+            return self._pass(whole)
+        forwarded = self._forward(whole) if whole else b""
+        if len(kept) > MOST_KEPT:
+            self._is_overlong = True
+            self.unread += 1
+            return forwarded + self._pass(b"")
+        return forwarded
+
+    def end(self) -> bytes:
+        """Accept the end of the answer; return the rest, which ends within an event or a line."""
+        rest = bytes(self._kept)
+        self._kept.clear()
+        if self._is_overlong or not rest:
+            return rest
+        return self._forward(rest)
+
+    def _pass(self, whole: bytes) -> bytes:
+        """Forward the rest of an overlong event, and read what follows it."""
+        self.has_event = True
+        if not whole:
+            rest = bytes(self._kept[:-_LOOK_BACK])  # a blank line may begin in the last bytes
+            del self._kept[:-_LOOK_BACK]
+            return rest
+        self._is_overlong = False
+        end = _EVENT_END.search(whole)
+        assert end is not None
+        rest, following = whole[: end.end()], whole[end.end() :]
+        return rest + self._forward(following) if following else rest
+
+    def _forward(self, whole: bytes) -> bytes:
+        """Read events; return them without those that are hidden."""
+        if whole.find(b"\n\n") == len(whole) - 2 and whole.find(b"\r") < 0:
+            return b"" if self._read(whole) else whole
+        shown: list[bytes] = []
+        begin = 0
+        while begin < len(whole):
+            match = _EVENT_END.search(whole, begin)
+            end = len(whole) if match is None else match.end()
+            event = whole[begin:end]
+            if not self._read(event):
+                shown.append(event)
+            begin = end
+        return b"".join(shown)
+
+    def _read(self, event: bytes) -> bool:
+        """Note what an event reports; return whether it is hidden."""
+        data = _data_of(event)
+        if data is None:
+            return False
+        self.has_event = True
+        if data.strip() == b"[DONE]":
+            self.is_done = True
+            return False
+        try:
+            read = _decode(data)
+        except _UNREADABLE:
+            self.unread += 1
+            return False
+        choices, usage = read.choices, read.usage
+        if choices:
+            for choice in choices:
+                if choice.delta or choice.text:
+                    self.has_content = True
+                    self.delivered += 1
+        elif read.type:
+            self._read_typed(read.type, read.response, data)
+        if read.error is not None or read.type == "error":
+            self.error = _message_of(read.error)
+        if usage is not None:
+            self.usage = _merged(self.usage, usage)
+            return self._hides_usage and not choices and not read.type
+        return False
+
+    def _read_typed(self, kind: str, holder: _Holder | None, data: bytes) -> None:
+        """Note what an event of the responses or messages API reports."""
+        if kind in _CONTENT or (kind.startswith("response.") and kind.endswith(".delta")):
+            self.has_content = True
+            self.delivered += 1
+        self.is_done = self.is_done or kind in _DONE
+        if kind == "message_start":
+            holder = _started(data)
+        if holder is not None and holder.usage is not None:
+            self.usage = _merged(self.usage, holder.usage)
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """Return the usage in a whole JSON answer; None if there is none. O(bytes).
+
+    Examples:
+        >>> usage_of(b'{"usage": {"input_tokens": 5, "output_tokens": 2}}')
+        Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=None)
+    """
+    try:
+        usage = _decode(body).usage
+    except _UNREADABLE:
+        return None
+    return None if usage is None else _merged(None, usage)
+
+
+def _data_of(event: bytes) -> bytes | None:
+    """Return the data of an event; None if it has none."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
+        return event[6:-2]
+    lines = [line for line in event.splitlines() if line.startswith(b"data:")]
+    if not lines:
+        return None
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines)
+
+
+def _merged(before: Usage | None, reported: _Reported) -> Usage:
+    """Return the usage after a further report, which may be of some of its numbers only."""
+    before = before or Usage()
+    prompt, completion = reported.prompt_tokens, reported.completion_tokens
+    details = reported.prompt_tokens_details or reported.input_tokens_details
+    cached = None if details is None else details.cached_tokens
+    if reported.cache_read_input_tokens is not None:
+        cached = reported.cache_read_input_tokens
+    if prompt is None and reported.input_tokens is not None:
+        prompt = reported.input_tokens  # Anthropic's do not count what was read from the cache
+        prompt += reported.cache_read_input_tokens or 0
+        prompt += reported.cache_creation_input_tokens or 0
+    if completion is None:
+        completion = reported.output_tokens
+    return Usage(
+        before.prompt_tokens if prompt is None else max(0, prompt),
+        before.completion_tokens if completion is None else max(0, completion),
+        before.cached_tokens if cached is None else max(0, cached),
+    )
+
+
+def _message_of(error: object) -> str:
+    """Return an engine's error as text of bounded length."""
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message)[:200]
+
+
+def _started(data: bytes) -> _Holder | None:
+    try:
+        return _decode_started(data).message
+    except _UNREADABLE:
+        return None

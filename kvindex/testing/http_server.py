@@ -1,0 +1,198 @@
+"""The fake engine's HTTP server: asyncio on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from kvindex.testing.http_requests import RequestError
+from kvindex.testing.http_routes import Response
+from kvindex.testing.http_stream import HttpFaults, Streamed, error_event
+
+_MAX_BODY: Final = 8 << 20  # bytes
+_MAX_HEAD: Final = 64 << 10  # bytes
+_IDLE: Final = 30.0  # seconds that a connection may be silent
+_SSE: Final = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+Answering = Callable[[str, str, dict[str, str], bytes], "Response | Streamed"]
+
+
+class Server:
+    """Serve connections until `close`. The loop's thread owns all but `counters` and `faults`."""
+
+    def __init__(self, host: str, port: int, answer: Answering) -> None:
+        self.faults = HttpFaults()
+        self.counters: Counter[str] = Counter()
+        self._answer = answer
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.socket = socket.create_server((host, port), backlog=1024)
+        # Accepted sockets inherit it: each token is sent at once.
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kvindex-http-engine", daemon=True)
+        self.address = self.socket.getsockname()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cut all connections, and end the thread."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._accept, sock=self.socket, limit=_MAX_HEAD)
+        await self._stop.wait()
+        server.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while await self._exchange(reader, writer):
+                pass
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+            pass  # the client went away, or does not speak HTTP
+        except asyncio.CancelledError:
+            pass  # `close`
+        finally:
+            self._tasks.discard(task)
+            if self._stop.is_set():
+                writer.transport.abort()
+            else:
+                writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _IDLE)
+        first, *lines = head.decode("latin-1").split("\r\n")
+        method, target, _ = first.split(" ", 2)
+        pairs = (line.partition(":") for line in lines if line)
+        headers = {name.lower(): value.strip() for name, _, value in pairs}
+        length = headers.get("content-length") or "0"
+        if not (length.isdecimal() and int(length) <= _MAX_BODY):
+            refusal = RequestError(413, f"a body has at most {_MAX_BODY} bytes, in one piece")
+            _write(writer, Response.of_error(refusal), keep=False)
+            await writer.drain()
+            return False
+        body = await reader.readexactly(int(length))
+        keep = headers.get("connection", "").lower() != "close"
+        faults = self.faults
+        if "x-fake-faults" in headers:
+            try:
+                faults = msgspec.json.decode(headers["x-fake-faults"], type=HttpFaults)
+            except msgspec.DecodeError as error:
+                refusal = RequestError(400, f"x-fake-faults: {error}")
+                _write(writer, Response.of_error(refusal), keep=False)
+                return False
+        if method == "POST" and not await self._goes_on(faults, reader, writer):
+            return False
+        answer = self._answer(method, target.partition("?")[0], headers, body)
+        if isinstance(answer, Response):
+            _write(writer, answer, keep=keep)
+            await writer.drain()
+            return keep
+        return await self._stream(answer, faults, reader, writer) and keep
+
+    async def _goes_on(
+        self, faults: HttpFaults, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        if faults.kind == "503":
+            _write(writer, Response.of_error(RequestError(503, "overloaded")), keep=False)
+        elif faults.kind == "reset":
+            writer.transport.abort()
+        elif faults.kind == "hang":
+            await reader.read(1)  # until the client closes
+        elif faults.kind == "garbage":
+            writer.write(b"\x00\xffno HTTP\r\n\r\n")
+        elif faults.kind == "long_head":
+            writer.write(b"HTTP/1.1 200 OK\r\nx-long: " + b"x" * _MAX_HEAD + b"\r\n\r\n")
+        elif faults.kind == "half_head":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-ty")
+        else:
+            return True
+        return False
+
+    async def _stream(
+        self,
+        answer: Streamed,
+        faults: HttpFaults,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> bool:
+        writer.write(_SSE)
+        if faults.kind == "reset_after_head":
+            await writer.drain()
+            writer.transport.abort()
+            return False
+        self.counters["open"] += 1
+        sending = asyncio.ensure_future(self._send(answer, faults, writer))
+        leaving = asyncio.ensure_future(reader.read(1))  # no client sends a second request now
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                return sending.result()
+            self.counters["cancelled"] += 1
+            return False
+        finally:
+            self.counters["open"] -= 1
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+
+    async def _send(
+        self, answer: Streamed, faults: HttpFaults, writer: asyncio.StreamWriter
+    ) -> bool:
+        if faults.kind == "keep_alive":
+            writer.write(_chunk(b": keep-alive\n\n"))
+        await asyncio.sleep(faults.ttft)
+        for event in answer.first():
+            writer.write(_chunk(event))
+        for sent, event in enumerate(answer.tokens()):
+            if sent == faults.after and faults.kind == "cut":
+                writer.transport.abort()
+                return False
+            if sent == faults.after and faults.kind == "error_event":
+                writer.write(_chunk(error_event("the engine failed")))
+                break
+            if sent:
+                await asyncio.sleep(faults.gap)
+            writer.write(_chunk(event))
+            await writer.drain()
+            self.counters["generated"] += 1
+        if faults.kind == "two_usages":
+            writer.write(_chunk(answer.end()[0]))
+        for event in answer.end():
+            writer.write(_chunk(event))
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _write(writer: asyncio.StreamWriter, answer: Response, *, keep: bool) -> None:
+    writer.write(
+        f"HTTP/1.1 {answer.code} Answer\r\nContent-Type: {answer.content_type}\r\n"
+        f"Content-Length: {len(answer.body)}\r\n"
+        f"{'' if keep else 'Connection: close' + chr(13) + chr(10)}\r\n".encode()
+        + answer.body
+    )

@@ -1,0 +1,151 @@
+"""`kvindex gateway`: OpenAI's API in front of engines; each request goes where its prompt is.
+
+Serve OpenAI's API in front of vLLM or SGLang engines that publish KV-cache events. Each request
+goes to the DP rank that holds most of its prompt and has least to do. Needs the extra packages of
+kvindex[gateway]. Runs until SIGTERM or Ctrl-C, its normal ends (exit 0): then /ready answers 503,
+and open requests end within --drain seconds; a second signal ends it at once. Exit 1: it cannot
+listen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from typing import Any
+
+from kvindex import BACKEND, ConfigurationError
+from kvindex.tools.cli.arguments import count, option, port, seconds
+from kvindex.tools.cli.output import counted, printable
+from kvindex.tools.cli.serve import ACCESS, add_access, add_discovery, end_of, sources_of
+from kvindex.tools.cli.signals import handled
+
+_LISTENING = (*("host", "port", "token_file", "insecure", "tls_cert", "tls_key", "allowed_hosts"),)
+_SETTINGS = (
+    *("open_requests", "queued_tokens", "waiting", "queue_within", "head_within"),
+    *("silent_within", "tokens_within", "drain", "policy"),
+)
+_FOUND_SECONDS = 2.0  # for engines to answer before the first lines
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare this command's options; defaults of settings are those of `GatewaySettings`."""
+    text = "HTTP server of an engine, http://HOST:PORT"
+    parser.add_argument("engine", nargs="*", metavar="ENGINE", help=text)
+    listening = parser.add_argument_group("listening")
+    option(listening, "--host HOST", "address to listen at (default: 127.0.0.1)")
+    option(listening, "--port PORT", "its port; 0: any (default: 8080)", port)
+    text = "for open requests to end in, at the end (default: 30)"
+    option(listening, "--drain S", text, seconds)
+    text = "write a line of JSON for each request to stderr; no prompts"
+    option(listening, "--access-log", text)
+    access = parser.add_argument_group("access", ACCESS)
+    add_access(access)
+    text = "of a request (default: 64 MiB)"
+    option(access, "--max-body BYTES", text, count, dest="body_bytes")
+    text = "open connections (default: 4,096)"
+    option(access, "--max-connections N", text, count, dest="connections")
+    text = "Without these limits a request never waits for a rank."
+    load = parser.add_argument_group("load", text)
+    option(load, "--max-open-requests N", "of a rank", count, dest="open_requests")
+    text = "that wait for their prefill on a rank"
+    option(load, "--max-queued-tokens N", text, count, dest="queued_tokens")
+    text = "requests of a model that may wait for room (default: 1,024)"
+    option(load, "--max-waiting N", text, count, dest="waiting")
+    text = "for which a request may wait; then 429 (default: 30)"
+    option(load, "--wait-within S", text, seconds, dest="queue_within")
+    option(load, "--policy NAME", "of the routers (default: kvindex)")
+    times = parser.add_argument_group("engines' answers")
+    text = "until an engine begins to answer; a whole answer begins at its end (default: 600)"
+    option(times, "--head-within S", text, seconds)
+    text = "for which an engine may send nothing of an answer (default: 300)"
+    option(times, "--silent-within S", text, seconds)
+    text = "that a request may wait for its tokens (default: 2)"
+    option(times, "--tokens-within S", text, seconds)
+    text = "Engines that appear, leave, move and grow are followed."
+    add_discovery(parser.add_argument_group("discovery", text))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal ends the command."""
+    if BACKEND != "native":
+        raise ConfigurationError(
+            "the gateway needs the native module: install a C++20 compiler, then kvindex again "
+            "with `pip install --no-cache-dir --force-reinstall`"
+        )
+    try:
+        from kvindex.gateway.gateway import Gateway
+        from kvindex.gateway.settings import MOST_BODY, GatewaySettings
+        from kvindex.service.http import Limits, Listening
+        from kvindex.service.sources import source_of, token_reader
+        from kvindex.service.workers import Defaults
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvindex"):
+            raise
+        raise ConfigurationError(
+            f"the package {error.name} is missing: pip install 'kvindex[gateway]'"
+        ) from error
+    sources = [
+        source_of(entry, Defaults(), f"source {number}")
+        for number, entry in enumerate(sources_of(arguments), 1)
+    ]
+    if not sources:
+        raise ConfigurationError("no engine is named: give the URL of one, http://HOST:PORT")
+    limits = {"body_bytes": MOST_BODY, **_given(arguments, ("body_bytes", "connections"))}
+    listening = {"port": 8080, **_given(arguments, _LISTENING)}
+    settings = GatewaySettings(
+        listening=Listening(limits=Limits(**limits), **listening),
+        **_given(arguments, _SETTINGS),
+    )
+    if arguments.access_log:
+        logging.getLogger("kvindex.gateway.access").setLevel(logging.INFO)
+        logging.getLogger("kvindex.gateway.access").addHandler(_plain())
+    token = arguments.engine_token_file and token_reader(arguments.engine_token_file)
+    with Gateway(sources, settings, engine_token=token or (lambda: None)) as running:
+        ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running))
+        with handled(ends, to_the_end=True):
+            _print_beginning(running)
+            running.run()
+    return 0
+
+
+def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options that the command line names."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None and value is not False and value != []
+    }
+
+
+def _plain() -> logging.Handler:
+    """Return a handler that writes lines as they are."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    return handler
+
+
+def _print_beginning(running: Any) -> None:
+    """Print where it serves, which engines it found, and what to try next."""
+    missing = running.found(_FOUND_SECONDS)
+    servings = running.servings()
+    print(f"kvindex serves OpenAI's API at {running.url}/v1", flush=True)
+    lines = [
+        f"{serving.url}: {serving.kind or 'an engine'} {serving.version}, "
+        f"{counted(serving.ranks, 'rank')}, serves {', '.join(serving.models) or 'no model'}"
+        for serving in servings
+    ]
+    lines += [f"not found yet: {name}: {why}" for name, why in missing.items()]
+    if servings and servings[0].models:
+        chat = {"model": servings[0].models[0], "messages": [{"role": "user", "content": "Hi"}]}
+        lines.append(f"try: curl {running.url}/v1/chat/completions -d '{json.dumps(chat)}'")
+    listening = running.settings.listening
+    if listening.insecure and not listening.tokens():
+        lines.append("warning: anybody who reaches this address may send requests (--insecure)")
+    elif listening.tokens() and listening.scheme == "http":
+        lines.append("note: without --tls-cert the token travels as it is")
+    for line in lines:
+        print(f"  {printable(line)}", flush=True)

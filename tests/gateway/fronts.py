@@ -1,0 +1,240 @@
+"""A gateway's front between a client's socket and engines that do as they are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from kvindex import Rank
+from kvindex.gateway.access import Access
+from kvindex.gateway.calls import Call
+from kvindex.gateway.choosing import NoRankError
+from kvindex.gateway.front import Front, refusal_reply
+from kvindex.gateway.tokens import Tokens
+from kvindex.gateway.wires import UpstreamError
+from kvindex.service.http import Guard, Limits, Site
+from kvindex.service.http.connections import Connection
+from tests.gateway.lives import DONE, HEAD, ROLE, USAGE, LoggedPlace, event
+
+STREAM = (ROLE, event("x"), event("y"), event("z") + USAGE, DONE)
+
+
+class Hang:
+    """Waits until it is cancelled, once `begun` is set."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+
+    async def wait(self) -> None:
+        self.begun.set()
+        await asyncio.Event().wait()
+
+
+class Engine:
+    """What one try meets.
+
+    Args:
+        status: of the answer.
+        pieces: of its body; a Hang waits, a str breaks off for this reason.
+        headers: of the answer.
+        fails: the reason for which there is no head; a Hang waits for it.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[bytes | Hang | str] = STREAM,
+        status: int = 200,
+        headers: Sequence[tuple[bytes, bytes]] = HEAD,
+        fails: str | Hang | None = None,
+    ) -> None:
+        self.pieces, self.status, self.headers, self.fails = pieces, status, headers, fails
+
+
+class ScriptedAnswer:
+    def __init__(self, log: list[tuple[Any, ...]], engine: Engine) -> None:
+        self.status = engine.status
+        self.headers = list(engine.headers)
+        self.read_pieces = 0
+        self._log = log
+        self._pieces = list(engine.pieces)
+
+    async def read(self) -> bytes:
+        if not self._pieces:
+            self._log.append(("complete",))
+            return b""
+        piece = self._pieces.pop(0)
+        self.read_pieces += 1
+        if isinstance(piece, Hang):
+            await piece.wait()
+        if isinstance(piece, str):
+            raise UpstreamError("it broke off", reason=piece)
+        assert isinstance(piece, bytes)
+        return piece
+
+    def close(self) -> None:
+        self._log.append(("close",))
+
+
+class Scripted:
+    """Routing, tokenizing and upstream in one: each try meets the next engine of the script."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.engines = list(engines)
+        self.ranks = [Rank(f"e{number}") for number in range(4)]
+        self.body_fields: dict[str, Any] = {}
+        self.token_ids: list[int] | None = list(range(10))
+        self.tokenizing: Hang | None = None
+        self.queue: Hang | None = None
+        self.refusal: Exception | None = None
+        self.reserved: list[dict[str, Any]] = []
+        self.sent: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
+        self.answers: list[ScriptedAnswer] = []
+        self.names: Sequence[str] = ("m",)
+
+    async def tokens(self, call: Call, engines: Any) -> Tokens:
+        if self.tokenizing is not None:
+            await self.tokenizing.wait()
+        return Tokens(self.token_ids, "local")
+
+    async def reserve(self, model: str, token_ids: Any, **details: Any) -> LoggedPlace:
+        if self.queue is not None:
+            await self.queue.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        left = [rank for rank in self.ranks if rank not in details["exclude"]]
+        if not left:
+            raise NoRankError({"excluded": len(self.ranks)})
+        self.reserved.append({"model": model, "token_ids": token_ids, **details})
+        self.log.append(("reserve", left[0]))
+        return LoggedPlace(self.log, left[0], body_fields=self.body_fields)
+
+    def servings(self, model: str) -> Sequence[Any]:
+        return [LoggedPlace(self.log, rank).serving for rank in self.ranks]
+
+    def models(self) -> Sequence[str]:
+        return self.names
+
+    async def send(
+        self, url: str, path: str, body: bytes, headers: Any, *, head_within: float
+    ) -> ScriptedAnswer:
+        self.sent.append((url, path, body, dict(headers)))
+        engine = self.engines.pop(0)
+        if isinstance(engine.fails, Hang):
+            try:
+                await engine.fails.wait()
+            finally:
+                self.log.append(("unsent",))
+        if isinstance(engine.fails, str):
+            raise UpstreamError("no head", reason=engine.fails)
+        self.answers.append(ScriptedAnswer(self.log, engine))
+        return self.answers[-1]
+
+    async def ask(
+        self, url: str, path: str, body: bytes, headers: Any, *, within: float
+    ) -> tuple[int, bytes]:
+        self.sent.append((url, path, body, dict(headers)))
+        engine = self.engines.pop(0)
+        if isinstance(engine.fails, str):
+            raise UpstreamError("no answer", reason=engine.fails)
+        return engine.status, b"".join(piece for piece in engine.pieces if isinstance(piece, bytes))
+
+
+class Client:
+    """One connection of a client."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def post(self, path: str, body: bytes, *headers: bytes, version: bytes = b"1.1") -> None:
+        lines = [b"POST %b HTTP/%b" % (path.encode(), version), b"host: localhost", *headers]
+        lines += [b"content-type: application/json", b"content-length: %d" % len(body)]
+        self.writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+
+    async def head(self) -> tuple[int, dict[bytes, bytes]]:
+        """Read the head of an answer."""
+        lines = (await self.reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        pairs = [line.partition(b": ")[::2] for line in lines[1:-2]]
+        return int(lines[0].split()[1]), dict(pairs)
+
+    async def chunks(self) -> tuple[bytes, bool]:
+        """Read a body in chunks; return it, and whether it is whole."""
+        body = b""
+        while line := await self.reader.readline():
+            size = int(line, 16)
+            body += (await self.reader.readexactly(size + 2))[:-2]
+            if not size:
+                return body, True
+        return body, False
+
+    async def answer(self) -> tuple[int, dict[bytes, bytes], bytes]:
+        """Read a whole answer."""
+        status, headers = await self.head()
+        if b"content-length" not in headers:
+            body, is_whole = await self.chunks()
+            assert is_whole
+            return status, headers, body
+        return status, headers, await self.reader.readexactly(int(headers[b"content-length"]))
+
+
+class Fronted:
+    """A front with its script, at a port."""
+
+    def __init__(self, scripted: Scripted, options: dict[str, Any]) -> None:
+        self.scripted = scripted
+        self.port = 0
+        self.access = Access()
+        given: Any = scripted
+        self.front = Front(given, given, given, access=self.access, **options)
+        guard = Guard(limits=Limits(body_bytes=4096), form=refusal_reply)
+        self.site = Site(self.front.routes(), guard, otherwise=self.front.not_found)
+
+    async def connect(self) -> Client:
+        return Client(*await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20))
+
+    async def ask(
+        self, *headers: bytes, path: str = "/v1/chat/completions", **fields: Any
+    ) -> tuple[int, dict[bytes, bytes], bytes]:
+        """Send a request, that of a stream by default; return its whole answer."""
+        client = await self.connect()
+        client.post(path, body_of(**fields), *headers)
+        answer = await client.answer()
+        client.writer.close()
+        return answer
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        """Run the loop until something is so. A bug ends in the time-out of the run."""
+        while not is_so():
+            await asyncio.sleep(0)
+
+    async def ended(self) -> None:
+        """Wait until no request is open."""
+        await self.until(lambda: not self.access.open)
+
+
+def body_of(**fields: Any) -> bytes:
+    """Return the body of a chat that streams, by default."""
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    options = {"stream_options": {"include_usage": True}} if fields.get("stream", True) else {}
+    return msgspec.json.encode({**chat, **options, **fields})
+
+
+@asynccontextmanager
+async def fronted(*engines: Engine, **options: Any) -> AsyncIterator[Fronted]:
+    """Serve a front whose tries meet these engines, in order."""
+    fronted = Fronted(Scripted(*engines), options)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(fronted.site), "127.0.0.1", 0)
+    fronted.port = server.sockets[0].getsockname()[1]
+    try:
+        yield fronted
+        await fronted.ended()
+    finally:
+        server.close()
+        for connection in list(fronted.site.connections):
+            connection.abort()
+        await fronted.until(lambda: not fronted.site.connections)

@@ -1,0 +1,94 @@
+"""Places and answers that record what happens to them, in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvindex import Rank
+from kvindex.gateway.calls import Call, read_call
+from kvindex.gateway.models import Pin, Serving
+
+HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"),)
+JSON = ((b"content-type", b"application/json"),)
+
+
+def event(text: str) -> bytes:
+    """Return an event of a chat with a piece of its answer; none for the role."""
+    return b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % text.encode()
+
+
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+USAGE_FIELDS = (
+    b'"usage":{"prompt_tokens":10,"completion_tokens":3,"total_tokens":13,'
+    b'"prompt_tokens_details":{"cached_tokens":7}}'
+)
+USAGE = b'data: {"choices":[],' + USAGE_FIELDS + b"}\n\n"
+DONE = b"data: [DONE]\n\n"
+WHOLE = b'{"choices":[{"message":{"content":"xyz"}}],' + USAGE_FIELDS + b"}"
+
+
+def call_of(path: str = "/v1/chat/completions", **fields: Any) -> Call:
+    """Return a request that streams and wants its usage, by default."""
+    import msgspec
+
+    default = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hello"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return read_call(path, msgspec.json.encode({**default, **fields}))
+
+
+class LoggedPlace:
+    """A place that notes its calls in `log`, with its name."""
+
+    def __init__(
+        self, log: list[tuple[Any, ...]], rank: Rank, *, body_fields: Mapping[str, Any] = {}
+    ) -> None:
+        self.rank = rank
+        self.serving = Serving(
+            worker=rank.worker,
+            url=f"http://{rank.worker}",
+            kind="vllm",
+            version="0.33.0",
+            models=("m",),
+            adapters=(),
+            first_rank=0,
+            ranks=2,
+        )
+        self.pin = Pin(((b"x-data-parallel-rank", b"%d" % rank.dp_rank),), body_fields)
+        self.reason = "held"
+        self.held = 8
+        self.prompt_tokens = 10
+        self._log = log
+
+    def first_token(self) -> None:
+        self._log.append(("first_token", self.rank))
+
+    def touch(self, output_tokens: int) -> None:
+        self._log.append(("touch", self.rank, output_tokens))
+
+    def finish(self, cached_tokens: int | None) -> None:
+        self._log.append(("finish", self.rank, cached_tokens))
+
+    def cancel(self) -> None:
+        self._log.append(("cancel", self.rank))
+
+
+class LoggedAnswer:
+    """The head of an answer; notes in `log` that it is closed."""
+
+    def __init__(
+        self,
+        log: list[tuple[Any, ...]],
+        status: int = 200,
+        headers: Sequence[tuple[bytes, bytes]] = HEAD,
+    ) -> None:
+        self.status = status
+        self.headers = list(headers)
+        self._log = log
+
+    def close(self) -> None:
+        self._log.append(("close",))

@@ -1,0 +1,246 @@
+"""`kvindex gateway` as a process, in front of fake engines that stream."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection, HTTPResponse, IncompleteRead
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvindex.testing import FakeEngine, HttpEngine, HttpFaults
+from tests.live import PATIENCE, until
+from tests.tools.commands import Running, started
+
+pytestmark = pytest.mark.service
+
+LONG = "Once upon a time, in a land of many blocks, a prompt was longer than a few of them. " * 3
+
+
+class Gateway:
+    """A running gateway, and its engines."""
+
+    def __init__(self, process: Running, port: int, engines: list[HttpEngine]) -> None:
+        self.process, self.port, self.engines = process, port, engines
+
+    def open(
+        self, path: str, body: Any = None, **headers: str
+    ) -> tuple[HTTPConnection, HTTPResponse]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        method = "GET" if body is None else "POST"
+        data = None if body is None else json.dumps(body).encode()
+        fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, data, fields)
+        return connection, connection.getresponse()
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+        connection, response = self.open(path, body, **headers)
+        try:
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def statistics(self) -> dict[str, Any]:
+        status, body = self.ask("/admin/statistics")
+        assert status == 200
+        read: dict[str, Any] = json.loads(body)
+        return read
+
+    def bookings(self) -> dict[str, int]:
+        bookings: dict[str, int] = self.statistics()["routers"]["fake-model"]["bookings"]
+        return bookings
+
+
+def chat(text: str = LONG, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "fake-model", "messages": messages, "max_tokens": 8, **fields}
+
+
+def port_of(process: Running) -> int:
+    """The port in the first line that a gateway prints."""
+    return int(process.out.readline().rpartition(":")[2].partition("/")[0])
+
+
+@contextmanager
+def gateway(*options: str, ranks: int = 2) -> Iterator[Gateway]:
+    """Run a gateway in front of two engines, each with so many DP ranks."""
+    with ExitStack() as opened:
+        engines = []
+        for worker in ("a", "b"):
+            own = [
+                opened.enter_context(FakeEngine(worker=worker, dp_rank=rank))
+                for rank in range(ranks)
+            ]
+            engines.append(opened.enter_context(HttpEngine(own)))
+        urls = [engine.url for engine in engines]
+        process = opened.enter_context(started("gateway", "--port", "0", *options, *urls))
+        served = Gateway(process, port_of(process), engines)
+        until(lambda: json.loads(served.ask("/v1/models")[1])["data"])
+        yield served
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Gateway]:
+    with gateway() as served:
+        yield served
+        until(lambda: served.bookings()["open"] == 0)
+
+
+def content_of(body: bytes) -> str:
+    """The text of a streamed chat."""
+    events = [line[6:] for line in body.split(b"\n\n") if line.startswith(b"data: {")]
+    parts = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events]
+    return "".join(parts)
+
+
+def test_a_stream_is_that_of_the_engine_and_the_next_turn_finds_its_prompt(served: Gateway) -> None:
+    status, whole = served.ask("/v1/chat/completions", chat())
+    answer = json.loads(whole)
+    assert status == 200
+    status, streamed = served.ask("/v1/chat/completions", chat(stream=True))
+    assert status == 200
+    assert content_of(streamed) == answer["choices"][0]["message"]["content"]
+    assert streamed.endswith(b"data: [DONE]\n\n")
+    assert b'"usage": {' not in streamed, "nobody asked for it"
+    tokens = served.statistics()["tokens"]
+    assert tokens["held"] == tokens["delivered"] > 0
+    status, streamed = served.ask(
+        "/v1/chat/completions", chat(stream=True, stream_options={"include_usage": True})
+    )
+    usage = json.loads(streamed.split(b"\n\n")[-3][6:])["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", ["503", "reset", "reset_after_head", "half_head", "garbage"])
+def test_an_engine_that_fails_before_its_first_event_costs_no_request(
+    served: Gateway, kind: Any
+) -> None:
+    faulty = served.engines[0]
+    faulty.faults = HttpFaults(kind=kind)
+    try:
+        for number in range(6):
+            text = f"{kind} {number} {LONG}"
+            status, body = served.ask("/v1/chat/completions", chat(text, stream=True))
+            assert (status, body[-14:]) == (200, b"data: [DONE]\n\n")
+    finally:
+        faulty.faults = HttpFaults()
+
+
+def test_an_engine_that_is_cut_amid_an_answer_ends_it_with_an_error(served: Gateway) -> None:
+    for engine in served.engines:
+        engine.faults = HttpFaults(kind="cut", after=3)
+    try:
+        connection, response = served.open("/v1/chat/completions", chat("cut", stream=True))
+        with pytest.raises(IncompleteRead) as caught:
+            response.read()
+        connection.close()
+        assert b'data: {"error":' in caught.value.partial
+    finally:
+        for engine in served.engines:
+            engine.faults = HttpFaults()
+
+
+def test_a_client_that_leaves_frees_the_engine_and_the_booking(served: Gateway) -> None:
+    before = sum(engine.counters.get("cancelled", 0) for engine in served.engines)
+    for engine in served.engines:
+        engine.faults = HttpFaults(gap=PATIENCE)
+    try:
+        connection, response = served.open("/v1/chat/completions", chat("leave", stream=True))
+        assert response.read(6) == b"data: "
+        assert served.bookings()["open"] == 1
+        connection.close()
+        until(lambda: sum(e.counters.get("cancelled", 0) for e in served.engines) == before + 1)
+        until(lambda: served.bookings()["open"] == 0)
+    finally:
+        for engine in served.engines:
+            engine.faults = HttpFaults()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/chat/completions", {"model": "x", "messages": [{}]}, 404, "served: fake-model"),
+        ("/v1/chat/completions", {"messages": "text"}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": [{}], "stream": "yes"}, 400, "stream"),
+        ("/v1/nothing", {}, 404, "no route"),
+        ("/v1/chat/completions", None, 405, "POST"),
+    ],
+)
+def test_what_is_wrong_has_an_answer_in_the_form_of_openai(
+    served: Gateway, path: str, body: Any, status: int, words: str
+) -> None:
+    answered, data = served.ask(path, body)
+    error = json.loads(data)["error"]
+    assert answered == status
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_forged_rank_does_not_reach_the_engine(served: Gateway) -> None:
+    status, _ = served.ask("/v1/chat/completions", chat("forged"), x_data_parallel_rank="99")
+    assert status == 200
+
+
+def test_a_completion_by_token_ids_goes_where_they_are(served: Gateway) -> None:
+    ids = list(range(1000, 1100))
+    for _ in range(2):
+        body = {"model": "fake-model", "prompt": ids, "max_tokens": 1}
+        status, data = served.ask("/v1/completions", body)
+        assert status == 200
+    assert json.loads(data)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+def test_metrics_and_readiness_are_shown(served: Gateway) -> None:
+    assert served.ask("/ready")[0] == 200
+    status, text = served.ask("/metrics")
+    assert status == 200
+    assert b"kvindex_gateway_requests_total{" in text
+    assert b"kvindex_rank_" in text
+
+
+def test_an_engine_is_drained_by_its_name(served: Gateway) -> None:
+    name = served.engines[0].url.removeprefix("http://")
+    assert served.ask(f"/admin/drain?worker={name}", {})[0] == 200
+    before = served.engines[0].counters.get("generated", 0)
+    for number in range(4):
+        assert served.ask("/v1/chat/completions", chat(f"{number}", stream=True))[0] == 200
+    assert served.engines[0].counters.get("generated", 0) == before
+    assert served.ask(f"/admin/undrain?worker={name}", {})[0] == 200
+    assert served.ask("/admin/drain?worker=z", {})[0] == 404
+
+
+def test_a_signal_lets_open_streams_end_while_it_reports_not_ready() -> None:
+    with gateway(ranks=1) as served:
+        for engine in served.engines:
+            engine.faults = HttpFaults(gap=0.05)
+        connection, response = served.open("/v1/chat/completions", chat("drain", stream=True))
+        assert response.read(6) == b"data: "
+        served.process.process.send_signal(signal.SIGTERM)
+        until(lambda: served.ask("/ready")[0] == 503)
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        assert served.process.process.wait(PATIENCE) == 0
+
+
+def test_with_a_token_only_admitted_clients_get_in(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("t" * 20)
+    with ExitStack() as opened:
+        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
+        options = ("--port", "0", "--token-file", str(path))
+        process = opened.enter_context(started("gateway", *options, engine.url))
+        served = Gateway(process, port_of(process), [engine])
+        status, body = served.ask("/v1/models")
+        assert (status, json.loads(body)["error"]["type"]) == (401, "authentication_error")
+        assert served.ask("/v1/models", authorization=f"Bearer {'t' * 20}")[0] == 200
+
+
+def test_a_client_that_speaks_no_http_is_refused(served: Gateway) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
+        client.sendall(b"\x00\x01\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")

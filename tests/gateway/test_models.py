@@ -1,0 +1,200 @@
+"""Which engines serve a model, how a rank is pinned, and which rank a request gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from kvindex import Index, Rank, UnknownRankError
+from kvindex.gateway.calls import CallError
+from kvindex.gateway.choosing import LocalRouting, NoRankError, Place
+from kvindex.gateway.models import Models, Pin, Serving, UnknownModelError, pin
+from kvindex.gateway.waiting import ShedError
+from kvindex.routing import Capacity, Router
+from kvindex.subscribe import PublisherAddress
+from kvindex.subscribe.discovery import EngineReport
+from tests.routing.fleet import BLOCK, PROMPT, hold
+
+pytestmark = pytest.mark.unit
+
+PATIENCE = 300.0
+HEADER = b"x-data-parallel-rank"
+
+
+def report(name: str, *models: str, ranks: int = 1, first: int = 0, **fields: Any) -> EngineReport:
+    addresses = tuple(
+        PublisherAddress(first + rank, f"tcp://{name}:{5557 + rank}", None) for rank in range(ranks)
+    )
+    return EngineReport(f"http://{name}", "vllm", "0.33.0", models, ranks=addresses, **fields)
+
+
+class Fleet:
+    """Engines and their index, as a client shows them."""
+
+    def __init__(self, **options: Any) -> None:
+        self.index = Index()
+        self.engines: Mapping[str, EngineReport] = {}
+        self.live: frozenset[Rank] = frozenset()
+        self.options = options
+        self.models = Models(self, lambda: self.engines, self.router)
+        self.routing = LocalRouting(self.models, most_waiting=2)
+
+    def router(self, model: str) -> Router:
+        return Router(self, model=model, **self.options)
+
+    def set(self, **engines: EngineReport) -> None:
+        self.engines = engines
+        for name, each in engines.items():
+            for address in each.ranks:
+                self.index.add(Rank(name, address.dp_rank))
+        self.live = frozenset(self.index.ranks)
+
+    def check_open(self) -> None:
+        pass
+
+    def live_ranks(self) -> frozenset[Rank]:
+        return self.live
+
+    def connected_ranks(self) -> frozenset[Rank]:
+        return self.live
+
+    async def reserve(self, model: str = "m", token_ids: Any = PROMPT, **options: Any) -> Place:
+        self.numbers = getattr(self, "numbers", 0) + 1
+        details: dict[str, Any] = {"salt": None, "reads_cache": True}
+        details |= {"exclude": [], "prompt_tokens": 100}
+        deadline = asyncio.get_running_loop().time() + options.pop("within", PATIENCE)
+        return await self.routing.reserve(
+            model,
+            token_ids,
+            request_id=str(self.numbers),
+            deadline=deadline,
+            **{**details, **options},
+        )
+
+
+@pytest.mark.parametrize(
+    ("serving", "rank", "pinned"),
+    [
+        (Serving("a", "u", "vllm", "0.33.0"), 0, Pin()),
+        (Serving("a", "u", "vllm", "0.33.0", ranks=2), 1, Pin(((HEADER, b"1"),))),
+        (Serving("a", "u", "vllm", "0.33.0", first_rank=4, ranks=2), 5, Pin(((HEADER, b"1"),))),
+        (Serving("a", "u", "", "", ranks=2), 1, Pin(((HEADER, b"1"),))),
+        (Serving("a", "u", "sglang", "0.5.23", ranks=2), 1, Pin(((HEADER, b"1"),))),
+        (Serving("a", "u", "sglang", "0.5.10rc0", ranks=2), 1, Pin(((HEADER, b"1"),))),
+        (Serving("a", "u", "sglang", "?", ranks=2), 1, Pin(((HEADER, b"1"),))),
+        (
+            Serving("a", "u", "sglang", "0.5.9", ranks=2),
+            1,
+            Pin(body_fields={"data_parallel_rank": 1}),
+        ),
+    ],
+)
+def test_a_rank_is_pinned_as_its_engine_reads_it(serving: Serving, rank: int, pinned: Pin) -> None:
+    assert pin(serving, Rank("a", rank)) == pinned
+
+
+def test_models_and_adapters_are_those_of_the_engines_that_are_there() -> None:
+    fleet = Fleet()
+    with pytest.raises(UnknownModelError, match="served: none"):
+        fleet.models.find("m")
+    fleet.set(
+        a=report("a", "m", "alias"),
+        b=report("b", "m", "sql", adapters=("sql",)),
+        c=report("c", "n"),
+    )
+    assert sorted(fleet.models.names()) == ["alias", "m", "n", "sql"]
+    model, alias, adapter = map(fleet.models.find, ("m", "alias", "sql"))
+    assert model.router is alias.router is adapter.router is not fleet.models.find("n").router
+    assert model.ranks == (Rank("a"), Rank("b"))
+    assert (alias.ranks, adapter.ranks, adapter.lora) == ((Rank("a"),), (Rank("b"),), "sql")
+    with pytest.raises(UnknownModelError, match="'z'; served: alias, m, n, sql"):
+        fleet.models.find("z")
+    with pytest.raises(UnknownModelError):
+        fleet.models.find("")  # which of two?
+    router = model.router
+    fleet.set(b=report("b", "m"))
+    assert fleet.models.find("m").router is router, "its load is kept"
+    assert fleet.models.find("m").ranks == (Rank("b"),), "a is subscribed to, but no engine"
+
+
+def test_the_only_model_needs_no_name() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m", "sql", adapters=("sql",)))
+    assert fleet.models.find("").name == "m"
+
+
+async def test_a_request_gets_the_rank_that_holds_its_prompt() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m", ranks=2), b=report("b", "m"))
+    hold(fleet.index, Rank("a", 1), 4)
+    place = await fleet.reserve()
+    assert (place.rank, place.reason, place.held) == (Rank("a", 1), "cache", 4 * BLOCK)
+    assert (place.serving.url, place.pin.headers) == ("http://a", ((HEADER, b"1"),))
+    again = await fleet.reserve(exclude=[place.rank, Rank("gone")])
+    assert (again.rank != place.rank, again.reason) == (True, "load")
+    unknown = await fleet.reserve(token_ids=None)
+    assert (unknown.reason, unknown.prompt_tokens) == ("no_tokens", 100)
+    place.first_token()
+    place.touch(5)
+    place.touch(5)
+    for each in (place, again, unknown):
+        each.finish(None)
+        each.cancel()
+    bookings = fleet.routing.statistics()["routers"]["m"]["bookings"]
+    assert (bookings["open"], bookings["finished"], bookings["cancelled"]) == (0, 3, 0)
+
+
+async def test_a_request_that_can_go_nowhere_is_refused_with_the_reasons() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m"))
+    with pytest.raises(NoRankError, match="1 excluded"):
+        await fleet.reserve(exclude=[Rank("a")])
+    fleet.routing.drain("a")
+    with pytest.raises(NoRankError, match="1 drained"):
+        await fleet.reserve()
+    fleet.routing.undrain("a")
+    with pytest.raises(UnknownRankError):
+        fleet.routing.drain("z")
+    hold(fleet.index, Rank("a"), 4)
+    with pytest.raises(CallError, match="token"):
+        await fleet.reserve(token_ids=["text"] * len(PROMPT))
+    (await fleet.reserve()).cancel()
+
+
+async def test_requests_wait_in_order_and_each_end_lets_the_next_one_go() -> None:
+    fleet = Fleet(filters=[Capacity(open_requests=1)])
+    fleet.set(a=report("a", "m"))
+    first = await fleet.reserve()
+    second, third = (asyncio.ensure_future(fleet.reserve()) for _ in range(2))
+    await asyncio.sleep(0)
+    assert fleet.routing.statistics()["waiting"]["m"]["waiting"] == 2
+    with pytest.raises(ShedError) as caught:
+        await fleet.reserve()
+    assert caught.value.reason == "full"
+    first.finish(None)
+    place = await second
+    assert not third.done()
+    place.cancel()
+    (await third).finish(None)
+    shed = {"full": 1, "deadline": 0}
+    assert fleet.routing.statistics()["waiting"]["m"] == {"waiting": 0, "waited": 2, "shed": shed}
+
+
+async def test_a_request_that_waits_too_long_or_leaves_holds_up_nobody() -> None:
+    fleet = Fleet(filters=[Capacity(open_requests=1)])
+    fleet.set(a=report("a", "m"))
+    first = await fleet.reserve()
+    with pytest.raises(ShedError) as caught:
+        await fleet.reserve(within=0.01)
+    assert (caught.value.reason, caught.value.retry_after) == ("deadline", 1.0)
+    leaving, waiting = (asyncio.ensure_future(fleet.reserve()) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    first.finish(None)
+    (await waiting).cancel()
+    assert fleet.routing.statistics()["routers"]["m"]["bookings"]["open"] == 0
