@@ -6,9 +6,9 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvindex import Client, ConfigurationError, UnknownRankError
 from kvindex.gateway.access import Access
@@ -23,6 +23,9 @@ from kvindex.gateway.upstream import Upstream
 from kvindex.routing import Capacity, Router
 from kvindex.service.http import Guard, HttpServer, Reply, Request, Route, Site, json_reply
 from kvindex.subscribe.discovery import DiscoveryOptions, Engines
+
+if TYPE_CHECKING:
+    from kvindex.gateway.local import LocalTokens
 
 _LAST_SECONDS: Final = 0.1  # for connections to close, once the time for requests is over
 
@@ -80,7 +83,8 @@ class Gateway:
             self._models = Models(self.client, self.client.discovery.engines, self._new_router)
             self._routing = LocalRouting(self._models, settings.waiting)
             self._upstream = Upstream(engine_token)
-            self._tokenizing = Tokenizing(self._upstream, settings.tokens_within)
+            local = _local_tokens(settings.tokenizers)
+            self._tokenizing = Tokenizing(self._upstream, settings.tokens_within, local)
             self._access = Access()
             self._front = Front(
                 self._routing,
@@ -160,16 +164,19 @@ class Gateway:
 
         Those of `Access.statistics`, and `refused`: by the guard, by reason; `token_failures` and
         `engine_failures` by reason; `waiting` and `shed`: requests that wait for a rank with room,
-        and those that found none, by reason; `upstream`, `routers`: as their parts say.
+        and those that found none, by reason; `local_tokens`, `upstream`, `routers`: as their parts
+        say.
         """
         routing, upstream = self._routing.statistics(), self._upstream.statistics()
+        tokenizing = self._tokenizing.statistics()
         shed: Counter[str] = Counter()
         for waiting in routing["waiting"].values():
             shed.update(waiting["shed"])
         return {
             **self._access.statistics(),
             "refused": self._guard.counters.values(),
-            "token_failures": self._tokenizing.statistics()["failures"],
+            "token_failures": tokenizing["failures"],
+            "local_tokens": tokenizing["local"],
             "engine_failures": upstream["failures"],
             "waiting": sum(each["waiting"] for each in routing["waiting"].values()),
             "shed": dict(shed),
@@ -208,3 +215,19 @@ class Gateway:
             text = f"no engine is called {worker[:200]!r}: there are {names[:500]}"
             return error_reply(404, text, param="worker")
         return json_reply(200, {"worker": worker})
+
+
+def _local_tokens(folders: Mapping[str, str]) -> dict[str, LocalTokens]:
+    """Load the tokenizers; each folder once."""
+    if not folders:
+        return {}
+    try:
+        from kvindex.gateway.local import LocalTokens
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvindex"):
+            raise
+        raise ConfigurationError(
+            f"a tokenizer needs the package {error.name}: pip install 'kvindex[gateway]'"
+        ) from error
+    loaded = {folder: LocalTokens(folder) for folder in set(folders.values())}
+    return {model: loaded[folder] for model, folder in folders.items()}

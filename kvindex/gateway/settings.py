@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -26,6 +27,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
             is generated, so this is its longest generation.
         silent_within: seconds for which an engine may send nothing of an answer that has begun.
         tokens_within: seconds that a request may wait for its tokens.
+        tokenizers: folders with a model's tokenizer and chat template, by the model's name; "": for
+            any other model.
         drain: seconds for open requests to end in, once the gateway is to end.
         policy: of the routers; see `kvindex.routing.POLICIES`.
 
@@ -41,6 +44,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     head_within: float = 600.0
     silent_within: float = 300.0
     tokens_within: float = 2.0
+    tokenizers: Mapping[str, str] = {}
     drain: float = 30.0
     policy: str = "kvindex"
 

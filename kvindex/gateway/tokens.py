@@ -1,8 +1,9 @@
-"""The tokens of a request's prompt: of the body, or as an engine of the model counts them.
+"""The tokens of a prompt: from the body, from the model's files, or as its engine counts them.
 
 Each step is tried only if the one before has no answer:
 
 - `ids`: the body has token ids;
+- `local`: the model's own tokenizer, where one is given and its tokens equal the engines';
 - `render`: vLLM's route that shows the request as its engine would see it; off by default since
   0.32;
 - `tokenize`: the engine's /tokenize, which vLLM answers for chats too, SGLang for text only.
@@ -15,7 +16,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, NamedTuple, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -24,10 +27,15 @@ from kvindex.gateway.models import Serving
 from kvindex.gateway.wires import UpstreamError
 from kvindex.service.http import Headers
 
+if TYPE_CHECKING:
+    from kvindex.gateway.local import LocalTokens
+
 _MOST_BYTES: Final = 16 << 20  # of an answer
 _MOST_TOKENS: Final = 1 << 20
 _RETRY_SECONDS: Final = 60.0  # until a route that an engine lacks is asked for again
 _PAUSE_SECONDS: Final = 5.0  # until an engine that failed or was slow is asked again
+_QUICK_CHARACTERS: Final = 4_000  # are encoded on the loop: about 1 ms
+_ENGINES_OWN: Final = ("add_special_tokens", "truncate_prompt_tokens")  # change a prompt's tokens
 _LACKING: Final = frozenset({403, 404, 405, 501})
 
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -91,13 +99,18 @@ class Tokenizing:
     Args:
         upstream: asks the engines.
         within: seconds that a request may wait for its tokens.
+        local: the models' own tokenizers, by a name of the model; "": of any other.
 
     Owner: one event loop.
     """
 
-    def __init__(self, upstream: Asks, within: float = 2.0) -> None:
+    def __init__(
+        self, upstream: Asks, within: float = 2.0, local: Mapping[str, LocalTokens] | None = None
+    ) -> None:
         self._upstream = upstream
         self._within = within
+        self._local = dict(local or {})
+        self._threads = ThreadPoolExecutor(2, "kvindex-tokens")  # made as they are needed
         self._turn = 0
         self._not_before: dict[tuple[str, str], float] = {}  # by URL and path
         self._counters: Counter[str] = Counter()
@@ -120,8 +133,61 @@ class Tokenizing:
             return Tokens(prompt, "ids")
         if prompt is None:
             return Tokens(None, "not_text")
+        until = asyncio.get_running_loop().time() + self._within
+        local = self._local_of(call, engines)
+        if local is not None:
+            found = await self._find_locally(local, call, prompt, engines, until)
+            if found is not None:
+                return found
+        return await self._find_in_engines(call, prompt, engines, until)
+
+    def _local_of(self, call: Call, engines: Sequence[Serving]) -> LocalTokens | None:
+        """Return the tokenizer of a request's model."""
+        if not self._local or any(call.fields.get(name) is not None for name in _ENGINES_OWN):
+            return None
+        names = (call.model, *(engines[0].models if engines else ()), "")
+        return next((self._local[name] for name in names if name in self._local), None)
+
+    async def _find_locally(
+        self,
+        local: LocalTokens,
+        call: Call,
+        prompt: str | list[Any],
+        engines: Sequence[Serving],
+        until: float,
+    ) -> Tokens | None:
+        """Return tokens of the model's own files; None if the engines are to be asked instead."""
+        from kvindex.gateway.local import ChatError, form_of
+
+        is_chat = not isinstance(prompt, str)
+        chat = {**call.fields, "messages": prompt} if is_chat else {}
+        form = frozenset({call.path, *(form_of(chat) if is_chat else ())})
+        trusts = local.trusts(form)
+        if trusts is False:
+            return None
+        try:
+            text = local.prompt(chat) if isinstance(prompt, list) else prompt
+        except ChatError:
+            self._failures["template"] += 1
+            return None
+        cost = local.cost(text) if is_chat else len(text)
+        if cost <= _QUICK_CHARACTERS:
+            ids = local.encode(text, is_chat=is_chat)
+        else:
+            encode = partial(local.encode, text, is_chat=is_chat)
+            ids = await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        if trusts is None:
+            found = await self._find_in_engines(call, prompt, engines, until)
+            if found.token_ids is not None:
+                local.compare(form, ids, found.token_ids)
+                return found
+        return Tokens(ids, "local")
+
+    async def _find_in_engines(
+        self, call: Call, prompt: str | list[Any], engines: Sequence[Serving], until: float
+    ) -> Tokens:
+        """Ask one engine after another."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._within
         self._turn += 1
         start = self._turn % len(engines) if engines else 0
         reason = "no_source"
@@ -172,8 +238,17 @@ class Tokenizing:
         return None
 
     def statistics(self) -> dict[str, Any]:
-        """Return how many prompts' tokens came from where, and `failures` of engines by reason."""
-        return {"sources": dict(self._counters), "failures": dict(self._failures)}
+        """Return counters.
+
+        `sources`: how many prompts' tokens came from where; `failures` by reason: of engines, and
+        "template": chats that the model's own template did not render; `local`: by model,
+        `LocalTokens.statistics`.
+        """
+        return {
+            "sources": dict(self._counters),
+            "failures": dict(self._failures),
+            "local": {name: each.statistics() for name, each in self._local.items()},
+        }
 
 
 def _prompt_of(call: Call) -> str | list[Any] | None:

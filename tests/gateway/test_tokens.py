@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,19 @@ from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPO
 from kvindex.gateway.models import Serving
 from kvindex.gateway.tokens import Tokenizing, Tokens
 from kvindex.gateway.wires import UpstreamError
+from tests.gateway.models import folder
 
 pytestmark = pytest.mark.unit
 
 MESSAGES_OF_CHAT = [{"role": "user", "content": "Once"}]
 VLLM, OTHER = Serving("a", "http://a", "vllm", "0.33.0"), Serving("b", "http://b", "vllm", "0.33.0")
 SGLANG = Serving("c", "http://c", "sglang", "0.5.23")
+
+
+def local_tokens(path: Path) -> Any:
+    from kvindex.gateway.local import LocalTokens
+
+    return LocalTokens(folder(path))
 
 
 class Engines:
@@ -141,3 +149,47 @@ async def test_engines_are_asked_in_turn() -> None:
 
 async def test_without_engines_there_are_no_tokens() -> None:
     assert await ask(Engines(), CHAT, (), messages=MESSAGES_OF_CHAT) == (None, "no_source")
+
+
+async def test_a_chat_is_encoded_here_once_its_engine_has_agreed(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    local = local_tokens(tmp_path)
+    chat = {"messages": MESSAGES_OF_CHAT}
+    expected = list(local.encode(local.prompt(chat), is_chat=True))
+    engines = Engines(render={"token_ids": expected})
+    tokenizing = Tokenizing(engines, local={"other": local, "": local})
+    call = read_call(CHAT, json.dumps({"model": "m", **chat}).encode())
+    found = [await tokenizing.tokens(call, [VLLM]) for _ in range(5)]
+    assert [reason for _, reason in found] == ["render"] * 3 + ["local"] * 2
+    assert all(list(ids or ()) == expected for ids, _ in found)
+    long = read_call(
+        CHAT, json.dumps({"messages": [{"role": "user", "content": "x " * 5000}]}).encode()
+    )
+    ids, reason = await tokenizing.tokens(long, [VLLM])
+    assert (len(ids or ()) > 5000, reason) == (True, "local")
+    own = read_call(COMPLETIONS, b'{"prompt": "Once", "add_special_tokens": false}')
+    assert (await tokenizing.tokens(own, [VLLM])).reason == "render", "its engine's own way"
+
+
+async def test_tokens_that_differ_from_the_engines_are_not_used(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    engines = Engines(render={"token_ids": [5]})
+    tokenizing = Tokenizing(engines, local={"m": local_tokens(tmp_path)})
+    call = read_call(CHAT, json.dumps({"model": "m", "messages": MESSAGES_OF_CHAT}).encode())
+    for _ in range(5):
+        assert await tokenizing.tokens(call, [VLLM]) == ([5], "render")
+    counted = tokenizing.statistics()["local"]["m"]
+    assert (counted["compared"], counted["differing"]) == (1, 1)
+
+
+async def test_without_engines_that_answer_the_own_tokens_are_used(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    tokenizing = Tokenizing(Engines(), local={"m": local_tokens(tmp_path)})
+    serving = Serving("a", "http://a", "sglang", models=("m",))
+    call = read_call(CHAT, json.dumps({"model": "lora", "messages": MESSAGES_OF_CHAT}).encode())
+    for _ in range(5):
+        assert (await tokenizing.tokens(call, [serving])).reason == "local"
+    image = {"messages": [{"content": [{"type": "image_url"}]}]}
+    call = read_call(CHAT, json.dumps({"model": "m", **image}).encode())
+    assert (await tokenizing.tokens(call, [serving])).reason == "no_source"
+    assert tokenizing.statistics()["failures"] == {"template": 1}

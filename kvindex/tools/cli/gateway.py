@@ -14,6 +14,7 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from kvindex import BACKEND, ConfigurationError
@@ -64,6 +65,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(times, "--silent-within S", text, seconds)
     text = "that a request may wait for its tokens (default: 2)"
     option(times, "--tokens-within S", text, seconds)
+    tokens = parser.add_argument_group("tokens", "By default engines are asked for them.")
+    text = "folder with a model's tokenizer.json and chat template: spares the engines the work"
+    option(tokens, "--tokenizer [MODEL=]DIR", text, repeat=True, dest="tokenizers")
     text = "Engines that appear, leave, move and grow are followed."
     add_discovery(parser.add_argument_group("discovery", text))
 
@@ -97,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     listening = {"port": 8080, **_given(arguments, _LISTENING)}
     settings = GatewaySettings(
         listening=Listening(limits=Limits(**limits), **listening),
+        tokenizers=_folders(arguments.tokenizers or ()),
         **_given(arguments, _SETTINGS),
     )
     if arguments.access_log:
@@ -119,6 +124,12 @@ def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, A
         for name, value in values.items()
         if value is not None and value is not False and value != []
     }
+
+
+def _folders(given: Iterable[str]) -> dict[str, str]:
+    """Return folders of tokenizers by their model. A model's name may have a "/", but no "="."""
+    pairs = (each.rpartition("=") for each in given)
+    return {model: folder for model, _, folder in pairs}
 
 
 def _plain() -> logging.Handler:
