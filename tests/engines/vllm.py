@@ -52,6 +52,7 @@ class Vllm:
         self.port, self.events_port, self.replay_port = (port for _, port in reserved)
         self.url = f"http://127.0.0.1:{self.port}"
         self.dp = dp
+        self.model = model
         self._log = log
         self._command = [
             *[str(venv / "bin" / "vllm"), "serve", str(model), "--served-model-name", MODEL],
