@@ -37,7 +37,10 @@ UNTIL_INTERRUPTED = {
     "fanout": "listening at",
     "audit --minutes": "the window is open",
     "serve": "the page: ",
+    "gateway": "serves fake-model",
 }
+HTTP = "http://127.0.0.1:8000"  # of the first engine
+GATEWAY = "http://127.0.0.1:8080"  # where `kvindex gateway` listens by default
 SERVED = "http://127.0.0.1:8090"  # where `kvindex serve` listens by default
 ENGINE = r"vllm-0=tcp://127\.0\.0\.1:5557,replay=tcp://127\.0\.0\.1:5657"
 
@@ -69,7 +72,7 @@ class Shell:
         self.folder = folder
         self.engines = engines
         self.http = HttpEngine(engines)
-        self.served = SERVED
+        self.urls = {HTTP: self.http.url, GATEWAY: GATEWAY, SERVED: SERVED}  # by those of the page
         self.running: list[subprocess.Popen[str]] = []
         self.stack = ExitStack()  # ends them
         shim = folder / "bin" / "kvindex"
@@ -112,13 +115,14 @@ class Shell:
         line = re.sub(ENGINE, f"vllm-0={first.endpoint},replay={first.replay_endpoint}", line)
         line = line.replace("tcp://127.0.0.1:5557", first.endpoint)
         line = line.replace("tcp://127.0.0.1:5657", str(first.replay_endpoint))
-        line = line.replace("http://127.0.0.1:8000", self.http.url)
-        line = line.replace("/run/router/", f"{self.folder}/").replace(SERVED, self.served)
-        line = line.replace("curl -s ", "curl -s --fail-with-body ")
+        for url, ours in self.urls.items():
+            line = line.replace(url, ours).replace(url.partition("//")[2], ours.partition("//")[2])
+        line = line.replace("/run/router/", f"{self.folder}/")
+        line = re.sub("^curl (-sN?) ", r"curl \1 --fail-with-body ", line)
         if line.startswith("kvindex fake-engine"):  # no fixed ports in tests: the last one counts
             line += " --endpoint tcp://127.0.0.1:0 --replay-endpoint tcp://127.0.0.1:0"
             line += " --http 0" * ("--http" in line)
-        if line.startswith("kvindex serve "):
+        if line.startswith(("kvindex serve ", "kvindex gateway ")):
             line += " --port 0"
         return line
 
@@ -134,10 +138,16 @@ class Shell:
         self.running.append(process)
         self.stack.enter_context(ended_after(process))
         assert process.stdout is not None
+        port = re.search("--http ([1-9][0-9]+)", line)
         wanted = [shows, *([f"vllm-0/{rank}: live" for rank in range(2)] if live else [])]
+        wanted += ["HTTP at "] * bool(port)
         for printed in process.stdout:
             if " the page: " in printed:
-                self.served = printed.split()[-1].rstrip("/")
+                self.urls[SERVED] = printed.split()[-1].rstrip("/")
+            if printed.startswith("kvindex serves OpenAI's API at "):
+                self.urls[GATEWAY] = printed.split()[-1].removesuffix("/v1")
+            if port and printed.startswith("HTTP at "):
+                self.urls[f"http://127.0.0.1:{port[1]}"] = printed.split()[-1]
             wanted = [text for text in wanted if text not in printed]
             if not wanted:
                 return
@@ -172,7 +182,7 @@ def shell() -> Iterator[Shell]:
 def test_the_commands_of_a_page_run(page: Path, shell: Shell) -> None:
     if any(line.startswith("kvindex fanout ") for line in RUN_HERE[page]) and MISSING:
         pytest.skip(MISSING)
-    if any(line.startswith("kvindex serve ") for line in RUN_HERE[page]):
+    if any(line.startswith(("kvindex serve ", "kvindex gateway ")) for line in RUN_HERE[page]):
         pytest.importorskip("httptools", reason="needs kvindex[server]")
     if any(line.startswith("kvindex top ") for line in RUN_HERE[page]):
         pytest.importorskip("rich", reason="needs kvindex[server]")

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from tests.docs.pages import (
 )
 from tests.docs.test_commands import commands
 from tests.native_ring import MISSING, needs_ring
+from tests.tools.commands import started
 
 pytestmark = pytest.mark.e2e
 
@@ -42,8 +44,10 @@ WORKER = re.compile(
     r'Worker\("(\w+-0)", "tcp://127\.0\.0\.1:5557", replay="tcp://127\.0\.0\.1:5657", dp_size=2\)'
 )
 HTTP = "http://127.0.0.1:8000"
+GATEWAY = "http://127.0.0.1:8080"  # where `kvindex gateway` listens by default
 CLUSTER = ".svc.cluster.local"
 PROMPT = list(range(100))
+CLOSED = (Client, replicas.FanOut, replicas.Replica, HttpEngine, ExitStack)  # after a page
 # Python has one spelling, so that no example is left out. What is not run has another test:
 # shell commands (test_commands), the engines' JSON and YAML (below), or shows text.
 LANGUAGES = {"python", "sh", "text", "yaml", "{toctree}", "{eval-rst}"}
@@ -85,7 +89,9 @@ def test_the_python_examples_of_a_page_run_and_print_what_it_says(
                 assert equal(printed, after.text), f"{name_of(page)}:{after.line}: got {printed}"
     finally:
         for thing in names.values():
-            if isinstance(thing, Client | replicas.FanOut | replicas.Replica | HttpEngine):
+            if isinstance(
+                thing, Client | replicas.FanOut | replicas.Replica | HttpEngine | ExitStack
+            ):
                 thing.close()
     if left_out:
         pytest.skip(f"the examples that import {', '.join(sorted(left_out))} were left out")
@@ -99,8 +105,20 @@ def run(page: Path, fence: Fence, engines: list[FakeEngine], names: dict[str, An
         served = names.setdefault("http server of the engines", None) or HttpEngine(engines)
         names["http server of the engines"] = served
         example = example.replace(HTTP, served.url).replace("tcp://127.0.0.1:5557", live[0])
+    if GATEWAY in example:
+        example = example.replace(GATEWAY, gateway(engines, names))
     # As many lines down as in the page, so that a traceback names the page's own line.
     exec(compile("\n" * (fence.line - 1) + example, str(page), "exec"), names)
+
+
+def gateway(engines: list[FakeEngine], names: dict[str, Any]) -> str:
+    """Start `kvindex gateway` in front of the engines; return its URL."""
+    names["gateway of the engines"] = opened = ExitStack()
+    served = opened.enter_context(HttpEngine(engines))
+    process = opened.enter_context(started("gateway", "--port", "0", served.url))
+    url = process.out.readline().split()[-1].removesuffix("/v1")
+    assert served.url in process.out.readline(), "it has found the engine"
+    return url
 
 
 @needs_ring
