@@ -149,7 +149,9 @@ class Events:
         """Accept a piece; return the whole events that are forwarded now."""
         kept = self._kept
         if not kept and not self._is_overlong and data.endswith(b"\n\n"):
-            return self._forward(data)
+            is_one = data.find(b"\n") == len(data) - 2 and data.startswith(b"data: ")
+            if is_one and data.find(b"\r") < 0:  # as engines write one token
+                return b"" if self._read_data(data[6:-2]) else data
         begin = max(0, len(kept) - _LOOK_BACK)
         kept += data
         end = 0
@@ -205,10 +207,11 @@ class Events:
     def _read(self, event: bytes) -> bool:
         """Note what an event reports; return whether it is hidden."""
         data = _data_of(event)
-        if data is None:
-            return False
+        return data is not None and self._read_data(data)
+
+    def _read_data(self, data: bytes) -> bool:
         self.has_event = True
-        if data.strip() == b"[DONE]":
+        if len(data) < 9 and data.strip() == b"[DONE]":
             self.is_done = True
             return False
         try:
@@ -259,8 +262,6 @@ def usage_of(body: bytes) -> Usage | None:
 
 def _data_of(event: bytes) -> bytes | None:
     """Return the data of an event; None if it has none."""
-    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
-        return event[6:-2]
     lines = [line for line in event.splitlines() if line.startswith(b"data:")]
     if not lines:
         return None

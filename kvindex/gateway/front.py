@@ -12,6 +12,7 @@ import math
 import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ from kvindex.service.http import (
     Request,
     Route,
     Stream,
+    Writer,
     json_reply,
 )
 
@@ -180,7 +182,8 @@ class Front:
         request_id = own.decode() if _ID.fullmatch(own) else unique
         exchange = Exchange(call, request_id, self._loop().time())
         fields = request_headers(request.headers, passes_keys=self._passes_keys)
-        pieces = self._live(exchange, fields, unique)
+        silence = Silence(self._silent_within)
+        pieces = self._live(exchange, fields, unique, silence)
         await pieces.__anext__()
         assert exchange.answer is not None
         headers, length = answer_headers(exchange.answer.headers)
@@ -188,10 +191,16 @@ class Front:
         if exchange.stage is Stage.ENDED:
             body = b"".join([piece async for piece in pieces])
             return Reply(exchange.status, body, b"", headers)
-        return Stream(pieces, headers, exchange.status, None if exchange.is_stream else length)
+        return Stream(
+            pieces,
+            headers,
+            exchange.status,
+            length=None if exchange.is_stream else length,
+            on_open=partial(_pass_on, exchange, silence, self._loop().time),
+        )
 
     async def _live(
-        self, exchange: Exchange, fields: Headers, unique: str
+        self, exchange: Exchange, fields: Headers, unique: str, silence: Silence
     ) -> AsyncGenerator[bytes, None]:
         """Run a request: yield b"" once the head may go, then the pieces that are not empty.
 
@@ -201,7 +210,6 @@ class Front:
         """
         time = self._loop().time
         self.access.begin()
-        silence = Silence(self._silent_within)
         try:
             piece = await self._first_piece(exchange, fields, unique, silence)
             yield b""
@@ -303,6 +311,24 @@ async def _next(
     finally:
         silence.pause()
     return exchange.received(data, time()) if data else exchange.completed(time())
+
+
+def _pass_on(
+    exchange: Exchange, silence: Silence, time: Callable[[], float], writer: Writer
+) -> None:
+    """Have the pieces of an answer written as they arrive, while its reader waits for them."""
+    is_ready, write, received = writer.is_ready, writer.write, exchange.received
+
+    def forward(data: bytes) -> bool:
+        if not is_ready():
+            return False
+        silence.since = now = time()
+        if piece := received(data, now):
+            write(piece)
+        return True
+
+    answer: Any = exchange.answer
+    answer.sink = forward
 
 
 def _engine_id(exchange: Exchange) -> bytes:

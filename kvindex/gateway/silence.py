@@ -16,19 +16,20 @@ class Silence:
 
     Attributes:
         is_over: whether the task was cancelled because the time is over.
+        since: when it began to wait, in seconds of the loop; None while it does not.
     """
 
     def __init__(self, within: float) -> None:
         self.is_over = False
         self._within = within
-        self._since: float | None = None
+        self.since: float | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
 
     def begin(self, now: float) -> None:
         """Begin to wait for a piece."""
-        self._since = now
+        self.since = now
         if self._timer is None:
             self.is_over = False
             self._task = asyncio.current_task()
@@ -36,7 +37,7 @@ class Silence:
 
     def pause(self) -> None:
         """Note that a piece has arrived. What the client takes to read it does not count."""
-        self._since = None
+        self.since = None
 
     def end(self) -> None:
         """Cancel nothing any more."""
@@ -45,7 +46,7 @@ class Silence:
 
     def _check(self) -> None:
         self._timer = None
-        waited = 0.0 if self._since is None else self._loop.time() - self._since
+        waited = 0.0 if self.since is None else self._loop.time() - self.since
         if waited >= self._within and self._task is not None:
             self.is_over = True
             self._task.cancel()

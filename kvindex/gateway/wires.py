@@ -45,6 +45,8 @@ class Answer:
     Attributes:
         status: the HTTP status code.
         headers: the fields, with names in lower case, but for those of one connection.
+        sink: receives pieces in place of the reader while that waits for one, unless it returns
+            False. So the reader's task, which costs more than the piece, is not woken.
 
     Owner: one event loop; one task reads.
     """
@@ -57,6 +59,7 @@ class Answer:
         self._size = 0
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.sink: Callable[[bytes], bool] | None = None
 
     async def read(self) -> bytes:
         """Return all that has arrived and was not read yet; b"" at the end.
@@ -70,12 +73,19 @@ class Answer:
             if self._wire is None:
                 return b""
             await self._wait()
+        data = self._joined()
+        self._forget()
+        return data
+
+    def _joined(self) -> bytes:
         pieces = self._pieces
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _forget(self) -> None:
+        """Note that all pieces are read."""
         self._pieces, self._size = [], 0
         if self._wire is not None:
             self._wire.resume()
-        return data
 
     def close(self) -> None:
         """Close the connection, unless the answer is complete: the engine stops working on it."""
@@ -114,8 +124,12 @@ class Answer:
         self._wire = None
 
     def wake(self) -> None:
-        """Notify the reader of what has arrived."""
-        self._wake()
+        """Pass on what has arrived: to the sink, or to the reader."""
+        is_open = self._wire is not None and self._waiter is not None and self._pieces
+        if is_open and self.sink is not None and self.sink(self._joined()):
+            self._forget()
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

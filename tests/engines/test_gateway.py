@@ -69,7 +69,8 @@ def gateway(pair: list[Vllm]) -> Iterator[Gateway]:
 
 def texts(count: int, seed: int) -> list[list[dict[str, str]]]:
     """Chats as text, some of which go on."""
-    work, found = Workload(seed), []
+    work = Workload(seed)
+    found: list[list[dict[str, str]]] = []
     while len(found) < count:
         request = work.next()
         if "messages" in request.body:

@@ -17,6 +17,7 @@ from kvindex.service.http.messages import (
     Request,
     Route,
     Stream,
+    Writer,
     json_reply,
 )
 from kvindex.service.http.networks import Networks
@@ -42,6 +43,7 @@ __all__ = [
     "Route",
     "Site",
     "Stream",
+    "Writer",
     "is_loopback",
     "json_reply",
 ]

@@ -20,7 +20,7 @@ from typing import Any, Final
 import httptools
 
 from kvindex.service.http.guards import Refusal
-from kvindex.service.http.messages import BrokenOffError, Headers, Reply, Request, Stream
+from kvindex.service.http.messages import BrokenOffError, Headers, Reply, Request, Stream, Writer
 from kvindex.service.http.site import Site
 from kvindex.service.http.unread import Unread
 
@@ -310,6 +310,9 @@ class Connection(asyncio.Protocol):
             fields.append((b"transfer-encoding", b"chunked"))
         self.transport.write(self._head(incoming, stream.status, fields))
         self._stream = stream
+        if stream.on_open is not None:
+            write = self._write_chunk if is_chunked else self.transport.write
+            stream.on_open(Writer(self._is_writable, write))
         try:
             if incoming.request.method != "HEAD":
                 await self._send_pieces(stream, is_chunked)
@@ -329,10 +332,11 @@ class Connection(asyncio.Protocol):
 
     async def _send_pieces(self, stream: Stream, is_chunked: bool) -> None:
         try:
+            write = self._write_chunk if is_chunked else self.transport.write
             async for piece in stream.pieces:
                 if self.transport.is_closing():
                     raise ConnectionAbortedError("the client has gone")
-                self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece)
+                write(piece)
                 if not self._writable.is_set():  # a wait that need not be costs a task
                     await self._await_reader(stream)
         except asyncio.CancelledError:
@@ -340,6 +344,14 @@ class Connection(asyncio.Protocol):
                 raise
         if is_chunked:
             self.transport.write(b"0\r\n\r\n")
+
+    def _write_chunk(self, piece: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def _is_writable(self) -> bool:
+        """Return whether a piece of the stream can be written now."""
+        is_open = self._stream is not None and not self.transport.is_closing()
+        return is_open and self._writable.is_set()
 
     async def _await_reader(self, stream: Stream) -> None:
         try:

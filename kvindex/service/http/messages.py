@@ -105,6 +105,19 @@ class Reply(NamedTuple):
     headers: Headers = ()
 
 
+class Writer(NamedTuple):
+    """Writes pieces of a stream at once, past its `pieces`, while these have none.
+
+    Attributes:
+        is_ready: whether a piece can be written: not while the client does not read, or once it
+            has gone.
+        write: writes a piece that is not empty.
+    """
+
+    is_ready: Callable[[], bool]
+    write: Callable[[bytes], None]
+
+
 class Stream(NamedTuple):
     """An answer in pieces.
 
@@ -116,6 +129,8 @@ class Stream(NamedTuple):
         is_endless: whether it lasts until the client goes or the server ends.
         send_within: seconds within which the client must read a piece; as `Limits` by default.
         on_cut_off: called if it does not.
+        on_open: called once the head is written, with a `Writer`, which spares the task that awaits
+            `pieces` a wake-up.
     """
 
     pieces: AsyncGenerator[bytes, None]
@@ -125,6 +140,7 @@ class Stream(NamedTuple):
     is_endless: bool = False
     send_within: float | None = None
     on_cut_off: Callable[[], None] = lambda: None
+    on_open: Callable[[Writer], None] | None = None
 
 
 Handler: TypeAlias = Callable[[Request], "Reply | Awaitable[Reply | Stream]"]
