@@ -16,6 +16,7 @@ from benchmarks.measures import (
     bookings,
     cycles,
     fanout,
+    gateway,
     growth,
     hostile,
     http,
@@ -56,6 +57,7 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "shared_load": shared_load.run,
     "hostile": hostile.run,
     "http": http.run,
+    "gateway": gateway.run,
     "routing": routing.run,
 }
 

@@ -47,6 +47,9 @@ class Scale:
     nats_ranks: tuple[int, ...]
     nats_join: int
     shared_seconds: float
+    gateway_requests: int
+    gateway_alone: int
+    gateway_chat: int  # tokens
     routing_seeds: int
     routing_requests: int  # of generated traffic
     routing_trace: int  # of a trace, at most
@@ -91,6 +94,9 @@ FULL: Final = Scale(
     nats_ranks=(64, 512),
     nats_join=2_000_000,
     shared_seconds=5.0,
+    gateway_requests=1_000,
+    gateway_alone=90,
+    gateway_chat=36_000,
     routing_seeds=5,
     routing_requests=5_000,
     routing_trace=1_000_000,
@@ -135,6 +141,9 @@ QUICK: Final = Scale(
     nats_ranks=(64,),
     nats_join=200_000,
     shared_seconds=2.0,
+    gateway_requests=200,
+    gateway_alone=30,
+    gateway_chat=8_000,
     routing_seeds=2,
     routing_requests=500,
     routing_trace=500,
@@ -179,6 +188,9 @@ SMOKE: Final = Scale(
     nats_ranks=(4,),
     nats_join=4_000,
     shared_seconds=0.3,
+    gateway_requests=16,
+    gateway_alone=3,
+    gateway_chat=1_000,
     routing_seeds=1,
     routing_requests=30,
     routing_trace=30,

