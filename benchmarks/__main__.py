@@ -83,6 +83,8 @@ def main() -> None:
     )
     facts = environment.facts(shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]))
     print(environment.header(facts), flush=True)
+    if options.into:
+        options.into.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     for name in options.measures or MEASURES:
         print(f"… {name}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from kvindex import KVIndexError, Rank, TokenError, TokenIds, UnknownRankError
 from kvindex.gateway.calls import CallError
-from kvindex.gateway.models import Model, Models, Pin, Serving, pin
+from kvindex.gateway.models import Model, Models, Pin, Serving, UnknownModelError, pin
 from kvindex.gateway.waiting import Waiting
 from kvindex.routing import Booking, NoCandidateError, Router
 
@@ -35,7 +35,7 @@ class Place(Protocol):
         serving: its engine.
         pin: what makes the engine use this rank.
         reason: "cache": it holds some of the prompt; "load": no rank does; "no_tokens": that is
-            not known.
+            not known; "alone": a proxy has chosen it without the router process.
         held: tokens of the prompt that it will find cached.
         prompt_tokens: of the prompt.
     """
@@ -146,13 +146,31 @@ class LocalRouting:
                 if not len(waiting) if ticket is None else waiting.is_first(ticket):
                     found = self._models.find(model)
                     booking = _booked(found, token_ids, request_id, exclude, options)
-                    if booking is not None:
-                        return _LocalPlace(booking, found.serving(booking.rank), waiting)
+                    serving = None if booking is None else found.serving(booking.rank)
+                    if booking is not None and serving is not None:
+                        return _LocalPlace(booking, serving, waiting)
+                    if booking is not None:  # the rank has come since `find`
+                        booking.cancel()
+                        continue
                 ticket = ticket or waiting.join()
                 await waiting.turn(ticket, deadline)
         finally:
             if ticket is not None:
                 waiting.leave(ticket)
+
+    def hold(
+        self, model: str, rank: Rank, *, request_id: str, prompt_tokens: int, new_tokens: int
+    ) -> Place | None:
+        """Book a request that is on a rank already; None if model or rank are not known yet."""
+        try:
+            found = self._models.find(model)
+            serving = found.serving(rank)
+            if serving is None:
+                return None
+            booking = found.router.book(rank, prompt_tokens, new_tokens, request_id=request_id)
+        except (UnknownModelError, UnknownRankError):
+            return None
+        return _LocalPlace(booking, serving, self._waiting[found.router])
 
     def drain(self, worker: str) -> None:
         """Send an engine no more requests; open ones go on. Raises UnknownRankError."""
@@ -183,7 +201,7 @@ class LocalRouting:
 
     def _each(self, worker: str, change: Any) -> None:
         if worker not in self._models.servings():
-            raise UnknownRankError(worker, [])
+            raise UnknownRankError(worker, self._models.servings())
         for router in self._models.routers.values():
             change(router, worker)
 

@@ -350,6 +350,8 @@ def _call_error(error: CallError) -> Reply:
 
 
 def _no_place(error: UnknownModelError | NoRankError | ShedError) -> Reply:
+    if isinstance(error, UnknownModelError) and not error.known:
+        return error_reply(503, "no engine is known yet", code="no_rank", headers=(_RETRY_AFTER,))
     if isinstance(error, UnknownModelError):
         return error_reply(404, str(error), param="model", code="model_not_found")
     if isinstance(error, ShedError):

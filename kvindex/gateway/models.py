@@ -128,9 +128,9 @@ class Model:
         self.servings: list[Serving] = []
         self.ranks: tuple[Rank, ...] | None = ()
 
-    def serving(self, rank: Rank) -> Serving:
-        """Return the engine of a rank."""
-        return next(each for each in self.servings if each.worker == rank.worker)
+    def serving(self, rank: Rank) -> Serving | None:
+        """Return the engine of a rank; None if it has just come."""
+        return next((each for each in self.servings if each.worker == rank.worker), None)
 
 
 class Models:
@@ -174,6 +174,10 @@ class Models:
         if model is None:
             raise UnknownModelError(name, models)
         return model
+
+    def table(self) -> Mapping[str, Model]:
+        """Return all models and adapters by name; the same object until they change."""
+        return self._current()
 
     def names(self) -> Collection[str]:
         """Return the names of all models and adapters that are served."""

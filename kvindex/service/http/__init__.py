@@ -21,11 +21,12 @@ from kvindex.service.http.messages import (
     json_reply,
 )
 from kvindex.service.http.networks import Networks
-from kvindex.service.http.server import HttpServer
+from kvindex.service.http.server import Beside, HttpServer
 from kvindex.service.http.site import Count, Site
 
 __all__ = [
     "JSON",
+    "Beside",
     "BrokenOffError",
     "Count",
     "Counters",

@@ -12,9 +12,9 @@ import resource
 import socket
 import ssl
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from kvindex.service.http.site import Site
 
@@ -24,6 +24,8 @@ except ImportError:
     from asyncio import run as run_loop  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
+
+Beside: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 _SWEEP: Final = 1.0  # seconds between looks for overdue connections
 _ACCEPT_PAUSE: Final = 1.0  # seconds until the next connection is accepted after a failure
@@ -70,15 +72,24 @@ class HttpServer:
         self._is_stopped = False
         self._stopped: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
-    def run(self, sockets: Iterable[socket.socket]) -> None:
+    def run(
+        self,
+        sockets: Iterable[socket.socket],
+        beside: Beside | None = None,
+    ) -> None:
         """Serve at listening sockets until `stop`, then close them.
+
+        Args:
+            sockets: they listen already.
+            beside: a task for the same event loop; cancelled once all connections have ended.
+                Connections are accepted from when it sets the event that it is given.
 
         Meanwhile the process's threads hand over the GIL after 0.5 ms instead of 5.
         """
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_GIL_SECONDS)
         try:
-            run_loop(self._serve(list(sockets)))
+            run_loop(self._serve(list(sockets), beside))
         finally:
             sys.setswitchinterval(interval)
 
@@ -90,11 +101,20 @@ class HttpServer:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
 
-    async def _serve(self, sockets: list[socket.socket]) -> None:
-        stopped = asyncio.Event()
+    async def _serve(
+        self,
+        sockets: list[socket.socket],
+        beside: Beside | None,
+    ) -> None:
+        stopped, accepts = asyncio.Event(), asyncio.Event()
+        companion = None if beside is None else asyncio.ensure_future(beside(accepts))
+        if companion is None:
+            accepts.set()
+        else:
+            companion.add_done_callback(self._end_after)
         self._stopped = asyncio.get_running_loop(), stopped
         tasks = [asyncio.ensure_future(self._sweep())]
-        tasks += [asyncio.ensure_future(self._accept(listening)) for listening in sockets]
+        tasks += [asyncio.ensure_future(self._accept(listening, accepts)) for listening in sockets]
         if not self._is_stopped:
             await stopped.wait()
         tasks += self._shaking
@@ -104,6 +124,15 @@ class HttpServer:
         for listening in sockets:
             listening.close()
         await self._end_connections()
+        if companion is not None:
+            companion.cancel()
+            await asyncio.gather(companion, return_exceptions=True)
+
+    def _end_after(self, companion: asyncio.Task[None]) -> None:
+        """Stop serving if the task beside fails."""
+        if not companion.cancelled() and companion.exception() is not None:
+            logger.error("what runs beside the server failed", exc_info=companion.exception())
+            self.stop()
 
     async def _end_connections(self) -> None:
         loop, site = asyncio.get_running_loop(), self.site
@@ -127,8 +156,9 @@ class HttpServer:
             for connection in list(self.site.connections):
                 connection.check_time(loop.time())
 
-    async def _accept(self, listening: socket.socket) -> None:
-        """Accept connections until cancelled."""
+    async def _accept(self, listening: socket.socket, accepts: asyncio.Event) -> None:
+        """Accept connections from the event on, until cancelled."""
+        await accepts.wait()
         loop, guard = asyncio.get_running_loop(), self.site.guard
         listening.setblocking(False)
         while True:

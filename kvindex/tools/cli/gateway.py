@@ -14,7 +14,8 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from kvindex import BACKEND, ConfigurationError
@@ -42,6 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(listening, "--drain S", text, seconds)
     text = "write a line of JSON for each request to stderr; no prompts"
     option(listening, "--access-log", text)
+    text = "processes that serve clients, beside one that routes for all (default: all in one)"
+    option(listening, "--workers N", text, count)
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of a process that this one starts
     access = parser.add_argument_group("access", ACCESS)
     add_access(access)
     text = "of a request (default: 64 MiB)"
@@ -82,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from kvindex.gateway.gateway import Gateway
         from kvindex.gateway.settings import MOST_BODY, GatewaySettings
+        from kvindex.gateway.workers import run_part
         from kvindex.service.http import Limits, Listening
         from kvindex.service.sources import source_of, token_reader
         from kvindex.service.workers import Defaults
@@ -107,13 +112,47 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.access_log:
         logging.getLogger("kvindex.gateway.access").setLevel(logging.INFO)
         logging.getLogger("kvindex.gateway.access").addHandler(_plain())
-    token = arguments.engine_token_file and token_reader(arguments.engine_token_file)
-    with Gateway(sources, settings, engine_token=token or (lambda: None)) as running:
-        ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running))
-        with handled(ends, to_the_end=True):
-            _print_beginning(running)
-            running.run()
+    reader = arguments.engine_token_file and token_reader(arguments.engine_token_file)
+    token = reader or (lambda: None)
+    if arguments.part is not None:
+        run_part(arguments.part, partial(_routers, sources, settings, token), settings, token)
+    elif arguments.workers is not None:
+        _run_workers(arguments.workers, settings)
+    else:
+        with Gateway(sources, settings, engine_token=token) as running:
+            ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running))
+            with handled(ends, to_the_end=True):
+                _print_address(running.url)
+                _print_engines(running.routers, running.url)
+                _print_admission(settings)
+                running.run()
     return 0
+
+
+def _routers(sources: Any, settings: Any, token: Callable[[], str | None]) -> Any:
+    """Make the routers of a router process, and print which engines it finds."""
+    from kvindex.gateway.routers import Routers
+
+    routers = Routers(sources, settings, token)
+    _print_engines(routers, "")
+    return routers
+
+
+def _run_workers(count: int, settings: Any) -> None:
+    """Run a gateway of several processes."""
+    from kvindex.gateway.workers import Workers
+
+    listener = settings.listening.listen()
+    settings.listening.tokens()  # whether the file can be read
+    with listener:
+        listener.set_inheritable(True)
+        command = [sys.executable, "-m", "kvindex", *sys.argv[1:]]
+        running = Workers(command, listener, count)
+        ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running, running.kill))
+        with handled(ends, to_the_end=True):
+            _print_address(settings.listening.url(listener.getsockname()[1]))
+            _print_admission(settings)
+            running.run()
 
 
 def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
@@ -139,24 +178,34 @@ def _plain() -> logging.Handler:
     return handler
 
 
-def _print_beginning(running: Any) -> None:
-    """Print where it serves, which engines it found, and what to try next."""
-    missing = running.found(_FOUND_SECONDS)
-    servings = running.servings()
-    print(f"kvindex serves OpenAI's API at {running.url}/v1", flush=True)
+def _print_address(url: str) -> None:
+    print(f"kvindex serves OpenAI's API at {url}/v1", flush=True)
+
+
+def _print_engines(routers: Any, url: str) -> None:
+    """Print which engines are found, and what to try next at a URL, if there is one."""
+    missing = routers.found(_FOUND_SECONDS)
+    servings = routers.servings()
     lines = [
         f"{serving.url}: {serving.kind or 'an engine'} {serving.version}, "
         f"{counted(serving.ranks, 'rank')}, serves {', '.join(serving.models) or 'no model'}"
         for serving in servings
     ]
     lines += [f"not found yet: {name}: {why}" for name, why in missing.items()]
-    if servings and servings[0].models:
+    if url and servings and servings[0].models:
         chat = {"model": servings[0].models[0], "messages": [{"role": "user", "content": "Hi"}]}
-        lines.append(f"try: curl {running.url}/v1/chat/completions -d '{json.dumps(chat)}'")
-    listening = running.settings.listening
+        lines.append(f"try: curl {url}/v1/chat/completions -d '{json.dumps(chat)}'")
+    _print_lines(lines)
+
+
+def _print_admission(settings: Any) -> None:
+    listening = settings.listening
     if listening.insecure and not listening.tokens():
-        lines.append("warning: anybody who reaches this address may send requests (--insecure)")
+        _print_lines(["warning: anybody who reaches this address may send requests (--insecure)"])
     elif listening.tokens() and listening.scheme == "http":
-        lines.append("note: without --tls-cert the token travels as it is")
+        _print_lines(["note: without --tls-cert the token travels as it is"])
+
+
+def _print_lines(lines: Iterable[str]) -> None:
     for line in lines:
         print(f"  {printable(line)}", flush=True)

@@ -256,12 +256,18 @@ def _print_beginning(running: Any) -> None:
         print(f"  {line}", flush=True)
 
 
-def end_of(running: Any) -> Callable[[int], None]:
-    """Return a handler of signals: the first one ends the server, the second the process."""
+def end_of(running: Any, at_once: Callable[[], object] = lambda: None) -> Callable[[int], None]:
+    """Return a handler of signals: the first one ends the server, the second the process.
+
+    Args:
+        running: has `stop`.
+        at_once: called before the process ends.
+    """
     ending: list[bool] = []
 
     def end(number: int) -> None:
         if ending:
+            at_once()
             os._exit(128 + number)
         ending.append(True)
         print("ending; once more ends at once", file=sys.stderr, flush=True)

@@ -1,0 +1,132 @@
+"""The engines of a gateway and the routers of their models: what decides where requests go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from kvindex import Client, ConfigurationError, KVIndexError
+from kvindex.gateway.choosing import LocalRouting
+from kvindex.gateway.metrics import exposition
+from kvindex.gateway.models import Models, Serving
+from kvindex.gateway.settings import GatewaySettings
+from kvindex.routing import Capacity, Router
+from kvindex.subscribe.discovery import DiscoveryOptions, Engines
+
+
+class NoRouterError(KVIndexError):
+    """The gateway's router process is not there, so its counters are not known."""
+
+    def __init__(self) -> None:
+        super().__init__("the gateway's router process is being started again")
+
+
+class Admin(Protocol):
+    """Answers the routes about the gateway itself; raises NoRouterError if that is elsewhere."""
+
+    async def statistics(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all counters; `own` are those of the process that asks."""
+
+    async def metrics(self, own: Mapping[str, Any]) -> bytes:
+        """Return them as Prometheus series, and those of ranks and routers."""
+
+    async def drain(self, worker: str, is_drained: bool) -> None:
+        """Send an engine no more requests, or again. Raises UnknownRankError."""
+
+
+class Routers:
+    """Follows engines, and routes requests to them with one router for each model.
+
+    Args:
+        engines: URLs of engines, or sources of `kvindex.subscribe.discovery`.
+        settings: limits and the policy of the routers.
+        engine_token: returns the engines' API key.
+
+    Attributes:
+        client: follows the engines.
+        models: which engines serve which model.
+        routing: reserves ranks.
+
+    Raises:
+        ConfigurationError: a setting cannot work, or no engine is named.
+
+    Owner: one event loop; `found` and `close`: the thread that made it.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        settings: GatewaySettings,
+        engine_token: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._policy = settings.policy
+        limits = {"open_requests": settings.open_requests, "queued_tokens": settings.queued_tokens}
+        has_limits = any(limit is not None for limit in limits.values())
+        self._filters = [Capacity(**limits)] if has_limits else []
+        with ExitStack() as opened:
+            options = DiscoveryOptions(token=engine_token)
+            self.client = opened.enter_context(Client(engines, discovery=options))
+            if self.client.discovery is None:
+                raise ConfigurationError(
+                    "no engine is named: give the URL of one, http://HOST:PORT"
+                )
+            self._discovery = self.client.discovery
+            self.models = Models(self.client, self._discovery.engines, self._new_router)
+            self.routing = LocalRouting(self.models, settings.waiting)
+            self._opened = opened.pop_all()
+
+    def _new_router(self, model: str) -> Router:
+        return Router(self.client, model=model, policy=self._policy, filters=self._filters)
+
+    def close(self) -> None:
+        """Stop following the engines. Idempotent."""
+        self._opened.close()
+
+    def found(self, timeout: float) -> dict[str, str]:
+        """Wait until all engines are found, or for so long; return those that are missing, why."""
+        return self._discovery.wait_found(timeout)
+
+    def servings(self) -> list[Serving]:
+        """Return the engines that are found."""
+        return list(self.models.servings().values())
+
+    def __enter__(self) -> Routers:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def statistics(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all counters, as `Admin.statistics`.
+
+        Those of `own`, and `waiting` and `shed`: requests that wait for a rank with room, and those
+        that found none, by reason; `routers`: as each says.
+        """
+        return self._read(own)
+
+    async def metrics(self, own: Mapping[str, Any]) -> bytes:
+        """Return Prometheus series, as `Admin.metrics`."""
+        routers = list(self.models.routers.values())
+        return await asyncio.to_thread(exposition, self.client, routers, self._read(own))
+
+    async def drain(self, worker: str, is_drained: bool) -> None:
+        """Drain an engine, or end that, as `Admin.drain`."""
+        if is_drained:
+            self.routing.drain(worker)
+        else:
+            self.routing.undrain(worker)
+
+    def _read(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        routing = self.routing.statistics()
+        shed: Counter[str] = Counter()
+        for waiting in routing["waiting"].values():
+            shed.update(waiting["shed"])
+        return {
+            **own,
+            "waiting": sum(each["waiting"] for each in routing["waiting"].values()),
+            "shed": dict(shed),
+            "routers": routing["routers"],
+        }
