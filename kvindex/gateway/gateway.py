@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kvindex import Client
 from kvindex.gateway.door import Door
 from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
@@ -26,7 +25,7 @@ class Gateway:
         engine_token: returns the engines' API key.
 
     Attributes:
-        client: follows the engines.
+        routers: decide where requests go.
         port: where it listens.
         url: where it is reached from this machine.
 
@@ -58,11 +57,6 @@ class Gateway:
             self.routers = opened.enter_context(Routers(engines, settings, engine_token))
             self._door = Door(self.routers.routing, self.routers, settings, engine_token)
             self._opened = opened.pop_all()
-
-    @property
-    def client(self) -> Client:
-        """The client that follows the engines."""
-        return self.routers.client
 
     def run(self) -> None:
         """Serve until `stop`."""

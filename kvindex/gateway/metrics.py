@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvindex import Client
 from kvindex.gateway.access import SECONDS
+from kvindex.index.replicas import Replica
 from kvindex.routing import Router
 from kvindex.service.metrics import FunnelCollector, RankCollector
 
@@ -83,10 +84,12 @@ def _histogram(name: str, text: str, durations: Mapping[str, Any]) -> Metric:
     return family
 
 
-def exposition(client: Client, routers: Iterable[Router], read: Mapping[str, Any]) -> bytes:
+def exposition(
+    source: Client | Replica, routers: Iterable[Router], read: Mapping[str, Any]
+) -> bytes:
     """Return all series as text. It takes a moment for many ranks: not on an event loop."""
     registry = CollectorRegistry()
-    registry.register(RankCollector(client))
+    registry.register(RankCollector(source))
     registry.register(FunnelCollector(tuple(routers)))
     registry.register(GatewayCollector(lambda: read))
     return generate_latest(registry)

@@ -6,15 +6,26 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from kvindex import Client, ConfigurationError, KVIndexError
 from kvindex.gateway.choosing import LocalRouting
 from kvindex.gateway.metrics import exposition
 from kvindex.gateway.models import Models, Serving
 from kvindex.gateway.settings import GatewaySettings
-from kvindex.routing import Capacity, Router
-from kvindex.subscribe.discovery import DiscoveryOptions, Engines
+from kvindex.index import nats
+from kvindex.index.replicas import Replica
+from kvindex.routing import Capacity, Router, SharedLoad
+from kvindex.subscribe.discovery import (
+    Discovery,
+    DiscoveryOptions,
+    Engine,
+    Engines,
+    split_engines,
+)
+from kvindex.wire.nats import NatsPool
+
+_NO_ENGINE: Final = "no engine is named: give the URL of one, http://HOST:PORT"
 
 
 class NoRouterError(KVIndexError):
@@ -46,7 +57,7 @@ class Routers:
         engine_token: returns the engines' API key.
 
     Attributes:
-        client: follows the engines.
+        source: the index and the states of its ranks: a client, or a replica of a pool's relay.
         models: which engines serve which model.
         routing: reserves ranks.
 
@@ -66,20 +77,48 @@ class Routers:
         limits = {"open_requests": settings.open_requests, "queued_tokens": settings.queued_tokens}
         has_limits = any(limit is not None for limit in limits.values())
         self._filters = [Capacity(**limits)] if has_limits else []
+        self._pool = settings.pool
+        self._boards: dict[str, SharedLoad] = {}
+        options = DiscoveryOptions(token=engine_token)
         with ExitStack() as opened:
-            options = DiscoveryOptions(token=engine_token)
-            self.client = opened.enter_context(Client(engines, discovery=options))
-            if self.client.discovery is None:
-                raise ConfigurationError(
-                    "no engine is named: give the URL of one, http://HOST:PORT"
-                )
-            self._discovery = self.client.discovery
-            self.models = Models(self.client, self._discovery.engines, self._new_router)
+            self.source, self._discovery = (
+                self._subscribed(engines, options, opened)
+                if self._pool is None
+                else self._followed(self._pool, engines, options, opened)
+            )
+            self.models = Models(self.source, self._discovery.engines, self._new_router)
             self.routing = LocalRouting(self.models, settings.waiting)
             self._opened = opened.pop_all()
 
+    def _subscribed(
+        self, engines: Engines, options: DiscoveryOptions, opened: ExitStack
+    ) -> tuple[Client | Replica, Discovery]:
+        """Subscribe to the engines."""
+        client = opened.enter_context(Client(engines, discovery=options))
+        if client.discovery is None:
+            raise ConfigurationError(_NO_ENGINE)
+        return client, client.discovery
+
+    def _followed(
+        self, pool: NatsPool, engines: Engines, options: DiscoveryOptions, opened: ExitStack
+    ) -> tuple[Client | Replica, Discovery]:
+        """Follow a pool's relay; of the engines only their HTTP servers are asked."""
+        _, sources = split_engines(engines)
+        if not sources:
+            raise ConfigurationError(_NO_ENGINE)
+        replica = nats.follow(",".join(pool.servers), pool.name, **pool.options)
+        opened.enter_context(replica)
+        discovery = Discovery(sources, _leave_to_the_relay, _leave_to_the_relay, options)
+        return replica, opened.enter_context(discovery)
+
     def _new_router(self, model: str) -> Router:
-        return Router(self.client, model=model, policy=self._policy, filters=self._filters)
+        pool, loads = self._pool, None
+        if pool is not None:  # a board for each router: they differ in the ranks that they use
+            loads = SharedLoad(",".join(pool.servers), pool.name, **pool.options)
+            self._boards[model] = self._opened.enter_context(loads)
+        return Router(
+            self.source, model=model, policy=self._policy, filters=self._filters, loads=loads
+        )
 
     def close(self) -> None:
         """Stop following the engines. Idempotent."""
@@ -103,14 +142,14 @@ class Routers:
         """Return all counters, as `Admin.statistics`.
 
         Those of `own`, and `waiting` and `shed`: requests that wait for a rank with room, and those
-        that found none, by reason; `routers`: as each says.
+        that found none, by reason; `routers`: as each says; `shared_load`: of a pool, by model.
         """
         return self._read(own)
 
     async def metrics(self, own: Mapping[str, Any]) -> bytes:
         """Return Prometheus series, as `Admin.metrics`."""
         routers = list(self.models.routers.values())
-        return await asyncio.to_thread(exposition, self.client, routers, self._read(own))
+        return await asyncio.to_thread(exposition, self.source, routers, self._read(own))
 
     async def drain(self, worker: str, is_drained: bool) -> None:
         """Drain an engine, or end that, as `Admin.drain`."""
@@ -129,4 +168,9 @@ class Routers:
             "waiting": sum(each["waiting"] for each in routing["waiting"].values()),
             "shed": dict(shed),
             "routers": routing["routers"],
+            "shared_load": {model: board.statistics() for model, board in self._boards.items()},
         }
+
+
+def _leave_to_the_relay(_: Engine) -> None:
+    """Do not subscribe."""

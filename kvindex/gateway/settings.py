@@ -9,6 +9,7 @@ import msgspec
 
 from kvindex import ConfigurationError
 from kvindex.service.http import Limits, Listening
+from kvindex.wire.nats import NatsPool
 
 MOST_BODY: Final = 64 << 20
 """Bytes of a request's body by default: images come as text within it."""
@@ -31,6 +32,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
             any other model.
         drain: seconds for open requests to end in, once the gateway is to end.
         policy: of the routers; see `kvindex.routing.POLICIES`.
+        pool: on NATS; then its relay follows the engines' events, this gateway has a replica of the
+            relay's index, and it shares its load with the pool's other gateways.
 
     Raises:
         ConfigurationError: a value cannot work, with what would.
@@ -47,6 +50,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizers: Mapping[str, str] = {}
     drain: float = 30.0
     policy: str = "kvindex"
+    pool: NatsPool | None = None
 
     def __post_init__(self) -> None:
         for name in ("queue_within", "head_within", "silent_within", "tokens_within", "drain"):

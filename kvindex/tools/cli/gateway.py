@@ -20,6 +20,7 @@ from typing import Any
 
 from kvindex import BACKEND, ConfigurationError
 from kvindex.tools.cli.arguments import count, option, port, seconds
+from kvindex.tools.cli.nats_options import add_nats_options, pool_of
 from kvindex.tools.cli.output import counted, printable
 from kvindex.tools.cli.serve import ACCESS, add_access, add_discovery, end_of, sources_of
 from kvindex.tools.cli.signals import handled
@@ -74,6 +75,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(tokens, "--tokenizer [MODEL=]DIR", text, repeat=True, dest="tokenizers")
     text = "Engines that appear, leave, move and grow are followed."
     add_discovery(parser.add_argument_group("discovery", text))
+    text = (
+        "follow a pool's relay on NATS, nats://HOST[,HOST]/POOL, and share load with its gateways"
+    )
+    option(parser, "--from URL", text, dest="from_url")
+    add_nats_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -107,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = GatewaySettings(
         listening=Listening(limits=Limits(**limits), **listening),
         tokenizers=_folders(arguments.tokenizers or ()),
+        pool=pool_of(arguments),
         **_given(arguments, _SETTINGS),
     )
     if arguments.access_log:

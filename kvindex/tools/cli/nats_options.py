@@ -98,18 +98,27 @@ def followed_pool(arguments: argparse.Namespace, refused: Iterable[str]) -> Nats
         ConfigurationError: it is no pool, there is an option beside it that belongs to the
             relay, or one of NATS without it.
     """
-    if arguments.from_url is None:
-        for name in (*_FILES, "nats_user", "nats_password_file", "nats_token_file"):
-            if getattr(arguments, name) is not None:
-                raise ConfigurationError(f"{_written(name)} belongs to --from, which is missing")
-        return None
-    for name in (*_OF_THE_RELAY, *refused):
+    for name in (*_OF_THE_RELAY, *refused) if arguments.from_url is not None else ():
         if getattr(arguments, name):
             raise ConfigurationError(
                 f"--from follows a relay, which has the engines and the state: {_written(name)} "
                 "cannot be given beside it"
             )
-    return parse_pool(arguments.from_url, None, nats_options_of(arguments))
+    return pool_of(arguments)
+
+
+def pool_of(arguments: argparse.Namespace) -> NatsPool | None:
+    """Return the pool that --from names, or None.
+
+    Raises:
+        ConfigurationError: it is no pool, or there is an option of NATS without it.
+    """
+    if arguments.from_url is not None:
+        return parse_pool(arguments.from_url, None, nats_options_of(arguments))
+    for name in (*_FILES, "nats_user", "nats_password_file", "nats_token_file"):
+        if getattr(arguments, name) is not None:
+            raise ConfigurationError(f"{_written(name)} belongs to --from, which is missing")
+    return None
 
 
 def _written(name: str) -> str:

@@ -1,0 +1,91 @@
+"""`kvindex gateway --from`: two gateways follow one relay on NATS, and share their load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvindex.testing import FakeEngine, HttpEngine
+from tests.gateway.test_gateway import LONG, Gateway, chat, port_of
+from tests.live import until
+from tests.nats_server import NatsServer
+from tests.tools.commands import started
+
+pytestmark = pytest.mark.service
+
+
+@contextmanager
+def two_gateways(folder: Path) -> Iterator[tuple[list[Gateway], NatsServer]]:
+    with ExitStack() as opened:
+        server = opened.enter_context(NatsServer(folder))
+        engines = [
+            opened.enter_context(HttpEngine(opened.enter_context(FakeEngine(worker))))
+            for worker in ("a", "b")
+        ]
+        urls = [engine.url for engine in engines]
+        small = ("--max-bytes", "16m")
+        opened.enter_context(started("relay", server.url, "--pool", "p", *small, *urls))
+        gateways = []
+        for _ in range(2):
+            options = ("--port", "0", "--from", f"{server.url}/p")
+            process = opened.enter_context(started("gateway", *options, *urls))
+            gateways.append(Gateway(process, port_of(process), engines))
+        for gateway in gateways:
+            until(lambda gateway=gateway: ranks_of(gateway) == 2)
+        yield gateways, server
+
+
+def ranks_of(gateway: Gateway) -> int:
+    text = gateway.ask("/metrics")[1].decode()
+    live = [line for line in text.splitlines() if line.startswith('kvindex_ranks{state="live"}')]
+    models = json.loads(gateway.ask("/v1/models")[1])["data"]
+    return int(float(live[0].split()[-1])) if live and models else 0
+
+
+def cached(gateway: Gateway, text: str) -> int:
+    status, body = gateway.ask("/v1/chat/completions", chat(text))
+    assert status == 200
+    details: dict[str, int] = json.loads(body)["usage"]["prompt_tokens_details"] or {}
+    return details.get("cached_tokens", 0)
+
+
+def test_each_finds_what_the_other_has_sent_and_counts_its_load(tmp_path: Path) -> None:
+    with two_gateways(tmp_path) as ((first, second), _):
+        assert cached(first, LONG) == 0
+        until(lambda: cached(second, LONG) > 0)
+
+        def held() -> int:
+            before = second.statistics()["tokens"]["held"]
+            cached(second, LONG)
+            return int(second.statistics()["tokens"]["held"] - before)
+
+        until(lambda: held() > 0)
+        until(
+            lambda: (
+                [
+                    one.statistics()["shared_load"]["fake-model"]["gateways"]
+                    for one in (first, second)
+                ]
+                == [1, 1]
+            )
+        )
+
+
+def test_without_nats_requests_go_on_by_load(tmp_path: Path) -> None:
+    with two_gateways(tmp_path) as ((first, _), server):
+        assert cached(first, LONG) == 0
+        server.kill()
+        until(lambda: not first.statistics()["shared_load"]["fake-model"]["connected"])
+        for number in range(4):
+            cached(first, f"{number} {LONG}")
+
+
+def test_a_pool_needs_engines_and_its_options_a_pool() -> None:
+    for options in (("--from", "nats://127.0.0.1:1/p"), ("--nats-user", "x", "http://h:1")):
+        with started("gateway", *options) as command:
+            assert command.process.wait(120) == 2
+            assert "--from" in (error := command.err.read()) or "no engine" in error
