@@ -234,9 +234,12 @@ class Wire(asyncio.Protocol):
             self.abort()  # also if more follows a whole answer
             return
         if self._in_head and self._unread > MOST_HEAD:
-            answer.fail("head_too_long", f"the head of its answer exceeds {MOST_HEAD} bytes")
+            self._fail_head(answer)
             return
         answer.wake()
+
+    def _fail_head(self, answer: Answer) -> None:
+        answer.fail("head_too_long", f"the head of its answer exceeds {MOST_HEAD} bytes")
 
     # The parser's calls -------------------------------------------------------------------------
 
@@ -257,6 +260,9 @@ class Wire(asyncio.Protocol):
             return
         self._in_head = False
         headers = self._headers
+        if sum(len(name) + len(value) for name, value in headers) > MOST_HEAD:
+            self._fail_head(self._answer)
+            return
         names = {name for name, _ in headers}
         has_end = b"content-length" in names or b"transfer-encoding" in names
         self._ends_by_closing = not has_end and status not in _NO_BODY

@@ -140,6 +140,62 @@ def test_an_engine_that_fails_before_its_first_event_costs_no_request(
         faulty.faults = HttpFaults()
 
 
+@pytest.mark.parametrize("kind", ["keep_alive", "two_usages", "long_head"])
+def test_what_is_odd_in_an_engines_answer_costs_no_request(served: Gateway, kind: Any) -> None:
+    for engine in served.engines if kind != "long_head" else served.engines[:1]:
+        engine.faults = HttpFaults(kind=kind)
+    try:
+        for number in range(4):
+            status, body = served.ask("/v1/chat/completions", chat(f"{kind} {number}", stream=True))
+            assert (status, body[-14:]) == (200, b"data: [DONE]\n\n")
+            assert b'"usage": {' not in body
+    finally:
+        for engine in served.engines:
+            engine.faults = HttpFaults()
+
+
+def test_an_error_within_a_stream_reaches_the_client(served: Gateway) -> None:
+    faults = json.dumps({"kind": "error_event", "after": 2})
+    status, body = served.ask("/v1/chat/completions", chat(stream=True), x_fake_faults=faults)
+    assert status == 200
+    assert b'data: {"error"' in body
+    ends = {row[2] for row in served.statistics()["requests"]}
+    assert "error_event" in ends
+
+
+def test_an_engine_that_hangs_is_replaced_or_given_up() -> None:
+    with gateway("--head-within", "5", ranks=1) as served:
+        served.engines[0].faults = HttpFaults(kind="hang")
+        for number in range(2):
+            assert served.ask("/v1/chat/completions", chat(f"{number} {LONG}"))[0] == 200
+        served.engines[1].faults = HttpFaults(kind="hang")
+        status, body = served.ask("/v1/chat/completions", chat())
+        assert (status, json.loads(body)["error"]["code"]) == (503, "no_answer")
+        for engine in served.engines:
+            engine.faults = HttpFaults()
+        assert served.ask("/v1/chat/completions", chat())[0] == 200
+        until(lambda: served.bookings()["open"] == 0)
+
+
+def test_when_all_engines_are_gone_requests_fail_until_they_are_back(tmp_path: Path) -> None:
+    listed = tmp_path / "engines.toml"
+    with ExitStack() as opened:
+        first = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine("a"))))
+        listed.write_text(f'engines = ["{first.url}"]\n')
+        options = ("--port", "0", "--workers-file", str(listed))
+        process = opened.enter_context(started("gateway", *options))
+        served = Gateway(process, port_of(process), [first])
+        until(lambda: json.loads(served.ask("/v1/models")[1])["data"])
+        assert served.ask("/v1/chat/completions", chat())[0] == 200
+        first.close()
+        status, body = served.ask("/v1/chat/completions", chat())
+        assert (status, json.loads(body)["error"]["code"]) == (503, "no_answer")
+        second = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine("b"))))
+        listed.write_text(f'engines = ["{second.url}"]\n')  # at another port
+        until(lambda: served.ask("/v1/chat/completions", chat())[0] == 200)
+        until(lambda: served.bookings()["open"] == 0)
+
+
 def test_an_engine_that_is_cut_amid_an_answer_ends_it_with_an_error(served: Gateway) -> None:
     for engine in served.engines:
         engine.faults = HttpFaults(kind="cut", after=3)
@@ -206,6 +262,7 @@ def test_a_completion_by_token_ids_goes_where_they_are(served: Gateway) -> None:
 
 def test_metrics_and_readiness_are_shown(served: Gateway) -> None:
     assert served.ask("/ready")[0] == 200
+    assert served.ask("/v1/chat/completions", chat())[0] == 200
     status, text = served.ask("/metrics")
     assert status == 200
     assert b"kvindex_gateway_requests_total{" in text
@@ -253,3 +310,63 @@ def test_a_client_that_speaks_no_http_is_refused(served: Gateway) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
         client.sendall(b"\x00\x01\r\n\r\n")
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
+
+
+def raw(served: Gateway, data: bytes) -> bytes:
+    """Send bytes; return all that is answered until the connection is closed."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
+        client.sendall(data)
+        while piece := client.recv(1 << 16):
+            received += piece
+    return received
+
+
+def request(body: bytes, *fields: bytes, version: bytes = b"1.1", close: bool = True) -> bytes:
+    head = [b"POST /v1/chat/completions HTTP/" + version, b"host: localhost", *fields]
+    if not any(field.startswith(b"transfer-encoding") for field in fields):
+        head.append(b"content-length: %d" % len(body))
+    if close:
+        head.append(b"connection: close")
+    return b"\r\n".join([*head, b"", body])
+
+
+def test_clients_may_pipeline_chunk_expect_and_speak_http_1_0(served: Gateway) -> None:
+    body = json.dumps(chat("forms")).encode()
+    answered = raw(served, request(body, close=False) * 3 + request(body))
+    assert answered.count(b"HTTP/1.1 200 OK") == 4
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    answered = raw(served, request(chunked, b"transfer-encoding: chunked"))
+    assert answered.startswith(b"HTTP/1.1 200 OK")
+    answered = raw(served, request(body, b"expect: 100-continue"))
+    assert b"HTTP/1.1 200 OK" in answered
+    stream = json.dumps(chat("old", stream=True)).encode()
+    answered = raw(served, request(stream, version=b"1.0"))
+    assert answered.endswith(b"data: [DONE]\n\n"), "without chunks"
+
+
+DEEP = b"[" * 200 + b"]" * 200
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (400, b"Once"),
+        (400, b"[]"),
+        (400, b'{"messages": ' + DEEP + b"}"),
+        (400, b'{"messages": [{}], "messages": [{}]}'),
+        (400, b'{"messages": [{}], "temperature": NaN}'),
+        (400, b'{"messages": [' + b"{}," * 1_000_000 + b"{}]}"),
+        (400, b'{"messages": [{"content": "\xed\xa0\x80"}]}'),
+        (400, b'{"messages": [{}], "n": 1000000000}'),
+        (400, b'{"messages": [{}], "model": 5}'),
+        (413, b'{"messages": [{"content": "' + b"x" * (65 << 20) + b'"}]}'),
+    ],
+    ids=lambda value: f"{value[:24]!r}" if isinstance(value, bytes) else None,
+)
+def test_a_bad_body_has_an_answer_in_the_form_of_openai(
+    served: Gateway, status: int, body: bytes
+) -> None:
+    head, _, answer = raw(served, request(body)).partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status
+    assert json.loads(answer)["error"]["type"] == "invalid_request_error"
