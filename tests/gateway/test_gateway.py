@@ -91,6 +91,13 @@ def served() -> Iterator[Gateway]:
         until(lambda: served.bookings()["open"] == 0)
 
 
+def live_ranks(served: Gateway) -> int:
+    """How many ranks the gateway's metrics show as live."""
+    lines = served.ask("/metrics")[1].decode().splitlines()
+    live = [line for line in lines if line.startswith('kvindex_ranks{state="live"}')]
+    return int(float(live[0].split()[-1])) if live else 0
+
+
 def content_of(body: bytes) -> str:
     """The text of a streamed chat."""
     events = [line[6:] for line in body.split(b"\n\n") if line.startswith(b"data: {")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine
-from tests.gateway.test_gateway import LONG, Gateway, chat, port_of
+from tests.gateway.test_gateway import LONG, Gateway, chat, live_ranks, port_of
 from tests.live import until
 from tests.nats_server import NatsServer
 from tests.tools.commands import started
@@ -34,16 +34,10 @@ def two_gateways(folder: Path) -> Iterator[tuple[list[Gateway], NatsServer]]:
             options = ("--port", "0", "--from", f"{server.url}/p")
             process = opened.enter_context(started("gateway", *options, *urls))
             gateways.append(Gateway(process, port_of(process), engines))
+        until(lambda: [live_ranks(gateway) for gateway in gateways] == [2, 2])
         for gateway in gateways:
-            until(lambda gateway=gateway: ranks_of(gateway) == 2)
+            assert json.loads(gateway.ask("/v1/models")[1])["data"]
         yield gateways, server
-
-
-def ranks_of(gateway: Gateway) -> int:
-    text = gateway.ask("/metrics")[1].decode()
-    live = [line for line in text.splitlines() if line.startswith('kvindex_ranks{state="live"}')]
-    models = json.loads(gateway.ask("/v1/models")[1])["data"]
-    return int(float(live[0].split()[-1])) if live and models else 0
 
 
 def cached(gateway: Gateway, text: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvindex.testing import HttpFaults
-from tests.gateway.test_gateway import LONG, Gateway, chat, gateway
+from tests.gateway.test_gateway import LONG, Gateway, chat, gateway, live_ranks
 from tests.live import until
 
 pytestmark = pytest.mark.service
@@ -37,7 +37,7 @@ def children_of(served: Gateway) -> dict[str, int]:
 @pytest.fixture
 def served() -> Iterator[Gateway]:
     with gateway("--workers", "2") as served:
-        until(lambda: served.ask("/admin/statistics")[0] == 200)
+        until(lambda: live_ranks(served) == 4)
         yield served
         until(lambda: served.bookings()["open"] == 0)
 
