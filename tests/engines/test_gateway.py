@@ -137,3 +137,37 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine(
 
     until(lambda: running() == 0)
     until(lambda: gateway.statistics()["open"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "Tell me more", "max_output_tokens": 8}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}),
+    ],
+)
+def test_other_apis_answer_as_the_engine_does(
+    gateway: Gateway, pair: list[Vllm], path: str, body: dict[str, Any]
+) -> None:
+    asked = {"model": MODEL, "temperature": 0.0, **body}
+    direct = pair[0].http.post(path, json=asked)
+    passed = gateway.http.post(path, json=asked)
+    assert passed.status_code == direct.status_code
+    assert text_in(passed.json()) == text_in(direct.json())
+    streamed = gateway.http.post(path, json={**asked, "stream": True})
+    assert streamed.status_code == direct.status_code
+    if direct.status_code == 200:
+        assert text_in(direct.json())
+        assert streamed.text.count("data: ") > 8
+        rows = gateway.statistics()["requests"]
+        assert sum(number for where, _, end, number in rows if (where, end) == (path, "whole")) == 2
+        usage = gateway.statistics()["tokens"]
+        assert usage["answers_with_usage"] == usage["answers"]
+
+
+def text_in(answer: Any) -> str:
+    """All generated text of an answer, in any of the APIs."""
+    if isinstance(answer, dict):
+        own = answer.get("text")
+        return (own if isinstance(own, str) else "") + "".join(map(text_in, answer.values()))
+    return "".join(map(text_in, answer)) if isinstance(answer, list) else ""
