@@ -100,6 +100,9 @@ class Routing(Protocol):
     def models(self) -> Collection[str]:
         """Return the names of all models and adapters."""
 
+    def counters(self) -> dict[str, int]:
+        """Return how ranks were found, where that differs."""
+
 
 class LocalRouting:
     """Reserves with the routers of this process.
@@ -157,6 +160,10 @@ class LocalRouting:
         finally:
             if ticket is not None:
                 waiting.leave(ticket)
+
+    def counters(self) -> dict[str, int]:
+        """Return nothing: all ranks are found here."""
+        return {}
 
     def hold(
         self, model: str, rank: Rank, *, request_id: str, prompt_tokens: int, new_tokens: int

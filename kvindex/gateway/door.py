@@ -52,6 +52,7 @@ class Door:
         listening = settings.listening
         tokens = listening.tokens()
         self._admin = admin
+        self._routing = routing
         self._drain_seconds = settings.drain
         self._upstream = Upstream(engine_token)
         local = _local_tokens(settings.tokenizers)
@@ -103,7 +104,8 @@ class Door:
         """Return counters as plain values.
 
         Those of `Access.statistics`, and `refused`: by the guard, by reason; `token_failures` and
-        `engine_failures` by reason; `local_tokens` and `upstream`: as their parts say.
+        `engine_failures` by reason; `routing`, of proxies: ranks `asked` for and `decided_alone`,
+        and times the router process was `lost`; `local_tokens` and `upstream`: as their parts say.
         """
         tokenizing, upstream = self._tokenizing.statistics(), self._upstream.statistics()
         return {
@@ -111,6 +113,7 @@ class Door:
             "refused": self._guard.counters.values(),
             "token_failures": tokenizing["failures"],
             "local_tokens": tokenizing["local"],
+            "routing": self._routing.counters(),
             "engine_failures": upstream["failures"],
             "upstream": upstream,
         }

@@ -100,7 +100,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
     retry_after: float = 1.0
 
 
-class Told(msgspec.Struct, tag="told", frozen=True):
+class Answered(msgspec.Struct, tag="answered", frozen=True):
     """The answer to `Ask`: None if the worker is unknown, which `known` names."""
 
     number: int
@@ -109,7 +109,7 @@ class Told(msgspec.Struct, tag="told", frozen=True):
 
 
 FromProxy: TypeAlias = Reserve | Held | Progress | Ask | Counted
-FromRouter: TypeAlias = Table | Placed | Refused | Told
+FromRouter: TypeAlias = Table | Placed | Refused | Answered
 
 
 class Link(asyncio.Protocol):

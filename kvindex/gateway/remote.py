@@ -44,7 +44,7 @@ class RemoteRouting:
     """Reserves ranks in the router process at a unix socket.
 
     While that process is gone, requests go to the rank of their model with the fewest requests of
-    this proxy; once it is back it hears of all that are open.
+    this proxy; once it is back, those that are open are booked there.
 
     Args:
         path: of the socket.
@@ -195,21 +195,23 @@ class RemoteRouting:
 
     async def statistics(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the counters of all processes, as `Admin.statistics`; raises NoRouterError."""
-        read: dict[str, Any] = msgspec.json.decode((await self._tell(own, "statistics")).body)
+        read: dict[str, Any] = msgspec.json.decode((await self._ask_router(own, "statistics")).body)
         return read
 
     async def metrics(self, own: Mapping[str, Any]) -> bytes:
         """Return Prometheus series, as `Admin.metrics`; raises NoRouterError."""
-        body: bytes = (await self._tell(own, "metrics")).body
+        body: bytes = (await self._ask_router(own, "metrics")).body
         return body
 
     async def drain(self, worker: str, is_drained: bool) -> None:
         """Drain an engine, or end that, as `Admin.drain`; raises NoRouterError."""
-        told = await self._tell(None, "drain" if is_drained else "undrain", worker)
-        if told.body is None:
-            raise UnknownRankError(worker, told.known)
+        answered = await self._ask_router(None, "drain" if is_drained else "undrain", worker)
+        if answered.body is None:
+            raise UnknownRankError(worker, answered.known)
 
-    async def _tell(self, own: Mapping[str, Any] | None, call: str, argument: str = "") -> Any:
+    async def _ask_router(
+        self, own: Mapping[str, Any] | None, call: str, argument: str = ""
+    ) -> Any:
         if not self._is_ready:
             raise NoRouterError
         if own is not None:

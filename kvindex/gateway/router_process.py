@@ -15,6 +15,7 @@ from kvindex.gateway.calls import CallError
 from kvindex.gateway.choosing import NoRankError, Place
 from kvindex.gateway.counting import added
 from kvindex.gateway.link import (
+    Answered,
     Ask,
     FromProxy,
     FromRouter,
@@ -25,7 +26,6 @@ from kvindex.gateway.link import (
     Refused,
     Reserve,
     Table,
-    Told,
     pair,
     unpacked,
 )
@@ -140,7 +140,7 @@ class _Session:
         elif isinstance(message, Held):
             self._hold(message)
         elif isinstance(message, Ask):
-            self._run(-1 - message.number, self._tell(message))
+            self._run(-1 - message.number, self._answer(message))
         else:
             self.counted = message.statistics
 
@@ -225,7 +225,7 @@ class _Session:
             else:
                 place.cancel()
 
-    async def _tell(self, message: Ask) -> None:
+    async def _answer(self, message: Ask) -> None:
         answers: dict[str, Callable[[], Any]] = {
             "statistics": self._statistics,
             "metrics": lambda: self._routers.metrics(self._process.counted()),
@@ -234,9 +234,9 @@ class _Session:
         }
         try:
             body = await answers[message.call]()
-            self.link.send(Told(message.number, body))
+            self.link.send(Answered(message.number, body))
         except UnknownRankError as error:
-            self.link.send(Told(message.number, None, [str(each) for each in error.known]))
+            self.link.send(Answered(message.number, None, [str(each) for each in error.known]))
 
     async def _statistics(self) -> bytes:
         return msgspec.json.encode(await self._routers.statistics(self._process.counted()))

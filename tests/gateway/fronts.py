@@ -116,6 +116,9 @@ class Scripted:
     def servings(self, model: str) -> Sequence[Any]:
         return [LoggedPlace(self.log, rank).serving for rank in self.ranks]
 
+    def counters(self) -> dict[str, int]:
+        return {}
+
     def models(self) -> Sequence[str]:
         return self.names
 
