@@ -95,7 +95,8 @@ class ChatTemplate:
             "tools": fields.get("tools") or None,
         }
         try:
-            return self._template(bool(given["tools"])).render(given)
+            prompt: str = self._template(bool(given["tools"])).render(given)
+            return prompt
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ChatError(f"the template refuses it: {error}"[:200]) from None
         except (RecursionError, OverflowError, MemoryError, ArithmeticError) as error:

@@ -97,4 +97,5 @@ def exposition(
     registry.register(RankCollector(source))
     registry.register(FunnelCollector(tuple(routers)))
     registry.register(GatewayCollector(lambda: read))
-    return generate_latest(registry)
+    text: bytes = generate_latest(registry)
+    return text
