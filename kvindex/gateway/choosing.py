@@ -137,8 +137,9 @@ class LocalRouting:
         exclude: Sequence[Rank],
         request_id: str,
         deadline: float,
+        workers: Collection[str] | None = None,
     ) -> Place:
-        """Reserve a rank, as `Routing.reserve`."""
+        """Reserve a rank, as `Routing.reserve`; on one of these engines, if they are given."""
         waiting = self._waiting[self._models.find(model).router]
         options: dict[str, Any] = {"salt": salt, "reads_cache": reads_cache}
         if token_ids is None:
@@ -148,7 +149,8 @@ class LocalRouting:
             while True:
                 if not len(waiting) if ticket is None else waiting.is_first(ticket):
                     found = self._models.find(model)
-                    booking = _booked(found, token_ids, request_id, exclude, options)
+                    ranks = found.ranks if workers is None else found.ranks_of(workers)
+                    booking = _booked(found, ranks, token_ids, request_id, exclude, options)
                     serving = None if booking is None else found.serving(booking.rank)
                     if booking is not None and serving is not None:
                         return _LocalPlace(booking, serving, waiting)
@@ -178,6 +180,11 @@ class LocalRouting:
         except (UnknownModelError, UnknownRankError):
             return None
         return _LocalPlace(booking, serving, self._waiting[found.router])
+
+    def move(self, place: Place, worker: str) -> None:
+        """Count a request on another engine, which serves it instead of the one of its place."""
+        if isinstance(place, _LocalPlace):
+            place.move(worker)
 
     def drain(self, worker: str) -> None:
         """Send an engine no more requests; open ones go on. Raises UnknownRankError."""
@@ -215,6 +222,7 @@ class LocalRouting:
 
 def _booked(
     model: Model,
+    ranks: Sequence[Rank] | None,
     token_ids: TokenIds | None,
     request_id: str,
     exclude: Sequence[Rank],
@@ -227,7 +235,7 @@ def _booked(
         return router.reserve(
             () if token_ids is None else token_ids,
             request_id=request_id,
-            ranks=model.ranks,
+            ranks=ranks,
             exclude=[rank for rank in exclude if rank in known],
             lora=model.lora,
             **options,
@@ -256,6 +264,13 @@ class _LocalPlace:
             self.reason = "no_tokens"
         self._booking = booking
         self._waiting = waiting
+
+    def move(self, worker: str) -> None:
+        ranks = [rank for rank in self._booking.decision.ranks if rank.worker == worker]
+        if ranks:
+            own = self.rank.dp_rank - self.serving.first_rank
+            self.rank = ranks[min(own, len(ranks) - 1)]
+            self._booking.move(self.rank)
 
     def first_token(self) -> None:
         self._booking.first_token()

@@ -153,7 +153,7 @@ class Front:
         except CallError as error:
             return _call_error(error)
         except UnknownModelError as error:
-            return _no_place(error)
+            return no_place_reply(error)
         turn = next(self._numbers)
         for serving in (servings[turn % len(servings) :] + servings[: turn % len(servings)])[:3]:
             fields = request_headers(request.headers, passes_keys=self._passes_keys)
@@ -260,7 +260,7 @@ class Front:
                 piece = await self._try(exchange, fields, silence)
         except (UnknownModelError, NoRankError, ShedError) as error:
             if not exchange.failures or isinstance(error, ShedError):
-                reply = _no_place(error)
+                reply = no_place_reply(error)
                 exchange.refused(reply.status, time())
                 raise RefusedError(reply) from None
             exchange.given_up(time())
@@ -349,7 +349,8 @@ def _call_error(error: CallError) -> Reply:
     return error_reply(error.status, str(error), param=error.param, code=error.code)
 
 
-def _no_place(error: UnknownModelError | NoRankError | ShedError) -> Reply:
+def no_place_reply(error: UnknownModelError | NoRankError | ShedError) -> Reply:
+    """Return the answer to a request that has no rank, in OpenAI's form."""
     if isinstance(error, UnknownModelError) and not error.known:
         return error_reply(503, "no engine is known yet", code="no_rank", headers=(_RETRY_AFTER,))
     if isinstance(error, UnknownModelError):

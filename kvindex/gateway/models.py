@@ -128,6 +128,11 @@ class Model:
         self.servings: list[Serving] = []
         self.ranks: tuple[Rank, ...] | None = ()
 
+    def ranks_of(self, workers: Collection[str]) -> list[Rank]:
+        """Return the ranks that are on some of its engines."""
+        known = self.router.ranks if self.ranks is None else self.ranks
+        return [rank for rank in known if rank.worker in workers]
+
     def serving(self, rank: Rank) -> Serving | None:
         """Return the engine of a rank; None if it has just come."""
         return next((each for each in self.servings if each.worker == rank.worker), None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -85,13 +86,12 @@ class Server:
         method, target, _ = first.split(" ", 2)
         pairs = (line.partition(":") for line in lines if line)
         headers = {name.lower(): value.strip() for name, _, value in pairs}
-        length = headers.get("content-length") or "0"
-        if not (length.isdecimal() and int(length) <= _MAX_BODY):
-            refusal = RequestError(413, f"a body has at most {_MAX_BODY} bytes, in one piece")
+        body = await _body(reader, headers)
+        if body is None:
+            refusal = RequestError(413, f"a body has at most {_MAX_BODY} bytes")
             _write(writer, Response.of_error(refusal), keep=False)
             await writer.drain()
             return False
-        body = await reader.readexactly(int(length))
         keep = headers.get("connection", "").lower() != "close"
         faults = self.faults
         if "x-fake-faults" in headers:
@@ -187,6 +187,24 @@ class Server:
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes | None:
+    """Read a body, whole or in chunks; None if it is too long, or its length is none."""
+    if headers.get("transfer-encoding", "").lower() != "chunked":
+        length = headers.get("content-length") or "0"
+        if not (length.isdecimal() and int(length) <= _MAX_BODY):
+            return None
+        return await reader.readexactly(int(length))
+    body = bytearray()
+    while True:
+        size = (await reader.readuntil(b"\r\n")).partition(b";")[0].strip()
+        if not re.fullmatch(rb"[0-9A-Fa-f]{1,8}", size) or len(body) + int(size, 16) > _MAX_BODY:
+            return None
+        chunk = await reader.readexactly(int(size, 16) + 2)
+        if len(chunk) == 2:  # the last one; Envoy and others send no trailers
+            return bytes(body)
+        body += chunk[:-2]
 
 
 def _write(writer: asyncio.StreamWriter, answer: Response, *, keep: bool) -> None:

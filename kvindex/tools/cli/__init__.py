@@ -37,6 +37,7 @@ _COMMANDS = {
     "relay": "subscribe once, and write to NATS for any number of hosts",
     "serve": "answer routers over HTTP, and show a page",
     "gateway": "serve OpenAI's API in front of engines, each request where its prompt is",
+    "epp": "pick endpoints for Envoy and other gateways of Kubernetes",
     "status": "show how the ranks of a running fanout stand, or a pool on NATS",
     "top": "show how a fleet stands, and keep that up to date",
     "doctor": "report why the hit rate is zero: look at engines, their ports and their streams",
@@ -49,6 +50,7 @@ _LONG_RUNNING = {
     "relay",
     "serve",
     "gateway",
+    "epp",
 }  # they show warnings unasked
 
 

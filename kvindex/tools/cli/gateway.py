@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.access_log:
         logging.getLogger("kvindex.gateway.access").setLevel(logging.INFO)
-        logging.getLogger("kvindex.gateway.access").addHandler(_plain())
+        logging.getLogger("kvindex.gateway.access").addHandler(plain_log())
     reader = arguments.engine_token_file and token_reader(arguments.engine_token_file)
     token = reader or (lambda: None)
     if arguments.part is not None:
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
             ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running))
             with handled(ends, to_the_end=True):
                 _print_address(running.url)
-                _print_engines(running.routers, running.url)
+                print_engines(running.routers, running.url)
                 _print_admission(settings)
                 running.run()
     return 0
@@ -141,7 +141,7 @@ def _routers(sources: Any, settings: Any, token: Callable[[], str | None]) -> An
     from kvindex.gateway.routers import Routers
 
     routers = Routers(sources, settings, token)
-    _print_engines(routers, "")
+    print_engines(routers, "")
     return routers
 
 
@@ -178,7 +178,7 @@ def _folders(given: Iterable[str]) -> dict[str, str]:
     return {model: folder for model, _, folder in pairs}
 
 
-def _plain() -> logging.Handler:
+def plain_log() -> logging.Handler:
     """Return a handler that writes lines as they are."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -189,7 +189,7 @@ def _print_address(url: str) -> None:
     print(f"kvindex serves OpenAI's API at {url}/v1", flush=True)
 
 
-def _print_engines(routers: Any, url: str) -> None:
+def print_engines(routers: Any, url: str) -> None:
     """Print which engines are found, and what to try next at a URL, if there is one."""
     missing = routers.found(_FOUND_SECONDS)
     servings = routers.servings()

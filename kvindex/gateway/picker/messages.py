@@ -1,0 +1,156 @@
+"""The picker's protocol in Envoy's messages (envoy.service.ext_proc.v3, GAIE proposal 004)."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+
+from kvindex.service.http import Headers, Reply
+
+DESTINATION: Final = "x-gateway-destination-endpoint"
+SERVED: Final = f"{DESTINATION}-served"
+SUBSET: Final = f"{DESTINATION}-subset"
+NAMESPACE: Final = "envoy.lb"
+SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+UPSTREAM: Final = "upstream.address"
+
+PIECE: Final = 62_000
+"""Bytes of a body in one message: Envoy refuses mutations over 64 KiB."""
+
+_OVERWRITE: Final = 2  # HeaderAppendAction OVERWRITE_IF_EXISTS_OR_ADD
+# Clients do not name destinations, ranks or priorities.
+_STRIPPED: Final = (
+    *(SERVED, SUBSET, "x-gateway-inference-objective", "x-gateway-inference-fairness-id"),
+    *("x-gateway-model-name-rewrite", "x-data-parallel-rank", "x-kvindex-booking"),
+)
+
+
+def headers_of(message: Any) -> list[tuple[bytes, bytes]]:
+    """Return the fields of `HttpHeaders`, names in lower case."""
+    return [
+        (header.key.lower().encode(), header.raw_value or header.value.encode())
+        for header in message.headers.headers
+    ]
+
+
+def subset_of(message: Any) -> frozenset[str] | None:
+    """Return the endpoints that a request may go to; None: to all.
+
+    A list or a text with commas, of `ip:port`, or of `ip` for all ports.
+    """
+    fields = message.metadata_context.filter_metadata.get(SUBSET_NAMESPACE)
+    if fields is None or SUBSET not in fields.fields:
+        return None
+    value = fields.fields[SUBSET]
+    if value.WhichOneof("kind") == "string_value":
+        texts = [value.string_value]
+    else:
+        texts = [each.string_value for each in value.list_value.values]
+    return frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
+
+
+def served_by(message: Any) -> str:
+    """Return the endpoint that serves a request, as its answer's head tells; "" if it does not."""
+    metadata = message.metadata_context.filter_metadata.get(NAMESPACE)
+    if metadata is not None and SERVED in metadata.fields:
+        served: str = metadata.fields[SERVED].string_value
+        return served
+    for attributes in message.attributes.values():
+        if UPSTREAM in attributes.fields:
+            address: str = attributes.fields[UPSTREAM].string_value
+            return address
+    return ""
+
+
+def endpoint_of(url: str) -> str:
+    """Return an engine's `ip:port`, IPv6 in brackets; "" if its host is no address.
+
+    Examples:
+        >>> endpoint_of("http://10.0.0.5:8000"), endpoint_of("http://[::1]"), endpoint_of("http://a")
+        ('10.0.0.5:8000', '[::1]:80', '')
+    """
+    parts = urlsplit(url)
+    try:
+        address = ipaddress.ip_address(parts.hostname or "")
+    except ValueError:
+        return ""
+    host = f"[{address}]" if address.version == 6 else str(address)
+    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+def is_in(endpoint: str, subset: frozenset[str]) -> bool:
+    """Return whether an endpoint is in a subset."""
+    host = endpoint.rpartition(":")[0]
+    return endpoint in subset or host in subset or host.strip("[]") in subset
+
+
+# Answers ---------------------------------------------------------------------------------------
+
+
+def nothing(part: str) -> Any:
+    """Return an answer that changes nothing of a part, such as "request_headers"."""
+    answer = ext_proc.ProcessingResponse()
+    getattr(answer, part).SetInParent()
+    return answer
+
+
+def destination(part: str, endpoint: str, headers: Headers, length: int | None) -> Any:
+    """Return the answer that sends a request to an endpoint.
+
+    Args:
+        part: the part of the request that is answered: "request_headers" or "request_body".
+        endpoint: `ip:port`.
+        headers: further fields that its engine receives.
+        length: of the body, if that has changed.
+    """
+    answer = ext_proc.ProcessingResponse()
+    response = getattr(answer, part).response
+    response.clear_route_cache = True
+    mutation = response.header_mutation
+    fields = [(DESTINATION.encode(), endpoint.encode()), *headers]
+    named = {name for name, _ in fields}
+    mutation.remove_headers.extend(name for name in _STRIPPED if name.encode() not in named)
+    if length is not None:
+        fields.append((b"content-length", b"%d" % length))
+    for name, value in fields:
+        option = mutation.set_headers.add()
+        option.append_action = _OVERWRITE
+        option.header.key, option.header.raw_value = name.decode(), value
+    answer.dynamic_metadata[NAMESPACE] = {DESTINATION: endpoint}
+    return answer
+
+
+def pieces(part: str, body: bytes, *, is_last: bool) -> Iterator[Any]:
+    """Yield answers that stream a body: "request_body" or "response_body"."""
+    starts = range(0, len(body), PIECE) or [0]
+    for start in starts:
+        answer = ext_proc.ProcessingResponse()
+        streamed = getattr(answer, part).response.body_mutation.streamed_response
+        streamed.body = body[start : start + PIECE]
+        streamed.end_of_stream = is_last and start + PIECE >= len(body)
+        yield answer
+
+
+def refusal(reply: Reply) -> Any:
+    """Return the answer that ends a request with this reply."""
+    answer = ext_proc.ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = reply.status
+    immediate.body = reply.body
+    fields: Sequence[tuple[bytes, bytes]] = reply.headers
+    for name, value in ((b"content-type", reply.content_type), *fields):
+        option = immediate.headers.set_headers.add()
+        option.append_action = _OVERWRITE
+        option.header.key, option.header.raw_value = name.decode(), value
+    return answer
+
+
+def endpoints(urls: Mapping[str, str]) -> dict[str, str]:
+    """Return workers by endpoint, given their URLs; hosts that are no addresses are left out."""
+    found = {endpoint_of(url): worker for worker, url in urls.items()}
+    found.pop("", None)
+    return found

@@ -1,0 +1,186 @@
+"""The picker over gRPC: its server, health, and the order in which it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import msgspec
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvindex import ConfigurationError
+from kvindex.gateway.picker.stream import Picker
+from kvindex.gateway.routers import Routers
+from kvindex.gateway.settings import GatewaySettings
+from kvindex.gateway.tokens import Tokenizing
+from kvindex.gateway.upstream import Upstream
+
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+_MOST_STREAMS: Final = 4_096
+_ROOM: Final = 1 << 20  # bytes of a message, beside a body
+_LOOK_SECONDS: Final = 0.1  # between looks at whether engines are known
+_STATUS: Final = health_pb2.HealthCheckResponse
+
+
+class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a picker listens; `GatewaySettings` has the rest.
+
+    Attributes:
+        host: address to listen at.
+        port: its port; 0: any.
+        tls: files with the certificate chain and its private key, in PEM; None: plain gRPC.
+        body_bytes: most bytes of a request's body.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 9002
+    tls: tuple[str, str] | None = None
+    body_bytes: int = 10 << 20
+
+
+class PickerServer:
+    """Serves the endpoint picker's protocol, and gRPC health, until SIGTERM or Ctrl-C.
+
+    Then health answers NOT_SERVING, and the streams of open requests end or are cut after
+    `GatewaySettings.drain` seconds.
+
+    Args:
+        routers: follow the engines, and decide.
+        settings: of the picker.
+        gateway: limits and times.
+        engine_token: returns the engines' API key.
+
+    Attributes:
+        port: where it listens; 0 before `serve`.
+
+    Owner: one event loop.
+    """
+
+    def __init__(
+        self,
+        routers: Routers,
+        settings: PickerSettings,
+        gateway: GatewaySettings,
+        engine_token: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.port = 0
+        self._routers = routers
+        self._settings = settings
+        self._drain = gateway.drain
+        self._queue_within = gateway.queue_within
+        self._tokens_within = gateway.tokens_within
+        self._engine_token = engine_token
+        self._health = Health(lambda: bool(routers.models.names()))
+        self._credentials = None if settings.tls is None else _credentials(*settings.tls)
+
+    async def serve(self, on_listening: Callable[[], None] = lambda: None) -> None:
+        """Serve until a signal."""
+        ending = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ending.set)
+        upstream = Upstream(self._engine_token)
+        picker = Picker(
+            self._routers.routing,
+            Tokenizing(upstream, self._tokens_within),
+            most_bytes=self._settings.body_bytes,
+            queue_within=self._queue_within,
+        )
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_concurrent_streams", _MOST_STREAMS),
+                ("grpc.max_receive_message_length", self._settings.body_bytes + _ROOM),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        server.add_generic_rpc_handlers((_handler(picker),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._listen(server)
+        await server.start()
+        on_listening()
+        await ending.wait()
+        self._health.is_ending = True
+        await server.stop(self._drain)
+        await upstream.close()
+
+    def _listen(self, server: Any) -> None:
+        host = self._settings.host
+        address = f"[{host}]" if ":" in host else host
+        address = f"{address}:{self._settings.port}"
+        try:
+            if self._credentials is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot listen at {address}: {error}") from None
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1: "liveness" always; "readiness", "" and the service once engines are known.
+
+    Args:
+        is_ready: whether engines are known.
+
+    Attributes:
+        is_ending: whether the picker ends: then it is not ready.
+
+    Owner: one event loop.
+    """
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self.is_ending = False
+        self._is_ready = is_ready
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Return the status of a service; NOT_FOUND for another one."""
+        status = self._status(request.service)
+        if status == _STATUS.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:100]!r}")
+        return _STATUS(status=status)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Yield the status whenever it changes."""
+        last = None
+        while True:
+            status = self._status(request.service)
+            if status != last:
+                last = status
+                yield _STATUS(status=status)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _status(self, service: str) -> int:
+        if service == "liveness":
+            return int(_STATUS.SERVING)
+        if service not in ("", "readiness", SERVICE):
+            return int(_STATUS.SERVICE_UNKNOWN)
+        is_ready = self._is_ready() and not self.is_ending
+        return int(_STATUS.SERVING if is_ready else _STATUS.NOT_SERVING)
+
+
+def _handler(picker: Picker) -> Any:
+    async def process(requests: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
+        async for answer in picker.process(requests):  # gRPC wants a generator function
+            yield answer
+
+    methods: Mapping[str, Any] = {
+        "Process": grpc.stream_stream_rpc_method_handler(
+            process,
+            ext_proc.ProcessingRequest.FromString,
+            ext_proc.ProcessingResponse.SerializeToString,
+        )
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+def _credentials(chain: str, key: str) -> Any:
+    try:
+        pair = Path(key).read_bytes(), Path(chain).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"the certificate cannot be read: {error}") from error
+    return grpc.ssl_server_credentials([pair])

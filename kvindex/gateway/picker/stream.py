@@ -1,0 +1,317 @@
+"""One request's ext_proc stream: the proxy's messages in, the picker's answers out.
+
+With request bodies FULL_DUPLEX_STREAMED, nothing is answered until the body has come; then come
+the headers' answer and the body. With BUFFERED bodies, the headers are answered at once, and the
+destination comes with the body. The stream ends with the request, whatever its reason: its booking
+ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Collection, Iterator
+from itertools import count
+from typing import Any, Final
+
+import msgspec
+
+from kvindex.gateway.access import Access
+from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call
+from kvindex.gateway.choosing import LocalRouting, NoRankError, Place
+from kvindex.gateway.exchange import Exchange, Stage
+from kvindex.gateway.front import no_place_reply
+from kvindex.gateway.models import UnknownModelError
+from kvindex.gateway.passing import with_fields
+from kvindex.gateway.picker import messages
+from kvindex.gateway.tokens import Tokenizing
+from kvindex.gateway.waiting import ShedError
+from kvindex.service.http import Headers, Reply
+
+_BYTES_A_TOKEN: Final = 4  # of a prompt whose tokens are not known
+_BUFFERED: Final = 2  # ProcessingMode.BodySendMode
+_DUPLEX: Final = 4
+
+
+class _Head(msgspec.Struct):
+    """An answer's head, as the exchange reads it; the proxy has the connection."""
+
+    status: int
+    headers: Headers
+
+    def close(self) -> None:
+        """Leave the connection to the proxy."""
+
+
+class Picker:
+    """What all streams share.
+
+    Args:
+        routing: reserves ranks.
+        tokenizing: finds the tokens of prompts.
+        most_bytes: of a request's body.
+        queue_within: seconds that a request may wait for a rank.
+
+    Attributes:
+        access: counts and logs the requests.
+
+    Owner: one event loop.
+    """
+
+    def __init__(
+        self,
+        routing: LocalRouting,
+        tokenizing: Tokenizing,
+        *,
+        most_bytes: int,
+        queue_within: float = 30.0,
+    ) -> None:
+        self.routing = routing
+        self.tokenizing = tokenizing
+        self.most_bytes = most_bytes
+        self.queue_within = queue_within
+        self.access = Access()
+        self._prefix = secrets.token_hex(6)
+        self._numbers = count(1)
+
+    def new_id(self) -> str:
+        """Return an id for a booking."""
+        return f"{self._prefix}-{next(self._numbers)}"
+
+    async def process(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Answer one stream's messages; its booking ends with it."""
+        stream = _PickedRequest(self)
+        try:
+            async for message in requests:
+                async for answer in stream.answers(message):
+                    yield answer
+                if stream.is_over:
+                    return
+        finally:
+            stream.end()
+
+
+class _PickedRequest:
+    """One stream. Messages out of order or twice change nothing but what they say themselves."""
+
+    def __init__(self, picker: Picker) -> None:
+        self.is_over = False  # the request has the picker's own answer
+        self._picker = picker
+        self._mode = 0
+        self._path = ""
+        self._request_id = ""
+        self._subset: frozenset[str] | None = None
+        self._body: list[bytes] | None = []  # until it is whole
+        self._size = 0
+        self._exchange: Exchange | None = None
+        self._is_counted = False
+        self._time = asyncio.get_running_loop().time
+
+    async def answers(self, message: Any) -> AsyncIterator[Any]:
+        """Yield the answers to one message."""
+        if message.HasField("protocol_config"):
+            self._mode = message.protocol_config.request_body_mode
+        kind = message.WhichOneof("request")
+        if kind == "request_headers":
+            async for answer in self._head(message):
+                yield answer
+        elif kind == "request_body":
+            async for answer in self._part(message.request_body):
+                yield answer
+        elif kind == "response_headers":
+            self._answered(message)
+            yield messages.nothing(kind)
+        elif kind == "response_body":
+            for answer in self._received(message.response_body):
+                yield answer
+        elif kind is not None:  # trailers
+            if kind == "response_trailers":
+                self._completed()
+            elif self._body is not None and self._mode != _BUFFERED:
+                async for answer in self._whole(is_end=False):
+                    yield answer
+            yield messages.nothing(kind)
+
+    def end(self) -> None:
+        """End with the stream: what has not ended has been left by its client, or cut."""
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.left(self._time())
+            if self._is_counted:
+                self._is_counted = False
+                self._picker.access.end(exchange)
+
+    # The request --------------------------------------------------------------------------------
+
+    async def _head(self, message: Any) -> AsyncIterator[Any]:
+        fields = dict(messages.headers_of(message.request_headers))
+        self._path = fields.get(b":path", b"").decode("latin-1").partition("?")[0]
+        self._request_id = fields.get(b"x-request-id", b"").decode("latin-1")[:128]
+        self._subset = messages.subset_of(message)
+        if message.request_headers.end_of_stream:  # a GET: any engine
+            self._body = None
+            async for answer in self._anywhere("request_headers"):
+                yield answer
+        elif self._mode == _BUFFERED:
+            yield messages.nothing("request_headers")
+
+    async def _part(self, part: Any) -> AsyncIterator[Any]:
+        if self._body is None:
+            return
+        self._body.append(part.body)
+        self._size += len(part.body)
+        if self._size > self._picker.most_bytes:
+            text = f"the body is longer than {self._picker.most_bytes} bytes"
+            yield self._refuse(error_reply(413, text, code="body"))
+        elif part.end_of_stream or self._mode == _BUFFERED:
+            async for answer in self._whole(is_end=True):
+                yield answer
+
+    async def _whole(self, *, is_end: bool) -> AsyncIterator[Any]:
+        """Send a request, whose body is whole, to its rank."""
+        body, self._body = b"".join(self._body or ()), None
+        part = "request_body" if self._mode == _BUFFERED else "request_headers"
+        try:
+            call = read_call(self._path, body) if self._path in ROUTES else None
+            place = None if call is None else await self._reserve(call)
+        except CallError as error:
+            reply = error_reply(error.status, str(error), param=error.param, code=error.code)
+            yield self._refuse(reply)
+            return
+        except (UnknownModelError, NoRankError, ShedError) as error:
+            yield self._refuse(no_place_reply(error))
+            return
+        if call is None or place is None:
+            async for answer in self._anywhere(part, body, is_end=is_end):
+                yield answer
+            return
+        sent = with_fields(call.body, place.pin.body_fields)
+        endpoint = messages.endpoint_of(place.serving.url)
+        for answer in self._sent(part, endpoint, place.pin.headers, body, sent, is_end):
+            yield answer
+
+    def _sent(
+        self, part: str, endpoint: str, headers: Headers, body: bytes, sent: bytes, is_end: bool
+    ) -> Iterator[Any]:
+        length = len(sent) if sent != body else None
+        answer = messages.destination(part, endpoint, headers, length)
+        if part == "request_body":
+            if length is not None:
+                answer.request_body.response.body_mutation.body = sent
+            yield answer
+            return
+        yield answer
+        yield from messages.pieces("request_body", sent, is_last=is_end)
+
+    async def _reserve(self, call: Call) -> Place:
+        picker, time = self._picker, self._time
+        exchange = Exchange(call, self._request_id or picker.new_id(), time())
+        self._exchange = exchange
+        picker.access.begin()
+        self._is_counted = True
+        try:
+            servings = picker.routing.servings(call.model)
+            found = await picker.tokenizing.tokens(call, servings)
+            length = (
+                len(call.body) // _BYTES_A_TOKEN
+                if found.token_ids is None
+                else len(found.token_ids)
+            )
+            exchange.tokenized(length, found.reason)
+            place = await picker.routing.reserve(
+                call.model,
+                found.token_ids,
+                prompt_tokens=length,
+                salt=call.salt,
+                reads_cache=call.reads_cache,
+                exclude=(),
+                request_id=picker.new_id(),
+                deadline=time() + picker.queue_within,
+                workers=self._workers(call.model),
+            )
+        except (UnknownModelError, NoRankError, ShedError, CallError) as error:
+            status = error.status if isinstance(error, CallError) else no_place_reply(error).status
+            exchange.refused(status, time())
+            raise
+        exchange.reserved(place, time())
+        return place
+
+    def _workers(self, model: str) -> Collection[str] | None:
+        """Return the engines that a request may go to: those with an address, in its subset."""
+        subset, servings = self._subset, self._picker.routing.servings(model)
+        found = messages.endpoints({each.worker: each.url for each in servings})
+        if subset is None and len(found) == len(servings):
+            return None
+        return [
+            worker
+            for endpoint, worker in found.items()
+            if subset is None or messages.is_in(endpoint, subset)
+        ]
+
+    async def _anywhere(
+        self, part: str, body: bytes = b"", *, is_end: bool = True
+    ) -> AsyncIterator[Any]:
+        """Send a request without a prompt to any engine."""
+        names = list(self._picker.routing.models())
+        urls = {
+            each.worker: each.url for name in names for each in self._picker.routing.servings(name)
+        }
+        found = [
+            endpoint
+            for endpoint in sorted(messages.endpoints(urls))
+            if self._subset is None or messages.is_in(endpoint, self._subset)
+        ]
+        if not found:
+            yield self._refuse(error_reply(503, "no engine is known for this request"))
+            return
+        endpoint = found[secrets.randbelow(len(found))]
+        if part == "request_headers" and not body:
+            yield messages.destination(part, endpoint, (), None)
+            return
+        for answer in self._sent(part, endpoint, (), body, body, is_end):
+            yield answer
+
+    def _refuse(self, reply: Reply) -> Any:
+        self.is_over = True
+        return messages.refusal(reply)
+
+    # The answer ---------------------------------------------------------------------------------
+
+    def _answered(self, message: Any) -> None:
+        exchange = self._exchange
+        if exchange is None or exchange.stage is not Stage.SENT:
+            return
+        self._move(exchange, messages.served_by(message))
+        fields = messages.headers_of(message.response_headers)
+        status = next((value for name, value in fields if name == b":status"), b"0")
+        head = _Head(int(status) if status.isdigit() else 0, fields)
+        exchange.answered(head, self._time())
+        if exchange.failures:  # there is no other try here
+            exchange.given_up(self._time())
+        elif message.response_headers.end_of_stream:
+            self._completed()
+
+    def _move(self, exchange: Exchange, endpoint: str) -> None:
+        """Move the load if the proxy has sent the request to another engine."""
+        place = exchange.place
+        if not endpoint or place is None or endpoint == messages.endpoint_of(place.serving.url):
+            return
+        urls = {
+            each.worker: each.url for each in self._picker.routing.servings(exchange.call.model)
+        }
+        worker = messages.endpoints(urls).get(endpoint)
+        if worker is not None:
+            self._picker.routing.move(place, worker)
+
+    def _received(self, part: Any) -> Iterator[Any]:
+        exchange, body = self._exchange, part.body
+        if exchange is not None and exchange.stage in (Stage.KEPT, Stage.FORWARDED):
+            body = exchange.received(body, self._time())
+            if part.end_of_stream:
+                body += exchange.completed(self._time())
+        if body or part.end_of_stream:  # an event may not be whole yet
+            yield from messages.pieces("response_body", body, is_last=part.end_of_stream)
+
+    def _completed(self) -> None:
+        if self._exchange is not None:
+            self._exchange.completed(self._time())

@@ -1,0 +1,122 @@
+"""A gateway's side of the picker's protocol, and a picker as a process in front of fake engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
+
+from kvindex.gateway.picker import messages
+from kvindex.testing import FakeEngine, HttpEngine
+from tests.live import PATIENCE
+from tests.tools.commands import Running, started
+
+DUPLEX = 4  # ProcessingMode.FULL_DUPLEX_STREAMED
+CHAT = "/v1/chat/completions"
+
+
+class Picker:
+    """A picker, its engines, and a channel to it."""
+
+    def __init__(self, process: Running, port: int, engines: Sequence[HttpEngine]) -> None:
+        self.process, self.port, self.engines = process, port, engines
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self.stub = ext_proc_grpc.ExternalProcessorStub(self.channel)
+        self.endpoints = sorted(messages.endpoint_of(engine.url) for engine in engines)
+
+    def process_all(self, requests: Sequence[Any]) -> list[Any]:
+        """Send a whole stream; return all answers."""
+        return list(self.stub.Process(iter(requests), timeout=PATIENCE))
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of the access log."""
+        for line in self.process.err:
+            if line.startswith("{"):
+                yield json.loads(line)
+
+
+@contextmanager
+def picker(*options: str, ranks: int = 1) -> Iterator[Picker]:
+    with ExitStack() as opened:
+        engines = []
+        for worker in ("a", "b"):
+            own = [opened.enter_context(FakeEngine(worker, dp_rank=rank)) for rank in range(ranks)]
+            engines.append(opened.enter_context(HttpEngine(own)))
+        urls = [engine.url for engine in engines]
+        command = ("epp", "--host", "127.0.0.1", "--port", "0", "--access-log", *options, *urls)
+        process = opened.enter_context(started(*command))
+        port = int(process.out.readline().rpartition(":")[2])
+        for _ in urls:
+            process.out.readline()  # the engines that it has found
+        served = Picker(process, port, engines)
+        opened.callback(served.channel.close)
+        yield served
+
+
+def head(path: str = CHAT, method: str = "POST", *, end: bool = False, **fields: str) -> Any:
+    """The message of a request's head."""
+    message = ext_proc.ProcessingRequest()
+    named = {":path": path, ":method": method}
+    named |= {name.replace("_", "-"): value for name, value in fields.items()}
+    for name, value in named.items():
+        header = message.request_headers.headers.headers.add()
+        header.key, header.raw_value = name, value.encode()
+    message.request_headers.end_of_stream = end
+    message.protocol_config.request_body_mode = DUPLEX
+    return message
+
+
+def body(data: bytes, *, end: bool = True, kind: str = "request_body") -> Any:
+    message = ext_proc.ProcessingRequest()
+    part = getattr(message, kind)
+    part.body, part.end_of_stream = data, end
+    return message
+
+
+def trailers(kind: str = "request_trailers") -> Any:
+    message = ext_proc.ProcessingRequest()
+    getattr(message, kind).SetInParent()
+    return message
+
+
+def answer_head(status: str = "200", content_type: str = "application/json") -> Any:
+    message = ext_proc.ProcessingRequest()
+    for name, value in ((":status", status), ("content-type", content_type)):
+        header = message.response_headers.headers.headers.add()
+        header.key, header.raw_value = name, value.encode()
+    return message
+
+
+def chat(text: str = "Once upon a time, in a land of blocks. " * 4, **fields: Any) -> bytes:
+    messages = [{"role": "user", "content": text}]
+    return json.dumps({"model": "fake-model", "messages": messages, **fields}).encode()
+
+
+def fields_of(answer: Any, part: str = "request_headers") -> dict[str, bytes]:
+    """The fields that an answer sets."""
+    options = getattr(answer, part).response.header_mutation.set_headers
+    return {option.header.key: option.header.raw_value for option in options}
+
+
+def endpoint_in(answer: Any) -> str:
+    """The destination that an answer names, in both ways alike."""
+    named = fields_of(answer)[messages.DESTINATION].decode()
+    assert answer.dynamic_metadata[messages.NAMESPACE][messages.DESTINATION] == named
+    return named
+
+
+def streamed(answers: Sequence[Any], kind: str = "request_body") -> bytes:
+    """The body that answers stream; only the last one ends it."""
+    pieces = [
+        getattr(answer, kind).response.body_mutation.streamed_response
+        for answer in answers
+        if answer.WhichOneof("response") == kind
+    ]
+    assert [piece.end_of_stream for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(len(piece.body) <= messages.PIECE for piece in pieces)
+    return b"".join(piece.body for piece in pieces)

@@ -1,0 +1,243 @@
+"""The rules of the endpoint picker's protocol (GAIE proposal 004), each through a gRPC client."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc")
+
+import grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvindex.gateway.picker import messages
+from tests.gateway.picker.streams import (
+    Picker,
+    answer_head,
+    body,
+    chat,
+    endpoint_in,
+    fields_of,
+    head,
+    picker,
+    streamed,
+    trailers,
+)
+from tests.live import PATIENCE
+
+pytestmark = pytest.mark.service
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Picker]:
+    with picker() as served:
+        yield served
+
+
+def test_the_head_is_answered_after_the_whole_body_and_the_body_follows(served: Picker) -> None:
+    whole = chat("x" * 200_000)
+    parts = [whole[at : at + 60_000] for at in range(0, len(whole), 60_000)]
+    requests = [head(), *(body(part, end=part is parts[-1]) for part in parts)]
+    first, *others = served.process_all(requests)
+    assert first.request_headers.response.clear_route_cache
+    assert endpoint_in(first) in served.endpoints
+    assert streamed(others) == whole
+
+
+def test_a_stream_is_asked_for_its_usage_and_its_length_follows(served: Picker) -> None:
+    first, *others = served.process_all([head(), body(chat(stream=True))])
+    sent = streamed(others)
+    assert json.loads(sent)["stream_options"] == {"include_usage": True}
+    assert fields_of(first)["content-length"] == b"%d" % len(sent)
+
+
+def test_trailers_may_end_a_request_and_are_answered(served: Picker) -> None:
+    first, *others = served.process_all([head(), body(chat(), end=False), trailers()])
+    assert endpoint_in(first) in served.endpoints
+    *_, last = others
+    assert last.WhichOneof("response") == "request_trailers"
+    pieces = [each.request_body.response.body_mutation.streamed_response for each in others[:-1]]
+    assert not any(piece.end_of_stream for piece in pieces), "the trailers end it"
+
+
+def test_a_request_without_a_body_goes_to_any_engine(served: Picker) -> None:
+    (answer,) = served.process_all([head("/v1/models", "GET", end=True)])
+    assert endpoint_in(answer) in served.endpoints
+
+
+def test_the_answer_passes_byte_for_byte_without_the_usage_nobody_asked_for(
+    served: Picker,
+) -> None:
+    content = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+    usage = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}\n\n'
+    done = b"data: [DONE]\n\n"
+    requests = [head(), body(chat(stream=True)), answer_head(content_type="text/event-stream")]
+    cuts = [content[:20], content[20:] + usage[:9], usage[9:], done]
+    requests += [body(each, end=each is done, kind="response_body") for each in cuts]
+    answers = served.process_all(requests)
+    assert streamed(answers, "response_body") == content + done
+    kinds = [answer.WhichOneof("response") for answer in answers]
+    assert kinds.index("response_headers") < kinds.index("response_body")
+    line = next(served.lines())
+    while line["end"] != "whole":
+        line = next(served.lines())
+    assert line["output_tokens"] == 1
+
+
+@pytest.mark.parametrize("form", ["list", "text", "host"])
+def test_only_endpoints_of_the_subset_are_picked(served: Picker, form: str) -> None:
+    for endpoint in served.endpoints:
+        asked = head()
+        named: Any = {"list": [endpoint, "10.9.9.9:1"], "text": f"10.9.9.9:1, {endpoint}"}
+        named["host"] = "127.0.0.1"
+        fields = asked.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE]
+        fields[messages.SUBSET] = named[form]
+        first, *_ = served.process_all([asked, body(chat())])
+        picked = endpoint_in(first)
+        assert picked in served.endpoints if form == "host" else picked == endpoint
+
+
+@pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"], ""])
+def test_an_empty_subset_is_refused_with_503(served: Picker, subset: Any) -> None:
+    for asked, *rest in ([head(), body(chat())], [head("/v1/models", "GET", end=True)]):
+        fields = asked.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE]
+        fields[messages.SUBSET] = subset
+        answers = served.process_all([asked, *rest])
+        assert [answer.immediate_response.status.code for answer in answers] == [503]
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"Once", 400),
+        (b'{"messages": "text"}', 400),
+        (b'{"model": "x", "messages": [{}]}', 404),
+        (b" " * (11 << 20), 413),
+    ],
+)
+def test_a_bad_request_has_an_answer_in_the_form_of_openai(
+    served: Picker, data: bytes, status: int
+) -> None:
+    parts = [data[at : at + (1 << 20)] for at in range(0, len(data), 1 << 20)]
+    requests = [head(), *(body(part, end=part is parts[-1]) for part in parts)]
+    (answer,) = served.process_all(requests)
+    assert answer.immediate_response.status.code == status
+    assert json.loads(answer.immediate_response.body)["error"]["message"]
+
+
+def test_without_room_the_answer_is_429(tmp_path: Any) -> None:
+    with picker("--max-open-requests", "1", "--wait-within", "0.1") as served:
+        held = []
+        for _ in served.engines:
+            requests = iter_open([head(), body(chat())])
+            stream = served.stub.Process(requests, timeout=PATIENCE)
+            endpoint_in(next(stream))
+            held.append(stream)
+        (answer,) = served.process_all([head(), body(chat())])
+        assert answer.immediate_response.status.code == 429
+        names = [each.header.key for each in answer.immediate_response.headers.set_headers]
+        assert "retry-after" in names
+        for stream in held:
+            stream.cancel()
+
+
+def iter_open(requests: list[Any]) -> Iterator[Any]:
+    """Yield requests, and then nothing, without an end."""
+    yield from requests
+    threading.Event().wait(PATIENCE)
+
+
+def test_the_load_moves_to_the_engine_that_has_served(served: Picker) -> None:
+    first, *_ = served.process_all([head(), body(chat("moved"))])
+    other = next(each for each in served.endpoints if each != endpoint_in(first))
+    for name in ("metadata", "attribute"):
+        answered = answer_head()
+        if name == "metadata":
+            answered.metadata_context.filter_metadata[messages.NAMESPACE][messages.SERVED] = other
+        else:
+            answered.attributes["envoy.filters.http.ext_proc"][messages.UPSTREAM] = other
+        asked = head(x_request_id=f"moved-{name}")
+        subset = asked.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE]
+        subset[messages.SUBSET] = endpoint_in(first)
+        served.process_all([asked, body(chat("moved")), answered])
+        line = next(line for line in served.lines() if line["id"] == f"moved-{name}")
+        assert line["rank"] == f"{other}/0"
+
+
+def test_clients_name_no_destination_and_no_rank(served: Picker) -> None:
+    forged: dict[str, Any] = {
+        "x_gateway_destination_endpoint": "10.9.9.9:1",
+        "x_data_parallel_rank": "9",
+    }
+    first, *_ = served.process_all([head(**forged), body(chat())])
+    assert endpoint_in(first) in served.endpoints, "which is overwritten"
+    removed = first.request_headers.response.header_mutation.remove_headers
+    assert "x-data-parallel-rank" in removed
+    assert {messages.SUBSET, messages.SERVED, "x-gateway-inference-objective"} <= set(removed)
+
+
+def test_a_rank_of_an_engine_with_several_is_pinned_by_its_header() -> None:
+    with picker(ranks=2) as served:
+        first, *_ = served.process_all([head(x_data_parallel_rank="9"), body(chat())])
+        assert fields_of(first)["x-data-parallel-rank"] in (b"0", b"1")
+        removed = first.request_headers.response.header_mutation.remove_headers
+        assert "x-data-parallel-rank" not in removed
+
+
+def test_health_shows_whether_engines_are_known_and_the_end() -> None:
+    with picker() as served:
+        stub = health_pb2_grpc.HealthStub(served.channel)
+        for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert stub.Check(request).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(health_pb2.HealthCheckRequest(service="other"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        served.process.process.send_signal(signal.SIGTERM)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        assert served.process.process.wait(PATIENCE) == 0
+
+
+def test_messages_out_of_order_and_twice_end_no_stream_with_an_error(served: Picker) -> None:
+    requests = [
+        body(b"early", kind="response_body"),
+        trailers("response_trailers"),
+        answer_head(),
+        body(b"{}", end=False),
+        head(),
+        head(),
+        body(chat()),
+        body(chat()),
+        answer_head("x"),
+        answer_head(),
+        ext_proc.ProcessingRequest(),
+        trailers(),
+    ]
+    served.process_all(requests)
+    first, *_ = served.process_all([head(), body(chat())])
+    assert endpoint_in(first) in served.endpoints
+
+
+def test_a_stream_that_is_cut_ends_its_booking(served: Picker) -> None:
+    stream = served.stub.Process(
+        iter_open([head(x_request_id="cut"), body(chat())]), timeout=PATIENCE
+    )
+    endpoint_in(next(stream))
+    stream.cancel()
+    line = next(line for line in served.lines() if line["id"] == "cut")
+    assert line["end"] == "client_left"
+
+
+def test_other_paths_go_to_any_engine(served: Picker) -> None:
+    first, *others = served.process_all([head("/v1/audio"), body(b"sound")])
+    assert endpoint_in(first) in served.endpoints
+    assert streamed(others) == b"sound"
