@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.tools.cli import serve
+from kvindex.tools.cli import epp, serve
 
 pytestmark = pytest.mark.unit
 
@@ -69,6 +69,16 @@ def test_the_images_command_is_understood() -> None:
     assert json.loads(instructions("ENTRYPOINT")[-1]) == ["kvindex", "serve"]
     arguments = parsed(json.loads(instructions("CMD")[-1]))
     assert serve.options_of(arguments)["host"] == "0.0.0.0"
+
+
+def test_the_pickers_command_is_understood() -> None:
+    text = (DEPLOY / "kubernetes" / "picker.yaml").read_text()
+    assert "command: [kvindex, epp]" in text
+    parser = argparse.ArgumentParser()
+    epp.add_options(parser)
+    arguments = parser.parse_args(re.findall(r"^ +- (--\S+)$", text, re.MULTILINE))
+    assert (arguments.k8s_pool, arguments.drain, arguments.access_log) == ("vllm", 300.0, True)
+    assert int(re.findall(r"terminationGracePeriodSeconds: (\d+)", text)[0]) > arguments.drain
 
 
 def test_the_image_runs_as_nobody_and_is_built_from_named_files_only() -> None:

@@ -98,17 +98,16 @@ def nothing(part: str) -> Any:
     return answer
 
 
-def destination(part: str, endpoint: str, headers: Headers, length: int | None) -> Any:
-    """Return the answer that sends a request to an endpoint.
+def destination(endpoint: str, headers: Headers, length: int | None) -> Any:
+    """Return the answer to a request's head that sends it to an endpoint.
 
     Args:
-        part: the part of the request that is answered: "request_headers" or "request_body".
         endpoint: `ip:port`.
         headers: further fields that its engine receives.
         length: of the body, if that has changed.
     """
     answer = ext_proc.ProcessingResponse()
-    response = getattr(answer, part).response
+    response = answer.request_headers.response
     response.clear_route_cache = True
     mutation = response.header_mutation
     fields = [(DESTINATION.encode(), endpoint.encode()), *headers]

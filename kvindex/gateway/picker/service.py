@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any, Final
 
 import grpc
 import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -24,6 +29,7 @@ SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _MOST_STREAMS: Final = 4_096
 _ROOM: Final = 1 << 20  # bytes of a message, beside a body
 _LOOK_SECONDS: Final = 0.1  # between looks at whether engines are known
+_VALID: Final = datetime.timedelta(days=3650)
 _STATUS: Final = health_pb2.HealthCheckResponse
 
 
@@ -33,13 +39,16 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         host: address to listen at.
         port: its port; 0: any.
-        tls: files with the certificate chain and its private key, in PEM; None: plain gRPC.
+        tls: files with the certificate chain and its private key, in PEM; None: a certificate that
+            the picker signs itself, which gateways accept without a check.
+        is_plain: without TLS.
         body_bytes: most bytes of a request's body.
     """
 
     host: str = "0.0.0.0"
     port: int = 9002
     tls: tuple[str, str] | None = None
+    is_plain: bool = False
     body_bytes: int = 10 << 20
 
 
@@ -76,7 +85,7 @@ class PickerServer:
         self._tokens_within = gateway.tokens_within
         self._engine_token = engine_token
         self._health = Health(lambda: bool(routers.models.names()))
-        self._credentials = None if settings.tls is None else _credentials(*settings.tls)
+        self._credentials = None if settings.is_plain else _credentials(settings.tls)
 
     async def serve(self, on_listening: Callable[[], None] = lambda: None) -> None:
         """Serve until a signal."""
@@ -178,9 +187,32 @@ def _handler(picker: Picker) -> Any:
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
-def _credentials(chain: str, key: str) -> Any:
+def _credentials(files: tuple[str, str] | None) -> Any:
+    if files is None:
+        return grpc.ssl_server_credentials([_self_signed()])
     try:
-        pair = Path(key).read_bytes(), Path(chain).read_bytes()
+        chain, key = (Path(file).read_bytes() for file in files)
     except OSError as error:
         raise ConfigurationError(f"the certificate cannot be read: {error}") from error
-    return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials([(key, chain)])
+
+
+def _self_signed() -> tuple[bytes, bytes]:
+    """Return a new private key and a certificate for it that is valid for ten years."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvindex epp")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + _VALID)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return key.private_bytes(pem, form, plain), certificate.public_bytes(pem)

@@ -1,8 +1,8 @@
 """One request's ext_proc stream: the proxy's messages in, the picker's answers out.
 
-With request bodies FULL_DUPLEX_STREAMED, nothing is answered until the body has come; then come
-the headers' answer and the body. With BUFFERED bodies, the headers are answered at once, and the
-destination comes with the body. The stream ends with the request, whatever its reason: its booking
+Bodies are FULL_DUPLEX_STREAMED, in both directions: nothing is answered until a request's body has
+come; then come the headers' answer and the body. Other modes are refused: without the answer, the
+end of a request is not known. The stream ends with the request, whatever its reason: its booking
 ends with it.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from itertools import count
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_cal
 from kvindex.gateway.choosing import LocalRouting, NoRankError, Place
 from kvindex.gateway.exchange import Exchange, Stage
 from kvindex.gateway.front import no_place_reply
-from kvindex.gateway.models import UnknownModelError
+from kvindex.gateway.models import Serving, UnknownModelError
 from kvindex.gateway.passing import with_fields
 from kvindex.gateway.picker import messages
 from kvindex.gateway.tokens import Tokenizing
@@ -29,8 +29,7 @@ from kvindex.gateway.waiting import ShedError
 from kvindex.service.http import Headers, Reply
 
 _BYTES_A_TOKEN: Final = 4  # of a prompt whose tokens are not known
-_BUFFERED: Final = 2  # ProcessingMode.BodySendMode
-_DUPLEX: Final = 4
+_DUPLEX: Final = 4  # ProcessingMode.FULL_DUPLEX_STREAMED
 
 
 class _Head(msgspec.Struct):
@@ -97,7 +96,7 @@ class _PickedRequest:
     def __init__(self, picker: Picker) -> None:
         self.is_over = False  # the request has the picker's own answer
         self._picker = picker
-        self._mode = 0
+        self._is_duplex = True  # unless the proxy says otherwise
         self._path = ""
         self._request_id = ""
         self._subset: frozenset[str] | None = None
@@ -110,7 +109,8 @@ class _PickedRequest:
     async def answers(self, message: Any) -> AsyncIterator[Any]:
         """Yield the answers to one message."""
         if message.HasField("protocol_config"):
-            self._mode = message.protocol_config.request_body_mode
+            modes = message.protocol_config
+            self._is_duplex = {modes.request_body_mode, modes.response_body_mode} == {_DUPLEX}
         kind = message.WhichOneof("request")
         if kind == "request_headers":
             async for answer in self._head(message):
@@ -127,7 +127,7 @@ class _PickedRequest:
         elif kind is not None:  # trailers
             if kind == "response_trailers":
                 self._completed()
-            elif self._body is not None and self._mode != _BUFFERED:
+            elif self._body is not None:
                 async for answer in self._whole(is_end=False):
                     yield answer
             yield messages.nothing(kind)
@@ -150,10 +150,10 @@ class _PickedRequest:
         self._subset = messages.subset_of(message)
         if message.request_headers.end_of_stream:  # a GET: any engine
             self._body = None
-            async for answer in self._anywhere("request_headers"):
-                yield answer
-        elif self._mode == _BUFFERED:
-            yield messages.nothing("request_headers")
+            yield self._anywhere()[0]
+        elif not self._is_duplex:
+            text = "this picker needs FULL_DUPLEX_STREAMED bodies of requests and answers"
+            yield self._refuse(error_reply(500, text, code="ext_proc_mode"))
 
     async def _part(self, part: Any) -> AsyncIterator[Any]:
         if self._body is None:
@@ -163,14 +163,13 @@ class _PickedRequest:
         if self._size > self._picker.most_bytes:
             text = f"the body is longer than {self._picker.most_bytes} bytes"
             yield self._refuse(error_reply(413, text, code="body"))
-        elif part.end_of_stream or self._mode == _BUFFERED:
+        elif part.end_of_stream:
             async for answer in self._whole(is_end=True):
                 yield answer
 
     async def _whole(self, *, is_end: bool) -> AsyncIterator[Any]:
         """Send a request, whose body is whole, to its rank."""
         body, self._body = b"".join(self._body or ()), None
-        part = "request_body" if self._mode == _BUFFERED else "request_headers"
         try:
             call = read_call(self._path, body) if self._path in ROUTES else None
             place = None if call is None else await self._reserve(call)
@@ -182,26 +181,15 @@ class _PickedRequest:
             yield self._refuse(no_place_reply(error))
             return
         if call is None or place is None:
-            async for answer in self._anywhere(part, body, is_end=is_end):
+            for answer in self._anywhere(body, is_end=is_end):
                 yield answer
             return
         sent = with_fields(call.body, place.pin.body_fields)
         endpoint = messages.endpoint_of(place.serving.url)
-        for answer in self._sent(part, endpoint, place.pin.headers, body, sent, is_end):
-            yield answer
-
-    def _sent(
-        self, part: str, endpoint: str, headers: Headers, body: bytes, sent: bytes, is_end: bool
-    ) -> Iterator[Any]:
         length = len(sent) if sent != body else None
-        answer = messages.destination(part, endpoint, headers, length)
-        if part == "request_body":
-            if length is not None:
-                answer.request_body.response.body_mutation.body = sent
+        yield messages.destination(endpoint, place.pin.headers, length)
+        for answer in messages.pieces("request_body", sent, is_last=is_end):
             yield answer
-            return
-        yield answer
-        yield from messages.pieces("request_body", sent, is_last=is_end)
 
     async def _reserve(self, call: Call) -> Place:
         picker, time = self._picker, self._time
@@ -227,7 +215,7 @@ class _PickedRequest:
                 exclude=(),
                 request_id=picker.new_id(),
                 deadline=time() + picker.queue_within,
-                workers=self._workers(call.model),
+                workers=self._workers(servings),
             )
         except (UnknownModelError, NoRankError, ShedError, CallError) as error:
             status = error.status if isinstance(error, CallError) else no_place_reply(error).status
@@ -236,40 +224,37 @@ class _PickedRequest:
         exchange.reserved(place, time())
         return place
 
-    def _workers(self, model: str) -> Collection[str] | None:
+    def _workers(self, servings: Sequence[Serving]) -> Collection[str]:
         """Return the engines that a request may go to: those with an address, in its subset."""
-        subset, servings = self._subset, self._picker.routing.servings(model)
+        subset = self._subset
         found = messages.endpoints({each.worker: each.url for each in servings})
-        if subset is None and len(found) == len(servings):
-            return None
-        return [
+        if not found:
+            raise NoRankError({"named without an address": len(servings)})
+        workers = [
             worker
             for endpoint, worker in found.items()
             if subset is None or messages.is_in(endpoint, subset)
         ]
+        if not workers:
+            raise NoRankError({"not in the request's subset": len(found)})
+        return workers
 
-    async def _anywhere(
-        self, part: str, body: bytes = b"", *, is_end: bool = True
-    ) -> AsyncIterator[Any]:
-        """Send a request without a prompt to any engine."""
-        names = list(self._picker.routing.models())
-        urls = {
-            each.worker: each.url for name in names for each in self._picker.routing.servings(name)
-        }
+    def _anywhere(self, body: bytes | None = None, *, is_end: bool = True) -> list[Any]:
+        """Return the answers that send a request without a prompt to any engine."""
+        routing = self._picker.routing
+        servings = [each for name in routing.models() for each in routing.servings(name)]
         found = [
             endpoint
-            for endpoint in sorted(messages.endpoints(urls))
+            for endpoint in sorted(messages.endpoints({each.worker: each.url for each in servings}))
             if self._subset is None or messages.is_in(endpoint, self._subset)
         ]
         if not found:
-            yield self._refuse(error_reply(503, "no engine is known for this request"))
-            return
+            return [self._refuse(error_reply(503, "no engine is known for this request"))]
         endpoint = found[secrets.randbelow(len(found))]
-        if part == "request_headers" and not body:
-            yield messages.destination(part, endpoint, (), None)
-            return
-        for answer in self._sent(part, endpoint, (), body, body, is_end):
-            yield answer
+        answers = [messages.destination(endpoint, (), None)]
+        if body is not None:
+            answers += messages.pieces("request_body", body, is_last=is_end)
+        return answers
 
     def _refuse(self, reply: Reply) -> Any:
         self.is_over = True

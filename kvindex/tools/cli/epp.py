@@ -26,8 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine", nargs="*", metavar="ENGINE", help=text)
     option(parser, "--host HOST", "address to listen at (default: 0.0.0.0)")
     option(parser, "--port PORT", "its port; 0: any (default: 9002)", port)
-    option(parser, "--tls-cert FILE", "certificate chain, PEM; without it, plain gRPC")
+    option(parser, "--tls-cert FILE", "certificate chain, PEM (default: one signed by itself)")
     option(parser, "--tls-key FILE", "its private key, PEM")
+    option(parser, "--plain", "serve without TLS")
     option(parser, "--max-body BYTES", "of a request (default: 10 MiB)", count, dest="body_bytes")
     text = "for open streams to end in, at the end (default: 30)"
     option(parser, "--drain S", text, seconds)
@@ -66,14 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
         source_of(entry, Defaults(), f"source {number}")
         for number, entry in enumerate(sources_of(arguments), 1)
     ]
-    names = ("open_requests", "queued_tokens", "queue_within", "drain", "policy")
-    settings = GatewaySettings(**_given(arguments, names))
+    limits = ("open_requests", "queued_tokens", "queue_within", "drain", "policy")
+    settings = GatewaySettings(**_given(arguments, limits))
     tls: dict[str, Any] = {}
     if arguments.tls_cert is not None or arguments.tls_key is not None:
         if arguments.tls_cert is None or arguments.tls_key is None:
             raise ConfigurationError("--tls-cert and --tls-key belong together")
         tls = {"tls": (arguments.tls_cert, arguments.tls_key)}
-    picker = PickerSettings(**_given(arguments, ("host", "port", "body_bytes")), **tls)
+    names = ("host", "port", "body_bytes")
+    picker = PickerSettings(**_given(arguments, names), **tls, is_plain=bool(arguments.plain))
     if arguments.access_log:
         logging.getLogger("kvindex.gateway.access").setLevel(logging.INFO)
         logging.getLogger("kvindex.gateway.access").addHandler(plain_log())

@@ -48,8 +48,8 @@ def picker(*options: str, ranks: int = 1) -> Iterator[Picker]:
             own = [opened.enter_context(FakeEngine(worker, dp_rank=rank)) for rank in range(ranks)]
             engines.append(opened.enter_context(HttpEngine(own)))
         urls = [engine.url for engine in engines]
-        command = ("epp", "--host", "127.0.0.1", "--port", "0", "--access-log", *options, *urls)
-        process = opened.enter_context(started(*command))
+        listening = ("--host", "127.0.0.1", "--port", "0", "--plain", "--access-log")
+        process = opened.enter_context(started("epp", *listening, *options, *urls))
         port = int(process.out.readline().rpartition(":")[2])
         for _ in urls:
             process.out.readline()  # the engines that it has found
@@ -68,6 +68,7 @@ def head(path: str = CHAT, method: str = "POST", *, end: bool = False, **fields:
         header.key, header.raw_value = name, value.encode()
     message.request_headers.end_of_stream = end
     message.protocol_config.request_body_mode = DUPLEX
+    message.protocol_config.response_body_mode = DUPLEX
     return message
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvindex.gateway.picker import messages
+from kvindex.testing import FakeEngine, HttpEngine
 from tests.gateway.picker.streams import (
     Picker,
     answer_head,
@@ -30,6 +33,7 @@ from tests.gateway.picker.streams import (
     trailers,
 )
 from tests.live import PATIENCE
+from tests.tools.commands import started
 
 pytestmark = pytest.mark.service
 
@@ -241,3 +245,40 @@ def test_other_paths_go_to_any_engine(served: Picker) -> None:
     first, *others = served.process_all([head("/v1/audio"), body(b"sound")])
     assert endpoint_in(first) in served.endpoints
     assert streamed(others) == b"sound"
+
+
+def test_by_default_it_serves_with_a_certificate_of_its_own() -> None:
+    with ExitStack() as opened:
+        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
+        process = opened.enter_context(started("epp", "--port", "0", engine.url))
+        port = int(process.out.readline().rpartition(":")[2])
+        pem = ssl.get_server_certificate(("127.0.0.1", port), timeout=PATIENCE).encode()
+        credentials = grpc.ssl_channel_credentials(pem)
+        channel = grpc.secure_channel(f"localhost:{port}", credentials)
+        opened.callback(channel.close)
+        request = health_pb2.HealthCheckRequest(service="liveness")
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_engines_that_are_named_without_an_address_are_refused() -> None:
+    with ExitStack() as opened:
+        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
+        url = engine.url.replace("127.0.0.1", "localhost")
+        command = ("epp", "--host", "127.0.0.1", "--port", "0", "--plain", url)
+        process = opened.enter_context(started(*command))
+        served = Picker(process, int(process.out.readline().rpartition(":")[2]), [])
+        opened.callback(served.channel.close)
+        process.out.readline()
+        (answer,) = served.process_all([head(), body(chat())])
+        assert answer.immediate_response.status.code == 503
+        assert b"named without an address" in answer.immediate_response.body
+
+
+@pytest.mark.parametrize("part", ["request_body_mode", "response_body_mode"])
+def test_other_body_modes_are_refused_with_the_reason(served: Picker, part: str) -> None:
+    asked = head()
+    setattr(asked.protocol_config, part, 2)  # BUFFERED
+    (answer,) = served.process_all([asked])
+    assert answer.immediate_response.status.code == 500
+    assert b"FULL_DUPLEX_STREAMED" in answer.immediate_response.body
