@@ -126,7 +126,9 @@ class _PickedRequest:
                 yield answer
         elif kind is not None:  # trailers
             if kind == "response_trailers":
-                self._completed()
+                if rest := self._completed():
+                    for answer in messages.pieces("response_body", rest, is_last=False):
+                        yield answer
             elif self._body is not None:
                 async for answer in self._whole(is_end=False):
                     yield answer
@@ -297,6 +299,6 @@ class _PickedRequest:
         if body or part.end_of_stream:  # an event may not be whole yet
             yield from messages.pieces("response_body", body, is_last=part.end_of_stream)
 
-    def _completed(self) -> None:
-        if self._exchange is not None:
-            self._exchange.completed(self._time())
+    def _completed(self) -> bytes:
+        """End with the answer; return what was kept back of it."""
+        return b"" if self._exchange is None else self._exchange.completed(self._time())

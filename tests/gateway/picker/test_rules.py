@@ -94,6 +94,23 @@ def test_the_answer_passes_byte_for_byte_without_the_usage_nobody_asked_for(
     assert line["output_tokens"] == 1
 
 
+def test_trailers_may_end_an_answer_and_nothing_of_it_is_lost(served: Picker) -> None:
+    whole = b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}'
+    requests = [head(x_request_id="trailed"), body(chat()), answer_head()]
+    requests += [body(whole, end=False, kind="response_body"), trailers("response_trailers")]
+    answers = served.process_all(requests)
+    pieces = [
+        answer.response_body.response.body_mutation.streamed_response
+        for answer in answers
+        if answer.WhichOneof("response") == "response_body"
+    ]
+    assert b"".join(piece.body for piece in pieces) == whole
+    assert not any(piece.end_of_stream for piece in pieces)
+    assert answers[-1].WhichOneof("response") == "response_trailers"
+    line = next(line for line in served.lines() if line["id"] == "trailed")
+    assert (line["end"], line["output_tokens"]) == ("whole", 2)
+
+
 @pytest.mark.parametrize("form", ["list", "text", "host"])
 def test_only_endpoints_of_the_subset_are_picked(served: Picker, form: str) -> None:
     for endpoint in served.endpoints:
