@@ -89,13 +89,41 @@ def _histogram(name: str, text: str, durations: Mapping[str, Any]) -> Metric:
     return family
 
 
+class AllCollector(Collector):
+    """The series of ranks, of routers, and of a gateway or picker; routers may come and go.
+
+    Args:
+        source: the index and its ranks.
+        routers: returns the routers.
+        read: returns the counters, as `Gateway.statistics` does.
+    """
+
+    def __init__(
+        self,
+        source: Client | Replica,
+        routers: Callable[[], Iterable[Router]],
+        read: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._source = source
+        self._routers = routers
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: which series there are is only known when they are read."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present values."""
+        yield from RankCollector(self._source).collect()
+        yield from FunnelCollector(tuple(self._routers())).collect()
+        yield from GatewayCollector(self._read).collect()
+
+
 def exposition(
     source: Client | Replica, routers: Iterable[Router], read: Mapping[str, Any]
 ) -> bytes:
     """Return all series as text. It takes a moment for many ranks: not on an event loop."""
     registry = CollectorRegistry()
-    registry.register(RankCollector(source))
-    registry.register(FunnelCollector(tuple(routers)))
-    registry.register(GatewayCollector(lambda: read))
+    registry.register(AllCollector(source, lambda: routers, lambda: read))
     text: bytes = generate_latest(registry)
     return text

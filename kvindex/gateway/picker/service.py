@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +18,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, start_http_server
 
 from kvindex import ConfigurationError
+from kvindex.gateway.metrics import AllCollector
 from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
@@ -43,6 +46,8 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
             the picker signs itself, which gateways accept without a check.
         is_plain: without TLS.
         body_bytes: most bytes of a request's body.
+        metrics_port: where Prometheus series are served over HTTP, at the same address; None:
+            nowhere.
     """
 
     host: str = "0.0.0.0"
@@ -50,6 +55,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls: tuple[str, str] | None = None
     is_plain: bool = False
     body_bytes: int = 10 << 20
+    metrics_port: int | None = None
 
 
 class PickerServer:
@@ -66,6 +72,7 @@ class PickerServer:
 
     Attributes:
         port: where it listens; 0 before `serve`.
+        metrics_port: where metrics are served; 0 if nowhere.
 
     Owner: one event loop.
     """
@@ -77,7 +84,7 @@ class PickerServer:
         gateway: GatewaySettings,
         engine_token: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.port = 0
+        self.port = self.metrics_port = 0
         self._routers = routers
         self._settings = settings
         self._drain = gateway.drain
@@ -94,9 +101,10 @@ class PickerServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ending.set)
         upstream = Upstream(self._engine_token)
+        tokenizing = Tokenizing(upstream, self._tokens_within)
         picker = Picker(
             self._routers.routing,
-            Tokenizing(upstream, self._tokens_within),
+            tokenizing,
             most_bytes=self._settings.body_bytes,
             queue_within=self._queue_within,
         )
@@ -111,11 +119,41 @@ class PickerServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         self._listen(server)
         await server.start()
-        on_listening()
-        await ending.wait()
-        self._health.is_ending = True
-        await server.stop(self._drain)
+
+        async def statistics() -> dict[str, Any]:
+            own = {**picker.access.statistics(), "refused": {}, "routing": {}}
+            own["token_failures"] = tokenizing.statistics()["failures"]
+            own["engine_failures"] = upstream.statistics()["failures"]
+            return await self._routers.statistics(own)
+
+        with self._metrics(lambda: asyncio.run_coroutine_threadsafe(statistics(), loop).result()):
+            on_listening()
+            await ending.wait()
+            self._health.is_ending = True
+            await server.stop(self._drain)
         await upstream.close()
+
+    @contextmanager
+    def _metrics(self, read: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        """Serve the metrics in threads of their own, which read them on the event loop."""
+        if self._settings.metrics_port is None:
+            yield
+            return
+        registry, routers = CollectorRegistry(), self._routers
+        models = routers.models
+        registry.register(AllCollector(routers.source, lambda: list(models.routers.values()), read))
+        port, host = self._settings.metrics_port, self._settings.host
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen at {host}:{port}: {error}") from error
+        self.metrics_port = server.server_port
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
     def _listen(self, server: Any) -> None:
         host = self._settings.host

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -299,3 +301,19 @@ def test_other_body_modes_are_refused_with_the_reason(served: Picker, part: str)
     (answer,) = served.process_all([asked])
     assert answer.immediate_response.status.code == 500
     assert b"FULL_DUPLEX_STREAMED" in answer.immediate_response.body
+
+
+def test_metrics_show_requests_and_ranks() -> None:
+    with ExitStack() as opened:
+        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
+        command = ("epp", "--host", "127.0.0.1", "--port", "0", "--plain", "--metrics-port", "0")
+        process = opened.enter_context(started(*command, engine.url))
+        served = Picker(process, int(process.out.readline().rpartition(":")[2]), [engine])
+        opened.callback(served.channel.close)
+        url = process.out.readline().split()[-1]
+        process.out.readline()
+        served.process_all([head(), body(chat())])
+        with urlopen(url, timeout=PATIENCE) as answer:
+            text = answer.read().decode()
+        assert re.search(r"^kvindex_gateway_requests_total{.*} 1.0$", text, re.MULTILINE)
+        assert "kvindex_ranks{" in text
