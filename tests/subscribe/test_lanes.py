@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, Worker
@@ -288,6 +288,8 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 @pytest.mark.parametrize("replays", [False, True], ids=["without replay", "with replay"])
 @given(steps=STEPS)
+@example(steps=[Step("flood", 7, False), Step("restart", 1, False), Step("time", 5, False)])
+@example(steps=[Step("damaged", 1, False), Step("time", 5, False), Step("flood", 7, False)])
 def test_a_lane_changes_nothing_but_the_way(
     context: zmq.Context[zmq.Socket[bytes]], replays: bool, steps: list[Step]
 ) -> None:
@@ -301,8 +303,13 @@ def test_a_lane_changes_nothing_but_the_way(
     try:
         settle()
         for step in [*steps, Step("batches", 3)]:
+            # A lane reads more of a flood in one turn. So nothing else may be under way: an answer
+            # to a replay request comes before or after what is left of the flood.
+            is_flood = step.kind == "flood"
+            if is_flood:
+                settle()
             take(step, publisher, receivers)
-            if step.look:
+            if step.look or is_flood:
                 settle()
                 plain, by_lane = (receiver.standing() for receiver in receivers)
                 assert plain == by_lane
