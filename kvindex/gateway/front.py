@@ -40,7 +40,6 @@ from kvindex.service.http import (
     json_reply,
 )
 
-_BYTES_A_TOKEN: Final = 4  # of a prompt whose tokens are not known
 _ID: Final = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")
 _METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _RETRY_AFTER: Final = (b"retry-after", b"1")
@@ -242,7 +241,7 @@ class Front:
         try:
             found = await self._tokenizing.tokens(call, self._routing.servings(call.model))
             ids = found.token_ids
-            length = len(call.body) // _BYTES_A_TOKEN if ids is None else len(ids)
+            length = found.length(call)
             exchange.tokenized(length, found.reason)
             piece = b""
             while exchange.stage is Stage.WAITING:

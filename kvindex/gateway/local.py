@@ -44,11 +44,9 @@ class LocalTokens:
         path = self._folder / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-            self._segments = Segments(Tokenizer.from_file(str(path)), str(folder))
+            self._segments = Segments(self._tokenizer, str(folder))
         except Exception as error:  # tokenizers raises no type of its own
             raise ConfigurationError(f"{path} cannot be loaded: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         self._template = ChatTemplate(self._folder)
         self._forms: dict[Form, int] = {}  # requests of each that was compared; -1: they differ
         self._counters = {"compared": 0, "differing": 0}

@@ -28,7 +28,7 @@ class Segments:
     """One tokenizer with the pieces that it has encoded.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`. Nobody else uses it.
+        tokenizer: a `tokenizers.Tokenizer`; from here on it neither truncates nor pads.
         name: for messages.
 
     Attributes:

@@ -35,6 +35,7 @@ _MOST_TOKENS: Final = 1 << 20
 _RETRY_SECONDS: Final = 60.0  # until a route that an engine lacks is asked for again
 _PAUSE_SECONDS: Final = 5.0  # until an engine that failed or was slow is asked again
 _QUICK_CHARACTERS: Final = 4_000  # are encoded on the loop: about 1 ms
+_BYTES_A_TOKEN: Final = 4  # of a prompt whose tokens are not known
 _ENGINES_OWN: Final = ("add_special_tokens", "truncate_prompt_tokens")  # change a prompt's tokens
 _LACKING: Final = frozenset({403, 404, 405, 501})
 
@@ -83,6 +84,10 @@ class Tokens(NamedTuple):
 
     token_ids: Sequence[int] | None
     reason: str
+
+    def length(self, call: Call) -> int:
+        """Return how many there are, or an estimate by the request's bytes."""
+        return len(call.body) // _BYTES_A_TOKEN if self.token_ids is None else len(self.token_ids)
 
 
 class _Question(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -66,6 +67,7 @@ def served_by(message: Any) -> str:
     return ""
 
 
+@lru_cache(4096)
 def endpoint_of(url: str) -> str:
     """Return an engine's `ip:port`, IPv6 in brackets; "" if its host is no address.
 

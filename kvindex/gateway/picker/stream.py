@@ -28,7 +28,6 @@ from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.waiting import ShedError
 from kvindex.service.http import Headers, Reply
 
-_BYTES_A_TOKEN: Final = 4  # of a prompt whose tokens are not known
 _DUPLEX: Final = 4  # ProcessingMode.FULL_DUPLEX_STREAMED
 
 
@@ -202,11 +201,7 @@ class _PickedRequest:
         try:
             servings = picker.routing.servings(call.model)
             found = await picker.tokenizing.tokens(call, servings)
-            length = (
-                len(call.body) // _BYTES_A_TOKEN
-                if found.token_ids is None
-                else len(found.token_ids)
-            )
+            length = found.length(call)
             exchange.tokenized(length, found.reason)
             place = await picker.routing.reserve(
                 call.model,

@@ -1,4 +1,4 @@
-"""Options and their checked types, and a prompt's tokens from a file."""
+"""Options, their checked types and what they need, and a prompt's tokens from a file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from kvindex import CacheSettings, ConfigurationError, GroupSpec
+from kvindex import BACKEND, CacheSettings, ConfigurationError, GroupSpec
 
 Options: TypeAlias = "argparse._ActionsContainer"
 """A parser, or a group of its options."""
@@ -214,3 +215,39 @@ def _items(text: str) -> list[str]:
         return [str(item) for item in json.loads(text)]
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"this is no JSON list: {error}") from None
+
+
+def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the named options that the command line has; lists as tuples."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None and value is not False and value != []
+    }
+
+
+@contextmanager
+def needing(extra: str, what: str) -> Iterator[None]:
+    """Import what a command needs in this block.
+
+    Args:
+        extra: of kvindex, which brings the packages.
+        what: the command starts, for the message.
+
+    Raises:
+        ConfigurationError: the native module or a package is missing.
+    """
+    if BACKEND != "native":
+        raise ConfigurationError(
+            f"the {what} needs the native module: install a C++20 compiler, then kvindex again "
+            "with `pip install --no-cache-dir --force-reinstall`"
+        )
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvindex"):
+            raise
+        raise ConfigurationError(
+            f"the package {error.name} is missing: pip install 'kvindex[{extra}]'"
+        ) from error

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 from typing import Any
 
-from kvindex import BACKEND, ConfigurationError
-from kvindex.tools.cli.arguments import count, option, port, seconds
-from kvindex.tools.cli.gateway import plain_log, print_engines
+from kvindex import ConfigurationError
+from kvindex.tools.cli.arguments import count, given, needing, option, port, seconds
+from kvindex.tools.cli.gateway import log_requests, print_engines
 from kvindex.tools.cli.serve import add_discovery, sources_of
 
 
@@ -48,39 +47,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
-    if BACKEND != "native":
-        raise ConfigurationError(
-            "the picker needs the native module: install a C++20 compiler, then kvindex again "
-            "with `pip install --no-cache-dir --force-reinstall`"
-        )
-    try:
+    with needing("epp", "picker"):
         from kvindex.gateway.picker.service import PickerServer, PickerSettings
         from kvindex.gateway.routers import Routers
         from kvindex.gateway.settings import GatewaySettings
         from kvindex.service.sources import source_of, token_reader
         from kvindex.service.workers import Defaults
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("kvindex"):
-            raise
-        raise ConfigurationError(
-            f"the package {error.name} is missing: pip install 'kvindex[epp]'"
-        ) from error
     sources = [
         source_of(entry, Defaults(), f"source {number}")
         for number, entry in enumerate(sources_of(arguments), 1)
     ]
     limits = ("open_requests", "queued_tokens", "queue_within", "drain", "policy")
-    settings = GatewaySettings(**_given(arguments, limits))
+    settings = GatewaySettings(**given(arguments, limits))
     tls: dict[str, Any] = {}
     if arguments.tls_cert is not None or arguments.tls_key is not None:
         if arguments.tls_cert is None or arguments.tls_key is None:
             raise ConfigurationError("--tls-cert and --tls-key belong together")
         tls = {"tls": (arguments.tls_cert, arguments.tls_key)}
     names = ("host", "port", "body_bytes", "metrics_port")
-    picker = PickerSettings(**_given(arguments, names), **tls, is_plain=bool(arguments.plain))
+    picker = PickerSettings(**given(arguments, names), **tls, is_plain=bool(arguments.plain))
     if arguments.access_log:
-        logging.getLogger("kvindex.gateway.access").setLevel(logging.INFO)
-        logging.getLogger("kvindex.gateway.access").addHandler(plain_log())
+        log_requests()
     reader = arguments.engine_token_file and token_reader(arguments.engine_token_file)
     token = reader or (lambda: None)
     with Routers(sources, settings, token) as routers:
@@ -94,9 +81,3 @@ def run(arguments: argparse.Namespace) -> int:
 
         asyncio.run(server.serve(begin))
     return 0
-
-
-def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the options that the command line names."""
-    values = {name: getattr(arguments, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from kvindex import BACKEND, ConfigurationError
-from kvindex.tools.cli.arguments import count, option, port, seconds
+from kvindex import ConfigurationError
+from kvindex.tools.cli.arguments import count, given, needing, option, port, seconds
 from kvindex.tools.cli.nats_options import add_nats_options, pool_of
 from kvindex.tools.cli.output import counted, printable
 from kvindex.tools.cli.serve import ACCESS, add_access, add_discovery, end_of, sources_of
@@ -84,41 +84,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
-    if BACKEND != "native":
-        raise ConfigurationError(
-            "the gateway needs the native module: install a C++20 compiler, then kvindex again "
-            "with `pip install --no-cache-dir --force-reinstall`"
-        )
-    try:
+    with needing("gateway", "gateway"):
         from kvindex.gateway.gateway import Gateway
         from kvindex.gateway.settings import MOST_BODY, GatewaySettings
         from kvindex.gateway.workers import run_part
         from kvindex.service.http import Limits, Listening
         from kvindex.service.sources import source_of, token_reader
         from kvindex.service.workers import Defaults
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("kvindex"):
-            raise
-        raise ConfigurationError(
-            f"the package {error.name} is missing: pip install 'kvindex[gateway]'"
-        ) from error
     sources = [
         source_of(entry, Defaults(), f"source {number}")
         for number, entry in enumerate(sources_of(arguments), 1)
     ]
     if not sources:
         raise ConfigurationError("no engine is named: give the URL of one, http://HOST:PORT")
-    limits = {"body_bytes": MOST_BODY, **_given(arguments, ("body_bytes", "connections"))}
-    listening = {"port": 8080, **_given(arguments, _LISTENING)}
+    limits = {"body_bytes": MOST_BODY, **given(arguments, ("body_bytes", "connections"))}
+    listening = {"port": 8080, **given(arguments, _LISTENING)}
     settings = GatewaySettings(
         listening=Listening(limits=Limits(**limits), **listening),
         tokenizers=_folders(arguments.tokenizers or ()),
         pool=pool_of(arguments),
-        **_given(arguments, _SETTINGS),
+        **given(arguments, _SETTINGS),
     )
     if arguments.access_log:
-        logging.getLogger("kvindex.gateway.access").setLevel(logging.INFO)
-        logging.getLogger("kvindex.gateway.access").addHandler(plain_log())
+        log_requests()
     reader = arguments.engine_token_file and token_reader(arguments.engine_token_file)
     token = reader or (lambda: None)
     if arguments.part is not None:
@@ -162,27 +150,19 @@ def _run_workers(count: int, settings: Any) -> None:
             running.run()
 
 
-def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the options that the command line names."""
-    values = {name: getattr(arguments, name) for name in names}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if value is not None and value is not False and value != []
-    }
-
-
 def _folders(given: Iterable[str]) -> dict[str, str]:
     """Return folders of tokenizers by their model. A model's name may have a "/", but no "="."""
     pairs = (each.rpartition("=") for each in given)
     return {model: folder for model, _, folder in pairs}
 
 
-def plain_log() -> logging.Handler:
-    """Return a handler that writes lines as they are."""
+def log_requests() -> None:
+    """Write a line of JSON for each request to stderr, as it is."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    return handler
+    logger = logging.getLogger("kvindex.gateway.access")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
 
 
 def _print_address(url: str) -> None:

@@ -17,12 +17,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvindex import BACKEND, ConfigurationError, Worker
+from kvindex import ConfigurationError, Worker
 from kvindex.tools.cli.arguments import (
     Options,
     add_cache_options,
     cache_of,
     count,
+    given,
+    needing,
     option,
     port,
     seconds,
@@ -153,29 +155,13 @@ def sources_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the command line names, as `ServeSettings` has them, but limits."""
-    values = {name: getattr(arguments, name) for name in _SETTINGS}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if value is not None and value is not False and value != []
-    }
+    return given(arguments, _SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
-    if BACKEND != "native":
-        raise ConfigurationError(
-            "the service needs the native module: install a C++20 compiler, then kvindex again "
-            "with `pip install --no-cache-dir --force-reinstall`"
-        )
-    try:
+    with needing("server", "service"):
         from kvindex.service.server import Server
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("kvindex"):
-            raise
-        raise ConfigurationError(
-            f"the package {error.name} is missing: pip install 'kvindex[server]'"
-        ) from error
     from kvindex.service.sources import Serving, token_reader
 
     limits = {name: value for name in _LIMITS if (value := getattr(arguments, name)) is not None}
