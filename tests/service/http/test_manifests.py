@@ -24,13 +24,15 @@ def documents() -> Iterator[dict[str, Any]]:
         yield from yaml.safe_load_all(path.read_text())
 
 
-def of_kind(kind: str) -> dict[str, Any]:
-    (found,) = (each for each in documents() if each["kind"] == kind)
+def of_kind(kind: str, name: str = "kvindex") -> dict[str, Any]:
+    (found,) = (
+        each for each in documents() if each["kind"] == kind and each["metadata"]["name"] == name
+    )
     return found
 
 
-def pod() -> dict[str, Any]:
-    spec: dict[str, Any] = of_kind("Deployment")["spec"]["template"]["spec"]
+def pod(name: str = "kvindex") -> dict[str, Any]:
+    spec: dict[str, Any] = of_kind("Deployment", name)["spec"]["template"]["spec"]
     return spec
 
 
@@ -56,8 +58,9 @@ def test_probes_ask_what_needs_no_token() -> None:
     }
 
 
-def test_the_pod_may_do_no_more_than_it_must() -> None:
-    spec = pod()
+@pytest.mark.parametrize("name", ["kvindex", "kvindex-epp"])
+def test_the_pod_may_do_no_more_than_it_must(name: str) -> None:
+    spec = pod(name)
     (container,) = spec["containers"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"] == {
@@ -65,8 +68,8 @@ def test_the_pod_may_do_no_more_than_it_must() -> None:
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in spec["volumes"]}
+    mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+    assert mounted == {volume["name"] for volume in spec.get("volumes", ())}
     for rule in of_kind("Role")["rules"]:
         assert set(rule["verbs"]) == {"get", "list", "watch"}
         assert "*" not in rule["resources"] + rule["apiGroups"]
@@ -74,8 +77,18 @@ def test_the_pod_may_do_no_more_than_it_must() -> None:
 
 def test_everything_is_in_one_namespace_and_named_alike() -> None:
     assert {each["metadata"]["namespace"] for each in documents()} == {"llm"}
-    labels = of_kind("Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert of_kind("Deployment")["spec"]["selector"]["matchLabels"] == labels
-    assert of_kind("Service")["spec"]["selector"] == labels
-    assert of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
-    assert pod()["serviceAccountName"] == of_kind("ServiceAccount")["metadata"]["name"]
+    for name in ("kvindex", "kvindex-epp"):
+        labels = of_kind("Deployment", name)["spec"]["template"]["metadata"]["labels"]
+        assert of_kind("Deployment", name)["spec"]["selector"]["matchLabels"] == labels
+        assert of_kind("Service", name)["spec"]["selector"] == labels
+        assert pod(name)["serviceAccountName"] == of_kind("ServiceAccount")["metadata"]["name"]
+    of_serve = of_kind("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == of_serve
+
+
+def test_the_pool_names_the_pickers_service_and_port() -> None:
+    picker = of_kind("InferencePool", "vllm")["spec"]["endpointPickerRef"]
+    (port,) = of_kind("Service", picker["name"])["spec"]["ports"]
+    assert picker["port"] == {"number": port["port"]}
+    (container,) = pod(picker["name"])["containers"]
+    assert port["targetPort"] in {each["name"] for each in container["ports"]}
