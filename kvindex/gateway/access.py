@@ -86,9 +86,9 @@ class Access:
         if not self.open:
             self.on_idle()
 
-    def refuse(self, path: str, status: int) -> None:
-        """Count a request that is refused before its life begins."""
-        self._requests[path, status, str(End.REFUSED)] += 1
+    def count(self, path: str, status: int, end: End = End.REFUSED) -> None:
+        """Count a request that has no life here: it is refused before, or not picked for."""
+        self._requests[path, status, str(end)] += 1
 
     def statistics(self) -> dict[str, Any]:
         """Return the counters.

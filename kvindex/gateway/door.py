@@ -35,6 +35,10 @@ class Door:
         settings: how to serve.
         engine_token: returns the engines' API key.
 
+    Attributes:
+        access: counts and logs the requests.
+        tokenizing: finds the tokens of prompts.
+
     Raises:
         ConfigurationError: a setting cannot work.
         OSError: a file cannot be read.
@@ -56,13 +60,13 @@ class Door:
         self._drain_seconds = settings.drain
         self._upstream = Upstream(engine_token)
         local = _local_tokens(settings.tokenizers)
-        self._tokenizing = Tokenizing(self._upstream, settings.tokens_within, local)
-        self._access = Access()
+        self.tokenizing = Tokenizing(self._upstream, settings.tokens_within, local)
+        self.access = Access()
         self._front = Front(
             routing,
             self._upstream,
-            self._tokenizing,
-            access=self._access,
+            self.tokenizing,
+            access=self.access,
             passes_keys=not tokens,
             queue_within=settings.queue_within,
             head_within=settings.head_within,
@@ -107,9 +111,9 @@ class Door:
         `engine_failures` by reason; `routing`, of proxies: ranks `asked` for and `decided_alone`,
         and times the router process was `lost`; `local_tokens` and `upstream`: as their parts say.
         """
-        tokenizing, upstream = self._tokenizing.statistics(), self._upstream.statistics()
+        tokenizing, upstream = self.tokenizing.statistics(), self._upstream.statistics()
         return {
-            **self._access.statistics(),
+            **self.access.statistics(),
             "refused": self._guard.counters.values(),
             "token_failures": tokenizing["failures"],
             "local_tokens": tokenizing["local"],

@@ -69,6 +69,7 @@ class End(str, enum.Enum):
         REFUSED: the gateway refused it.
         LEFT: the client left.
         FAILED: the gateway failed.
+        UNPICKED: Envoy sent it to an engine without asking the picker.
     """
 
     WHOLE = "whole"
@@ -79,6 +80,7 @@ class End(str, enum.Enum):
     REFUSED = "refused"
     LEFT = "client_left"
     FAILED = "failed"
+    UNPICKED = "unpicked"
 
     def __str__(self) -> str:
         return self.value
@@ -295,6 +297,21 @@ class Exchange:
             self._end_as_reported(now)
         elif self.stage is not Stage.ENDED:
             self._end(End.LEFT, self.status or _CLIENT_LEFT, now)
+
+    # What a proxy reports that forwards answers by itself ---------------------------------------
+
+    def begun(self, now: float) -> None:
+        """Accept that the content of the answer has begun."""
+        if self.stage is Stage.SENT and self.place is not None:
+            self.stage, self.status = Stage.FORWARDED, 200
+            self.first_token = now - self.began_at
+            self.place.first_token()
+
+    def reported(self, end: End, status: int, usage: Usage | None, now: float) -> None:
+        """End as the proxy says."""
+        if self.stage is not Stage.ENDED:
+            self.usage = usage
+            self._end(end, status, now)
 
     # Steps --------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class Front:
 
     def not_found(self, request: Request) -> Reply:
         """Answer a path without a route."""
-        self.access.refuse("(other)", 404)
+        self.access.count("(other)", 404)
         return error_reply(404, f"this gateway has no route {request.method} {request.path[:200]}")
 
     def drain(self, on_idle: Callable[[], object] = lambda: None) -> None:
@@ -171,7 +171,7 @@ class Front:
         try:
             call = read_call(request.path, request.body)
         except CallError as error:
-            self.access.refuse(request.path, error.status)
+            self.access.count(request.path, error.status)
             return _call_error(error)
         return self._answer(call, request)
 

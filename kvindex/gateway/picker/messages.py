@@ -18,6 +18,8 @@ SUBSET: Final = f"{DESTINATION}-subset"
 NAMESPACE: Final = "envoy.lb"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 UPSTREAM: Final = "upstream.address"
+NOTES: Final = "kvindex"
+"""The metadata in which our own Envoy notes what the picker has to learn of an answer."""
 
 PIECE: Final = 62_000
 """Bytes of a body in one message: Envoy refuses mutations over 64 KiB."""
@@ -100,16 +102,26 @@ def nothing(part: str) -> Any:
     return answer
 
 
-def destination(endpoint: str, headers: Headers, length: int | None) -> Any:
-    """Return the answer to a request's head that sends it to an endpoint.
+def noted(part: str, notes: Mapping[str, str]) -> Any:
+    """Return an answer that changes nothing but the metadata of our own Envoy."""
+    answer = nothing(part)
+    answer.dynamic_metadata[NOTES] = dict(notes)
+    return answer
+
+
+def destination(
+    endpoint: str, headers: Headers, length: int | None, part: str = "request_headers"
+) -> Any:
+    """Return the answer to a request's head, or body, that sends it to an endpoint.
 
     Args:
-        endpoint: `ip:port`.
+        endpoint: `ip:port`; or several with commas: where to try, in order.
         headers: further fields that its engine receives.
         length: of the body, if that has changed.
+        part: "request_headers" or "request_body".
     """
     answer = ext_proc.ProcessingResponse()
-    response = answer.request_headers.response
+    response = getattr(answer, part).response
     response.clear_route_cache = True
     mutation = response.header_mutation
     fields = [(DESTINATION.encode(), endpoint.encode()), *headers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +16,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from envoy.service.accesslog.v3 import als_pb2 as als
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvindex import ConfigurationError
 from kvindex.gateway.metrics import AllCollector
+from kvindex.gateway.picker.reports import Reports
 from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
@@ -108,15 +110,7 @@ class PickerServer:
             most_bytes=self._settings.body_bytes,
             queue_within=self._queue_within,
         )
-        server = grpc.aio.server(
-            options=[
-                ("grpc.max_concurrent_streams", _MOST_STREAMS),
-                ("grpc.max_receive_message_length", self._settings.body_bytes + _ROOM),
-                ("grpc.so_reuseport", 0),
-            ]
-        )
-        server.add_generic_rpc_handlers((_handler(picker),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        server = new_server(picker, self._health, self._settings.body_bytes)
         self._listen(server)
         await server.start()
 
@@ -210,19 +204,59 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return int(_STATUS.SERVING if is_ready else _STATUS.NOT_SERVING)
 
 
-def _handler(picker: Picker) -> Any:
+def new_server(picker: Picker, health: Health, body_bytes: int) -> Any:
+    """Return a gRPC server with the picker's services; it does not listen yet."""
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_concurrent_streams", _MOST_STREAMS),
+            ("grpc.max_receive_message_length", body_bytes + _ROOM),
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+    handlers = [_processing(picker)]
+    if picker.reports is not None:
+        handlers += [_firsts(picker.reports), _access_log(picker.reports)]
+    server.add_generic_rpc_handlers(handlers)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return server
+
+
+def _processing(picker: Picker) -> Any:
     async def process(requests: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
         async for answer in picker.process(requests):  # gRPC wants a generator function
             yield answer
 
-    methods: Mapping[str, Any] = {
-        "Process": grpc.stream_stream_rpc_method_handler(
-            process,
-            ext_proc.ProcessingRequest.FromString,
-            ext_proc.ProcessingResponse.SerializeToString,
-        )
-    }
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
+    method = grpc.stream_stream_rpc_method_handler(
+        process,
+        ext_proc.ProcessingRequest.FromString,
+        ext_proc.ProcessingResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(SERVICE, {"Process": method})
+
+
+def _firsts(reports: Reports) -> Any:
+    async def first(message: bytes, _: Any) -> bytes:
+        reports.first(message)
+        return b""
+
+    method = grpc.unary_unary_rpc_method_handler(first)  # bytes in, bytes out
+    return grpc.method_handlers_generic_handler("kvindex.Answers", {"First": method})
+
+
+def _access_log(reports: Reports) -> Any:
+    async def read(messages: AsyncIterator[Any], _: Any) -> Any:
+        async for message in messages:
+            for entry in message.http_logs.log_entry:
+                reports.logged(entry)
+        return als.StreamAccessLogsResponse()
+
+    method = grpc.stream_unary_rpc_method_handler(
+        read,
+        als.StreamAccessLogsMessage.FromString,
+        als.StreamAccessLogsResponse.SerializeToString,
+    )
+    service = "envoy.service.accesslog.v3.AccessLogService"
+    return grpc.method_handlers_generic_handler(service, {"StreamAccessLogs": method})
 
 
 def _credentials(files: tuple[str, str] | None) -> Any:

@@ -1,34 +1,40 @@
 """One request's ext_proc stream: the proxy's messages in, the picker's answers out.
 
-Bodies are FULL_DUPLEX_STREAMED, in both directions: nothing is answered until a request's body has
-come; then come the headers' answer and the body. Other modes are refused: without the answer, the
-end of a request is not known. The stream ends with the request, whatever its reason: its booking
-ends with it.
+A request's body is FULL_DUPLEX_STREAMED: nothing is answered until it has come; then come the
+headers' answer and the body. Or it is BUFFERED: the head is answered at once, and the answer to the
+body has all changes.
+
+The body of its answer is FULL_DUPLEX_STREAMED. Then the stream ends with the request, whatever its
+reason: its booking ends with it. Our own Envoy sends no answers, it reports them: see `Reports`.
+Other modes are refused, since the end of a request would not be known.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, Final
 
 import msgspec
 
+from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call
 from kvindex.gateway.choosing import LocalRouting, NoRankError, Place
 from kvindex.gateway.exchange import Exchange, Stage
 from kvindex.gateway.front import no_place_reply
-from kvindex.gateway.models import Serving, UnknownModelError
+from kvindex.gateway.models import Serving, UnknownModelError, pin
 from kvindex.gateway.passing import with_fields
 from kvindex.gateway.picker import messages
+from kvindex.gateway.picker.reports import BOOKING, HIDES, Reports
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.waiting import ShedError
 from kvindex.service.http import Headers, Reply
 
-_DUPLEX: Final = 4  # ProcessingMode.FULL_DUPLEX_STREAMED
+_BUFFERED, _DUPLEX = 2, 4  # ProcessingMode.BUFFERED, FULL_DUPLEX_STREAMED
+_MOST_ENDPOINTS: Final = 3  # for a request: the chosen one, and where to try again
 
 
 class _Head(msgspec.Struct):
@@ -49,9 +55,13 @@ class Picker:
         tokenizing: finds the tokens of prompts.
         most_bytes: of a request's body.
         queue_within: seconds that a request may wait for a rank.
+        access: counts and logs the requests; of its own by default.
+        engine_token: returns the engines' API key, for requests that bring none.
+        has_reports: whether the proxy is our own Envoy, which reports answers.
 
     Attributes:
-        access: counts and logs the requests.
+        access: as given.
+        reports: what Envoy reports; None if it does not.
 
     Owner: one event loop.
     """
@@ -63,18 +73,33 @@ class Picker:
         *,
         most_bytes: int,
         queue_within: float = 30.0,
+        access: Access | None = None,
+        engine_token: Callable[[], str | None] = lambda: None,
+        has_reports: bool = False,
     ) -> None:
         self.routing = routing
         self.tokenizing = tokenizing
         self.most_bytes = most_bytes
         self.queue_within = queue_within
-        self.access = Access()
+        self.access = access or Access()
+        self.engine_token = engine_token
+        self.reports = Reports(self.access, self.move) if has_reports else None
         self._prefix = secrets.token_hex(6)
         self._numbers = count(1)
 
     def new_id(self) -> str:
         """Return an id for a booking."""
         return f"{self._prefix}-{next(self._numbers)}"
+
+    def move(self, exchange: Exchange, endpoint: str) -> None:
+        """Move the load if the proxy has sent the request to another engine."""
+        place = exchange.place
+        if not endpoint or place is None or endpoint == messages.endpoint_of(place.serving.url):
+            return
+        urls = {each.worker: each.url for each in self.routing.servings(exchange.call.model)}
+        worker = messages.endpoints(urls).get(endpoint)
+        if worker is not None:
+            self.routing.move(place, worker)
 
     async def process(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Answer one stream's messages; its booking ends with it."""
@@ -95,21 +120,23 @@ class _PickedRequest:
     def __init__(self, picker: Picker) -> None:
         self.is_over = False  # the request has the picker's own answer
         self._picker = picker
-        self._is_duplex = True  # unless the proxy says otherwise
+        self._key = picker.new_id()
+        self._modes = (_DUPLEX, _DUPLEX)  # of the bodies, unless the proxy says otherwise
         self._path = ""
         self._request_id = ""
+        self._brings_key = False
         self._subset: frozenset[str] | None = None
         self._body: list[bytes] | None = []  # until it is whole
         self._size = 0
         self._exchange: Exchange | None = None
-        self._is_counted = False
+        self._is_counted = False  # by this stream, and not yet at its end
         self._time = asyncio.get_running_loop().time
 
     async def answers(self, message: Any) -> AsyncIterator[Any]:
         """Yield the answers to one message."""
         if message.HasField("protocol_config"):
             modes = message.protocol_config
-            self._is_duplex = {modes.request_body_mode, modes.response_body_mode} == {_DUPLEX}
+            self._modes = (modes.request_body_mode, modes.response_body_mode)
         kind = message.WhichOneof("request")
         if kind == "request_headers":
             async for answer in self._head(message):
@@ -136,25 +163,42 @@ class _PickedRequest:
     def end(self) -> None:
         """End with the stream: what has not ended has been left by its client, or cut."""
         exchange = self._exchange
-        if exchange is not None:
+        if exchange is not None and self._is_counted:
+            self._is_counted = False
             exchange.left(self._time())
-            if self._is_counted:
-                self._is_counted = False
-                self._picker.access.end(exchange)
+            self._picker.access.end(exchange)
 
     # The request --------------------------------------------------------------------------------
+
+    @property
+    def _is_buffered(self) -> bool:
+        return self._modes[0] == _BUFFERED
+
+    def _is_supported(self) -> bool:
+        request, answer = self._modes
+        knows_end = answer == _DUPLEX or self._picker.reports is not None
+        return request in (_BUFFERED, _DUPLEX) and knows_end
 
     async def _head(self, message: Any) -> AsyncIterator[Any]:
         fields = dict(messages.headers_of(message.request_headers))
         self._path = fields.get(b":path", b"").decode("latin-1").partition("?")[0]
         self._request_id = fields.get(b"x-request-id", b"").decode("latin-1")[:128]
+        self._brings_key = b"authorization" in fields
         self._subset = messages.subset_of(message)
         if message.request_headers.end_of_stream:  # a GET: any engine
             self._body = None
-            yield self._anywhere()[0]
-        elif not self._is_duplex:
-            text = "this picker needs FULL_DUPLEX_STREAMED bodies of requests and answers"
+            for answer in self._anywhere():
+                yield answer
+        elif not self._is_supported():
+            text = (
+                "this picker needs bodies of requests that are FULL_DUPLEX_STREAMED or BUFFERED, "
+                "and of answers that are FULL_DUPLEX_STREAMED"
+            )
             yield self._refuse(error_reply(500, text, code="ext_proc_mode"))
+        elif self._picker.reports is not None:
+            yield messages.noted("request_headers", {BOOKING: self._key})
+        elif self._is_buffered:
+            yield messages.nothing("request_headers")
 
     async def _part(self, part: Any) -> AsyncIterator[Any]:
         if self._body is None:
@@ -173,7 +217,7 @@ class _PickedRequest:
         body, self._body = b"".join(self._body or ()), None
         try:
             call = read_call(self._path, body) if self._path in ROUTES else None
-            place = None if call is None else await self._reserve(call)
+            found = None if call is None else await self._reserve(call)
         except CallError as error:
             reply = error_reply(error.status, str(error), param=error.param, code=error.code)
             yield self._refuse(reply)
@@ -181,20 +225,38 @@ class _PickedRequest:
         except (UnknownModelError, NoRankError, ShedError) as error:
             yield self._refuse(no_place_reply(error))
             return
-        if call is None or place is None:
+        if call is None or found is None:
             for answer in self._anywhere(body, is_end=is_end):
                 yield answer
             return
+        place, others = found
         sent = with_fields(call.body, place.pin.body_fields)
-        endpoint = messages.endpoint_of(place.serving.url)
-        length = len(sent) if sent != body else None
-        yield messages.destination(endpoint, place.pin.headers, length)
-        for answer in messages.pieces("request_body", sent, is_last=is_end):
+        endpoints = [messages.endpoint_of(each.url) for each in (place.serving, *others)]
+        fields = [*place.pin.headers, *self._engine_key()]
+        for answer in self._sent(",".join(endpoints), fields, body, sent, is_end):
+            if call.hides_usage and self._picker.reports is not None:
+                answer.dynamic_metadata[messages.NOTES] = {HIDES: "yes"}
             yield answer
 
-    async def _reserve(self, call: Call) -> Place:
+    def _sent(
+        self, endpoints: str, fields: Headers, body: bytes | None, sent: bytes | None, is_end: bool
+    ) -> Iterator[Any]:
+        """Yield the answers that send a request, with this body, to the first of some endpoints."""
+        length = len(sent) if sent is not None and sent != body else None
+        if self._is_buffered and sent is not None:
+            answer = messages.destination(endpoints, fields, length, "request_body")
+            if length is not None:
+                answer.request_body.response.body_mutation.body = sent
+            yield answer
+            return
+        yield messages.destination(endpoints, fields, length)
+        if sent is not None:
+            yield from messages.pieces("request_body", sent, is_last=is_end)
+
+    async def _reserve(self, call: Call) -> tuple[Place, list[Serving]]:
+        """Reserve a rank; return it, and the engines that may serve the request instead."""
         picker, time = self._picker, self._time
-        exchange = Exchange(call, self._request_id or picker.new_id(), time())
+        exchange = Exchange(call, self._request_id or self._key, time())
         self._exchange = exchange
         picker.access.begin()
         self._is_counted = True
@@ -203,6 +265,7 @@ class _PickedRequest:
             found = await picker.tokenizing.tokens(call, servings)
             length = found.length(call)
             exchange.tokenized(length, found.reason)
+            eligible = self._eligible(servings)
             place = await picker.routing.reserve(
                 call.model,
                 found.token_ids,
@@ -210,48 +273,48 @@ class _PickedRequest:
                 salt=call.salt,
                 reads_cache=call.reads_cache,
                 exclude=(),
-                request_id=picker.new_id(),
+                request_id=self._key,
                 deadline=time() + picker.queue_within,
-                workers=self._workers(servings),
+                workers=[each.worker for each in eligible],
             )
         except (UnknownModelError, NoRankError, ShedError, CallError) as error:
             status = error.status if isinstance(error, CallError) else no_place_reply(error).status
             exchange.refused(status, time())
             raise
         exchange.reserved(place, time())
-        return place
+        if picker.reports is not None:  # from now on Envoy reports the end, not this stream
+            self._is_counted = False
+            picker.reports.begin(self._key, exchange)
+        return place, _others(place, eligible)
 
-    def _workers(self, servings: Sequence[Serving]) -> Collection[str]:
+    def _eligible(self, servings: Sequence[Serving]) -> list[Serving]:
         """Return the engines that a request may go to: those with an address, in its subset."""
-        subset = self._subset
-        found = messages.endpoints({each.worker: each.url for each in servings})
+        found = [each for each in servings if messages.endpoint_of(each.url)]
         if not found:
             raise NoRankError({"named without an address": len(servings)})
-        workers = [
-            worker
-            for endpoint, worker in found.items()
-            if subset is None or messages.is_in(endpoint, subset)
-        ]
-        if not workers:
+        eligible = [each for each in found if self._may_go_to(each)]
+        if not eligible:
             raise NoRankError({"not in the request's subset": len(found)})
-        return workers
+        return eligible
 
-    def _anywhere(self, body: bytes | None = None, *, is_end: bool = True) -> list[Any]:
-        """Return the answers that send a request without a prompt to any engine."""
+    def _may_go_to(self, serving: Serving) -> bool:
+        subset = self._subset
+        return subset is None or messages.is_in(messages.endpoint_of(serving.url), subset)
+
+    def _engine_key(self) -> Headers:
+        key = None if self._brings_key else self._picker.engine_token()
+        return () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
+
+    def _anywhere(self, body: bytes | None = None, *, is_end: bool = True) -> Iterator[Any]:
+        """Yield the answers that send a request without a prompt to any engine."""
         routing = self._picker.routing
-        servings = [each for name in routing.models() for each in routing.servings(name)]
-        found = [
-            endpoint
-            for endpoint in sorted(messages.endpoints({each.worker: each.url for each in servings}))
-            if self._subset is None or messages.is_in(endpoint, self._subset)
-        ]
+        servings = {each for name in routing.models() for each in routing.servings(name)}
+        endpoints = {messages.endpoint_of(each.url) for each in servings if self._may_go_to(each)}
+        found = sorted(endpoints - {""})
         if not found:
-            return [self._refuse(error_reply(503, "no engine is known for this request"))]
-        endpoint = found[secrets.randbelow(len(found))]
-        answers = [messages.destination(endpoint, (), None)]
-        if body is not None:
-            answers += messages.pieces("request_body", body, is_last=is_end)
-        return answers
+            yield self._refuse(error_reply(503, "no engine is known for this request"))
+        else:
+            yield from self._sent(found[secrets.randbelow(len(found))], (), body, body, is_end)
 
     def _refuse(self, reply: Reply) -> Any:
         self.is_over = True
@@ -263,7 +326,7 @@ class _PickedRequest:
         exchange = self._exchange
         if exchange is None or exchange.stage is not Stage.SENT:
             return
-        self._move(exchange, messages.served_by(message))
+        self._picker.move(exchange, messages.served_by(message))
         fields = messages.headers_of(message.response_headers)
         status = next((value for name, value in fields if name == b":status"), b"0")
         head = _Head(int(status) if status.isdigit() else 0, fields)
@@ -272,18 +335,6 @@ class _PickedRequest:
             exchange.given_up(self._time())
         elif message.response_headers.end_of_stream:
             self._completed()
-
-    def _move(self, exchange: Exchange, endpoint: str) -> None:
-        """Move the load if the proxy has sent the request to another engine."""
-        place = exchange.place
-        if not endpoint or place is None or endpoint == messages.endpoint_of(place.serving.url):
-            return
-        urls = {
-            each.worker: each.url for each in self._picker.routing.servings(exchange.call.model)
-        }
-        worker = messages.endpoints(urls).get(endpoint)
-        if worker is not None:
-            self._picker.routing.move(place, worker)
 
     def _received(self, part: Any) -> Iterator[Any]:
         exchange, body = self._exchange, part.body
@@ -297,3 +348,25 @@ class _PickedRequest:
     def _completed(self) -> bytes:
         """End with the answer; return what was kept back of it."""
         return b"" if self._exchange is None else self._exchange.completed(self._time())
+
+
+def _others(place: Place, eligible: Sequence[Serving]) -> list[Serving]:
+    """Return the engines after a request's own, in turn, that its pin is right for, too.
+
+    A proxy that tries again sends the same head: the DP rank in it has to exist there.
+    """
+    names = [each.worker for each in eligible]
+    own = names.index(place.serving.worker) if place.serving.worker in names else 0
+    turn = [*eligible[own + 1 :], *eligible[:own]]
+    alike = [
+        each
+        for each in turn
+        if each.ranks == place.serving.ranks and pin(each, _same_rank(place, each)) == place.pin
+    ]
+    return alike[: _MOST_ENDPOINTS - 1]
+
+
+def _same_rank(place: Place, serving: Serving) -> Rank:
+    """Return the rank of another engine that has the number there that the place's has in its."""
+    own = place.rank.dp_rank - place.serving.first_rank
+    return Rank(serving.worker, serving.first_rank + own)

@@ -46,6 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(listening, "--access-log", text)
     text = "processes that serve clients, beside one that routes for all (default: all in one)"
     option(listening, "--workers N", text, count)
+    text = "have Envoy in front: --workers are its threads then (needs kvindex[envoy])"
+    option(listening, "--proxy NAME", text, ("envoy",))
+    option(listening, "--print-envoy", "print Envoy's configuration, and exit")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # of a process that this one starts
     access = parser.add_argument_group("access", ACCESS)
     add_access(access)
@@ -105,12 +108,21 @@ def run(arguments: argparse.Namespace) -> int:
         pool=pool_of(arguments),
         **given(arguments, _SETTINGS),
     )
+    if arguments.proxy is not None or arguments.print_envoy:
+        _check_for_envoy(arguments)
+    if arguments.print_envoy:
+        from kvindex.gateway.envoy.config import printed
+
+        print(printed(settings))
+        return 0
     if arguments.access_log:
         log_requests()
     reader = arguments.engine_token_file and token_reader(arguments.engine_token_file)
     token = reader or (lambda: None)
     if arguments.part is not None:
         run_part(arguments.part, partial(_routers, sources, settings, token), settings, token)
+    elif arguments.proxy is not None:
+        _run_envoy(arguments.workers, settings)
     elif arguments.workers is not None:
         _run_workers(arguments.workers, settings)
     else:
@@ -135,19 +147,53 @@ def _routers(sources: Any, settings: Any, token: Callable[[], str | None]) -> An
 
 def _run_workers(count: int, settings: Any) -> None:
     """Run a gateway of several processes."""
-    from kvindex.gateway.workers import Workers
+    from kvindex.gateway.workers import workers
 
     listener = settings.listening.listen()
     settings.listening.tokens()  # whether the file can be read
     with listener:
         listener.set_inheritable(True)
-        command = [sys.executable, "-m", "kvindex", *sys.argv[1:]]
-        running = Workers(command, listener, count)
-        ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running, running.kill))
-        with handled(ends, to_the_end=True):
-            _print_address(settings.listening.url(listener.getsockname()[1]))
-            _print_admission(settings)
-            running.run()
+        _print_address(settings.listening.url(listener.getsockname()[1]))
+        _run_children(workers(_own_command(), listener, count), settings)
+
+
+def _run_envoy(threads: int | None, settings: Any) -> None:
+    """Run Envoy and a picker."""
+    from kvindex.gateway.envoy.running import reserved, with_envoy
+
+    holder, address = reserved(settings)
+    with holder:
+        children = with_envoy(_own_command(), settings, address, threads)
+        _print_address(settings.listening.url(address[1]))
+        _run_children(children, settings)
+
+
+def _own_command() -> list[str]:
+    return [sys.executable, "-m", "kvindex", *sys.argv[1:]]
+
+
+def _run_children(children: Any, settings: Any) -> None:
+    """Run processes until a signal; a second one ends them at once."""
+    ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(children, children.kill))
+    with handled(ends, to_the_end=True):
+        _print_admission(settings)
+        children.run()
+
+
+def _check_for_envoy(arguments: argparse.Namespace) -> None:
+    """Refuse what Envoy cannot do."""
+    with needing("envoy", "picker"):
+        from kvindex.gateway.picker.messages import endpoint_of
+    if arguments.silent_within is not None:
+        raise ConfigurationError(
+            "with --proxy envoy, --head-within is for all of an answer: leave out --silent-within"
+        )
+    for url in arguments.engine:
+        if url.startswith("https:") or not endpoint_of(url):
+            raise ConfigurationError(
+                f"Envoy reaches engines by their addresses, without TLS: not {url!r}, but "
+                "http://ADDRESS:PORT"
+            )
 
 
 def _folders(given: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from kvindex.testing import FakeEngine, HttpEngine
 from tests.live import PATIENCE
 from tests.tools.commands import Running, started
 
-DUPLEX = 4  # ProcessingMode.FULL_DUPLEX_STREAMED
+STREAMED, BUFFERED, DUPLEX = 1, 2, 4  # ProcessingMode.BodySendMode
 CHAT = "/v1/chat/completions"
 
 
@@ -104,11 +104,16 @@ def fields_of(answer: Any, part: str = "request_headers") -> dict[str, bytes]:
     return {option.header.key: option.header.raw_value for option in options}
 
 
-def endpoint_in(answer: Any) -> str:
-    """The destination that an answer names, in both ways alike."""
-    named = fields_of(answer)[messages.DESTINATION].decode()
+def endpoints_in(answer: Any, part: str = "request_headers") -> list[str]:
+    """The destinations that an answer names, in both ways alike: the first, and where to retry."""
+    named = fields_of(answer, part)[messages.DESTINATION].decode()
     assert answer.dynamic_metadata[messages.NAMESPACE][messages.DESTINATION] == named
-    return named
+    return named.split(",")
+
+
+def endpoint_in(answer: Any, part: str = "request_headers") -> str:
+    """The destination that an answer names."""
+    return endpoints_in(answer, part)[0]
 
 
 def streamed(answers: Sequence[Any], kind: str = "request_body") -> bytes:

@@ -23,11 +23,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvindex.gateway.picker import messages
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.gateway.picker.streams import (
+    BUFFERED,
+    STREAMED,
     Picker,
     answer_head,
     body,
     chat,
     endpoint_in,
+    endpoints_in,
     fields_of,
     head,
     picker,
@@ -70,6 +73,34 @@ def test_trailers_may_end_a_request_and_are_answered(served: Picker) -> None:
     assert last.WhichOneof("response") == "request_trailers"
     pieces = [each.request_body.response.body_mutation.streamed_response for each in others[:-1]]
     assert not any(piece.end_of_stream for piece in pieces), "the trailers end it"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_buffered_request_is_sent_by_the_answer_to_its_body(
+    served: Picker, is_stream: bool
+) -> None:
+    asked = head()
+    asked.protocol_config.request_body_mode = BUFFERED
+    first, second = served.process_all([asked, body(chat(stream=is_stream))])
+    assert first.WhichOneof("response") == "request_headers"
+    assert not fields_of(first)
+    assert endpoint_in(second, "request_body") in served.endpoints
+    changed = second.request_body.response.body_mutation
+    assert changed.WhichOneof("mutation") == ("body" if is_stream else None)
+    if is_stream:
+        assert json.loads(changed.body)["stream_options"] == {"include_usage": True}
+        length = fields_of(second, "request_body")["content-length"]
+        assert length == b"%d" % len(changed.body)
+
+
+def test_the_other_engines_follow_as_places_to_try_again(served: Picker) -> None:
+    first, *_ = served.process_all([head(), body(chat())])
+    assert sorted(endpoints_in(first)) == served.endpoints
+    asked = head()
+    own = endpoint_in(first)
+    asked.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE][messages.SUBSET] = own
+    first, *_ = served.process_all([asked, body(chat())])
+    assert endpoints_in(first) == [own], "the other one is not in the subset"
 
 
 def test_a_request_without_a_body_goes_to_any_engine(served: Picker) -> None:
@@ -297,7 +328,7 @@ def test_engines_that_are_named_without_an_address_are_refused() -> None:
 @pytest.mark.parametrize("part", ["request_body_mode", "response_body_mode"])
 def test_other_body_modes_are_refused_with_the_reason(served: Picker, part: str) -> None:
     asked = head()
-    setattr(asked.protocol_config, part, 2)  # BUFFERED
+    setattr(asked.protocol_config, part, STREAMED)
     (answer,) = served.process_all([asked])
     assert answer.immediate_response.status.code == 500
     assert b"FULL_DUPLEX_STREAMED" in answer.immediate_response.body

@@ -1,0 +1,177 @@
+"""Child processes that are started again whenever they end, and the order in which they end."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+_SOON: Final = 1.0  # seconds: what ends sooner is started again later and later
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 5.0
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Child:
+    """A process that is started again whenever it ends.
+
+    Its standard input is a pipe of the parent, so that it notices the parent's end.
+
+    Args:
+        name: as messages name it.
+        command: its command line.
+        descriptors: of files that it inherits.
+        dies_with_parent: have Linux kill it at the parent's end, since it does not read its input.
+        again: called before it is started again.
+
+    Owner: the thread that calls `Children.run`; `signal` from any.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        descriptors: tuple[int, ...] = (),
+        *,
+        dies_with_parent: bool = False,
+        again: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.process: subprocess.Popen[bytes] | None = None
+        self.again = again
+        self._command = command
+        self._descriptors = descriptors
+        self._before = _die_with_parent() if dies_with_parent else None
+        self._began = 0.0
+        self._pause = 0.0
+
+    def start(self, ended: Callable[[Child], None]) -> None:
+        """Start it; `ended` is called once it has ended, by another thread."""
+        self._began = time.monotonic()
+        self.process = process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            pass_fds=self._descriptors,
+            start_new_session=True,  # Ctrl-C is the parent's
+            preexec_fn=self._before,
+        )
+
+        def wait() -> None:
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+            ended(self)
+
+        threading.Thread(target=wait, name=f"kvindex-{self.name}", daemon=True).start()
+
+    def pause(self) -> float:
+        """Return the seconds until it is to be started again."""
+        is_soon = time.monotonic() - self._began < _SOON
+        self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE) if is_soon else 0.0
+        return self._pause
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+class Children:
+    """Runs processes until `stop`: first those that drain end, then the others.
+
+    Args:
+        kept: run until the others have drained.
+        draining: receive SIGTERM first, and end in their own time.
+        opened: is closed once all have ended.
+
+    Owner: the thread that calls `run`; `stop` and `kill` also from signal handlers.
+    """
+
+    def __init__(self, kept: Sequence[Child], draining: Sequence[Child], opened: ExitStack) -> None:
+        self._kept = kept
+        self._draining = draining
+        self._opened = opened
+        self._is_ending = False
+        # What has ended, or is due to be started again: both happen in one thread, since Linux
+        # takes the end of the thread that has started a process for that of its parent.
+        self._news: queue.SimpleQueue[tuple[Child, bool]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Run all processes until `stop`, and until those that drain have ended."""
+        with self._opened:
+            try:
+                for child in [*self._kept, *self._draining]:
+                    child.start(self._ended)
+                running = len(self._draining)
+                while running:
+                    child, is_due = self._news.get()
+                    if self._is_ending:
+                        running -= child in self._draining
+                    elif is_due:
+                        child.again()
+                        child.start(self._ended)
+                    else:
+                        self._start_again(child)
+                for child in self._kept:
+                    child.signal(signal.SIGTERM)
+                    if child.process is not None:
+                        child.process.wait()
+            finally:
+                self.kill()
+
+    def _ended(self, child: Child) -> None:
+        self._news.put((child, False))
+
+    def _start_again(self, child: Child) -> None:
+        assert child.process is not None
+        pause = child.pause()
+        logger.warning(
+            "%s ended with %d: it is started again in %g s",
+            *(child.name, child.process.returncode, pause),
+        )
+        timer = threading.Timer(pause, self._news.put, [(child, True)])
+        timer.daemon = True
+        timer.start()
+
+    def stop(self) -> None:
+        """Let the processes that drain do so, then end all."""
+        self._is_ending = True
+        for child in self._draining:
+            child.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for child in [*self._kept, *self._draining]:
+            child.signal(signal.SIGKILL)
+
+
+def at_parents_end(call: Callable[[], object]) -> None:
+    """Call a function once standard input ends, which the parent never writes to."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        call()
+
+    threading.Thread(target=wait, name="kvindex-parent", daemon=True).start()
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """Return what a child calls before its program begins."""
+    prctl = ctypes.CDLL(None).prctl  # loaded here: between fork and exec nothing may be
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return ask

