@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -24,6 +25,7 @@ from kvindex.testing.ports import reserve_port
 MODEL: Final = "fake-model"
 ENGINES: Final = 3
 DIRECT: Final = "no gateway"
+WITH_ENVOY: Final = "kvindex with Envoy"
 ENVOY: Final = "Envoy alone"
 VLLM_ROUTER: Final = "vllm-router"
 LITELLM: Final = "LiteLLM"
@@ -44,9 +46,14 @@ class Front(NamedTuple):
     pid: int = 0
     key: str = ""
 
-    def cpu(self) -> float:
-        """Return the seconds of CPU that it has used, with the processes that it started."""
-        return sum(cpu_seconds(pid) for pid in _tree(self.pid)) if self.pid else 0.0
+    def cpu(self, *, without: str = "-") -> float:
+        """Return the seconds of CPU that it has used, with the processes that it started.
+
+        Args:
+            without: the name of a program that does not count.
+        """
+        pids = _tree(self.pid) if self.pid else ()
+        return sum(cpu_seconds(pid) for pid in pids if _program(pid) != without)
 
     def get(self, path: str) -> Any:
         """Return the JSON at a path."""
@@ -61,11 +68,22 @@ def started(bench: Bench) -> Iterator[tuple[dict[str, Front], list[str]]]:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         urls = [stack.enter_context(_engine(number)) for number in range(ENGINES)]
         fronts = {DIRECT: Front(_port(urls[0])), OURS: stack.enter_context(_ours(urls))}
+        if _has_envoy():
+            envoy = ("--proxy", "envoy", "--workers", "1")
+            fronts[WITH_ENVOY] = stack.enter_context(_ours(urls, *envoy))
         if bench.peers:
             fronts[ENVOY] = stack.enter_context(_envoy(bench, folder, urls))
             fronts[VLLM_ROUTER] = stack.enter_context(_vllm_router(bench, urls))
             fronts[LITELLM] = stack.enter_context(_litellm(bench, folder, urls))
         yield fronts, urls
+
+
+def _has_envoy() -> bool:
+    """Return whether the extra `envoy` is installed."""
+    try:
+        return all(importlib.util.find_spec(name) for name in ("grpc", "envoy._bin"))
+    except ModuleNotFoundError:
+        return False
 
 
 @contextmanager
@@ -105,10 +123,10 @@ def _engine(number: int) -> Iterator[str]:
 
 
 @contextmanager
-def _ours(urls: Sequence[str]) -> Iterator[Front]:
-    command = [sys.executable, "-m", "kvindex", "gateway", "--port", "0", *urls]
+def _ours(urls: Sequence[str], *options: str) -> Iterator[Front]:
+    command = [sys.executable, "-m", "kvindex", "gateway", "--port", "0", *options, *urls]
     with _process(command, says="serves OpenAI's API") as (pid, line):
-        front = Front(_port(line.split()[-1].removesuffix("/v1")), pid)
+        front = _up(Front(_port(line.split()[-1].removesuffix("/v1")), pid))
         while not front.get("/v1/models")["data"]:
             time.sleep(0.05)
         yield front
@@ -214,6 +232,10 @@ def _free_port() -> int:
 
 def _port(url: str) -> int:
     return int(url.rpartition(":")[2])
+
+
+def _program(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def _tree(pid: int) -> list[int]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.request import urlopen
 
+import msgspec
+
 from benchmarks.bench import Bench
 from benchmarks.fronts import (
     DIRECT,
@@ -16,6 +18,7 @@ from benchmarks.fronts import (
     LITELLM,
     MODEL,
     VLLM_ROUTER,
+    WITH_ENVOY,
     Front,
     started,
 )
@@ -54,12 +57,26 @@ def run(bench: Bench) -> list[Result]:
         return []
     with started(bench) as (fronts, urls):
         seeds = iter(range(bench.seed, 1_000_000))
-        ours = fronts[OURS]
-        results = [*_costs(bench, fronts, seeds), _added(bench, fronts, seeds)]
-        before = _account(ours, urls)
-        results += _many(bench, ours, seeds)
-        results += _accounts(ours, before, _account(ours, urls))
+        results = [*_costs(bench, fronts, seeds), *_added(bench, fronts, seeds)]
+        for name in (OURS, WITH_ENVOY):
+            if name in fronts:
+                results += _whole(bench, name, fronts[name], urls, seeds)
     return [*results, _turn(bench)]
+
+
+def _whole(
+    bench: Bench, name: str, front: Front, urls: Sequence[str], seeds: Iterator[int]
+) -> list[Result]:
+    """Whether all is whole, released and read, of one of our two fronts."""
+    before = _account(front, urls)
+    results = [*_many(bench, front, seeds)]
+    results += _accounts(front, before, _account(front, urls))
+    if name == OURS:
+        return results
+    return [
+        msgspec.structs.replace(result, measure=f"with Envoy: {result.measure}")
+        for result in results
+    ]
 
 
 def _result(
@@ -83,15 +100,18 @@ def _result(
 def _costs(bench: Bench, fronts: dict[str, Front], seeds: Iterator[int]) -> Iterator[Result]:
     """CPU of a request with one token, and of each further token of a stream."""
     taken: dict[tuple[str, int], list[float]] = {}
+    picker: list[float] = []
     rounds = bench.scale.rounds
     for _ in range(rounds):
         for name, front in fronts.items():
             for tokens in (1, TOKENS):
                 count = bench.scale.gateway_requests // (SLOWER if name == LITELLM else 1)
                 bodies = list(chats(max(count, 8), next(seeds), max_tokens=tokens))
-                before = front.cpu()
+                before, without = front.cpu(), front.cpu(without="envoy")
                 _check(name, ask(front, bodies, at_once=AT_ONCE, gap=GAP))
                 taken.setdefault((name, tokens), []).append((front.cpu() - before) / len(bodies))
+                if name == WITH_ENVOY and tokens == 1:
+                    picker.append((front.cpu(without="envoy") - without) / len(bodies))
     costs = {key: median(values) for key, values in taken.items()}
     one = {name: costs[name, 1] * 1e3 for name in fronts if name != DIRECT}
     each = {
@@ -104,10 +124,16 @@ def _costs(bench: Bench, fronts: dict[str, Front], seeds: Iterator[int]) -> Iter
     if LITELLM in fronts:
         pair = {name: one[name] for name in (OURS, LITELLM)}
         yield _result(f"{title}, beside {LITELLM}", "ms", pair, Bar(times=12.0))
-    yield _result("CPU of a streamed token", "µs", each, Bar(times=1 / 1.4), (ENVOY,))
+    title = "CPU of a streamed token"
+    yield _result(title, "µs", each, Bar(times=1 / 1.4), (ENVOY,))
+    if picker:
+        pair = {OURS: each[WITH_ENVOY]} | {name: each[name] for name in (ENVOY,) if name in each}
+        yield _result(f"with Envoy: {title}", "µs", pair, Bar(times=1 / 1.2))
+        values = {OURS: median(picker) * 1e3}
+        yield _result("with Envoy: the picker's CPU of a request", "ms", values, Bar(at_most=3.5))
 
 
-def _added(bench: Bench, fronts: dict[str, Front], seeds: Iterator[int]) -> Result:
+def _added(bench: Bench, fronts: dict[str, Front], seeds: Iterator[int]) -> Iterator[Result]:
     """What a gateway adds to the time to the first token, one request at a time."""
     least: dict[str, float] = {}
     for name, front in fronts.items():
@@ -115,7 +141,9 @@ def _added(bench: Bench, fronts: dict[str, Front], seeds: Iterator[int]) -> Resu
         least[name] = min(answer.first for answer in _check(name, ask(front, bodies, at_once=1)))
     added = {name: (least[name] - least[DIRECT]) * 1e3 for name in fronts if name != DIRECT}
     title = f"added to the first token's time, least of {bench.scale.gateway_alone}"
-    return _result(title, "ms", added, Bar(at_most=2.5))
+    yield _result(title, "ms", added, Bar(at_most=2.5))
+    if WITH_ENVOY in added:
+        yield _result(f"with Envoy: {title}", "ms", {OURS: added[WITH_ENVOY]}, Bar(at_most=6.0))
 
 
 def _many(bench: Bench, ours: Front, seeds: Iterator[int]) -> Iterator[Result]:

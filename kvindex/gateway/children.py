@@ -33,7 +33,8 @@ class Child:
         command: its command line.
         descriptors: of files that it inherits.
         dies_with_parent: have Linux kill it at the parent's end, since it does not read its input.
-        again: called before it is started again.
+        after: waits for what it needs, in a thread of its own; by default it is started at once.
+        before: called before each start.
 
     Owner: the thread that calls `Children.run`; `signal` from any.
     """
@@ -45,26 +46,29 @@ class Child:
         descriptors: tuple[int, ...] = (),
         *,
         dies_with_parent: bool = False,
-        again: Callable[[], object] = lambda: None,
+        after: Callable[[], object] | None = None,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
-        self.again = again
+        self.after = after
+        self._before = before
         self._command = command
         self._descriptors = descriptors
-        self._before = _die_with_parent() if dies_with_parent else None
+        self._preexec = _die_with_parent() if dies_with_parent else None
         self._began = 0.0
         self._pause = 0.0
 
     def start(self, ended: Callable[[Child], None]) -> None:
         """Start it; `ended` is called once it has ended, by another thread."""
+        self._before()
         self._began = time.monotonic()
         self.process = process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             pass_fds=self._descriptors,
             start_new_session=True,  # Ctrl-C is the parent's
-            preexec_fn=self._before,
+            preexec_fn=self._preexec,
         )
 
         def wait() -> None:
@@ -103,7 +107,7 @@ class Children:
         self._draining = draining
         self._opened = opened
         self._is_ending = False
-        # What has ended, or is due to be started again: both happen in one thread, since Linux
+        # What has ended, and what is due to be started: all starts happen in one thread, since Linux
         # takes the end of the thread that has started a process for that of its parent.
         self._news: queue.SimpleQueue[tuple[Child, bool]] = queue.SimpleQueue()
 
@@ -112,14 +116,13 @@ class Children:
         with self._opened:
             try:
                 for child in [*self._kept, *self._draining]:
-                    child.start(self._ended)
+                    self._begin(child)
                 running = len(self._draining)
                 while running:
                     child, is_due = self._news.get()
                     if self._is_ending:
                         running -= child in self._draining
                     elif is_due:
-                        child.again()
                         child.start(self._ended)
                     else:
                         self._start_again(child)
@@ -129,6 +132,18 @@ class Children:
                         child.process.wait()
             finally:
                 self.kill()
+
+    def _begin(self, child: Child) -> None:
+        after = child.after
+        if after is None:
+            child.start(self._ended)
+            return
+
+        def wait() -> None:
+            after()
+            self._news.put((child, True))
+
+        threading.Thread(target=wait, name=f"kvindex-{child.name}", daemon=True).start()
 
     def _ended(self, child: Child) -> None:
         self._news.put((child, False))

@@ -72,7 +72,7 @@ def run_part(
         from kvindex.gateway.envoy.running import run_picker  # needs kvindex[envoy]
 
         with make_routers() as routers:
-            run_picker(path, routers, settings, engine_token)
+            run_picker(path, int(descriptor), routers, settings, engine_token)
         return
     routing = RemoteRouting(path)
     door = Door(routing, routing, settings, engine_token)

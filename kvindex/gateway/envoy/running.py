@@ -13,11 +13,12 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -79,6 +80,16 @@ def reserved(settings: GatewaySettings) -> tuple[socket.socket, tuple[str, int]]
     return holder, (host, port)
 
 
+def wait_listening(address: tuple[str, int], is_over: threading.Event) -> bool:
+    """Wait until Envoy accepts connections, or it is over; return whether it does."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
+    while not is_over.wait(_LOOK_SECONDS):  # nothing announces it
+        with suppress(OSError):
+            socket.create_connection((host, address[1]), 1.0).close()
+            return True
+    return False
+
+
 def with_envoy(
     command: Sequence[str], settings: GatewaySettings, address: tuple[str, int], threads: int | None
 ) -> Children:
@@ -100,20 +111,25 @@ def with_envoy(
     path.touch(mode=0o600)  # the tokens are in there
     path.write_text(json.dumps(bootstrap(settings, folder, address, tokens)))
     _replace(folder, 0, ())
-    picker = Child("the picker", [*command, "--part", f"{PART}:-1:{folder}"])
+    ready, announce = os.pipe()
+    opened.callback(os.close, ready)
+    opened.callback(os.close, announce)
+    picker = Child("the picker", [*command, "--part", f"{PART}:{announce}:{folder}"], (announce,))
     options = ["-c", str(path), "--disable-hot-restart", "--log-level", "error"]
     options += [] if threads is None else ["--concurrency", str(threads)]
     envoy = Child(
         "Envoy",
         [binary, *options],
         dies_with_parent=True,
-        again=lambda: picker.signal(signal.SIGHUP),
+        after=lambda: os.read(ready, 1),
+        before=lambda: picker.signal(signal.SIGHUP),
     )
     return Children([envoy], [picker], opened)
 
 
 def run_picker(
     folder: str,
+    announce: int,
     routers: Routers,
     settings: GatewaySettings,
     engine_token: Callable[[], str | None],
@@ -121,10 +137,17 @@ def run_picker(
     """Run the picker's process, until SIGTERM or the parent's end, and until requests have ended.
 
     On SIGHUP it ends all requests, since Envoy was started again.
+
+    Args:
+        folder: as the parent has made it.
+        announce: a descriptor that is written to once Envoy may be started.
+        routers: follow the engines, and decide.
+        settings: of the gateway.
+        engine_token: returns the engines' API key.
     """
     plain = msgspec.structs.replace(settings.listening, tls_cert=None, tls_key=None)
     inside = msgspec.structs.replace(settings, listening=plain)
-    picking = _Picking(folder, routers, inside, engine_token)
+    picking = _Picking(folder, announce, routers, inside, engine_token)
     signal.signal(signal.SIGTERM, lambda *_: picking.door.stop())
     at_parents_end(picking.door.stop)
     picking.door.run(_listener(f"{folder}/{DOOR}"), picking.run)
@@ -136,12 +159,16 @@ class _Picking:
     def __init__(
         self,
         folder: str,
+        announce: int,
         routers: Routers,
         settings: GatewaySettings,
         engine_token: Callable[[], str | None],
     ) -> None:
+        self._announce = announce
         self.door = Door(routers.routing, routers, settings, engine_token)
         self._folder = folder
+        self._written: object = None
+        self._version = 0
         self._routers = routers
         self._body_bytes = settings.listening.limits.body_bytes
         self._picker = Picker(
@@ -165,23 +192,29 @@ class _Picking:
         await server.start()
         accepts.set()
         try:
+            self._write_engines()
+            os.write(self._announce, b"1")
             await self._follow(reports)
         finally:
             await server.stop(0)
 
     async def _follow(self, reports: Reports) -> None:
-        seen: Any = None
-        version = looks = 0
+        looks = 0
         while True:
-            servings = self._routers.models.servings()
-            if servings is not seen:
-                seen, version = servings, version + 1
-                found = {endpoint_of(each.url) for each in servings.values()}
-                _replace(self._folder, version, sorted(found - {""}))
+            self._write_engines()
             looks += 1
             if looks % _SWEEP_LOOKS == 0:
                 reports.sweep()
             await asyncio.sleep(_LOOK_SECONDS)
+
+    def _write_engines(self) -> None:
+        """Write which engines there are, if that has changed."""
+        servings = self._routers.models.servings()
+        if servings is not self._written:
+            self._written = servings
+            self._version += 1
+            found = {endpoint_of(each.url) for each in servings.values()}
+            _replace(self._folder, self._version, sorted(found - {""}))
 
 
 def _replace(folder: str, version: int, endpoints: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -159,13 +160,22 @@ def _run_workers(count: int, settings: Any) -> None:
 
 def _run_envoy(threads: int | None, settings: Any) -> None:
     """Run Envoy and a picker."""
-    from kvindex.gateway.envoy.running import reserved, with_envoy
+    from kvindex.gateway.envoy.running import reserved, wait_listening, with_envoy
 
     holder, address = reserved(settings)
+    is_over = threading.Event()
+
+    def announce() -> None:
+        if wait_listening(address, is_over):
+            _print_address(settings.listening.url(address[1]))
+
     with holder:
         children = with_envoy(_own_command(), settings, address, threads)
-        _print_address(settings.listening.url(address[1]))
-        _run_children(children, settings)
+        threading.Thread(target=announce, name="kvindex-envoy-listens", daemon=True).start()
+        try:
+            _run_children(children, settings)
+        finally:
+            is_over.set()
 
 
 def _own_command() -> list[str]:

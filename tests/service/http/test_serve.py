@@ -9,6 +9,8 @@ import resource
 import signal
 import socket
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import xxhash
 
 from kvindex.testing import FakeEngine
+from kvindex.testing.ports import reserve_port
 from tests.live import PATIENCE, until
 from tests.service.http.served import (
     BLOCK,
@@ -44,20 +47,33 @@ def states(served: Served) -> dict[str, str]:
     }
 
 
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that stays ours while nobody listens at it."""
+    holder, port = reserve_port()
+    with holder:
+        yield port
+
+
 @BOTH
 def test_an_engine_is_registered_asked_killed_and_comes_back(processes: int) -> None:
-    with serving("--processes", processes) as served:
-        with engine() as fake:
+    with (
+        reserved_port() as live,
+        reserved_port() as replayed,
+        serving("--processes", processes) as served,
+    ):
+        ports = {"endpoint": f"tcp://127.0.0.1:{live}"}
+        ports["replay_endpoint"] = f"tcp://127.0.0.1:{replayed}"
+        with engine(**ports) as fake:
             assert register(served, fake).status == 201
             assert register(served, fake).status == 200  # the same again
             fake.serve(PROMPT)
             until(lambda: matched(served, PROMPT) == len(PROMPT))
             until(lambda: served.get("/ready").status == 200)
-            endpoint, replay = fake.endpoint, fake.replay_endpoint
         until(lambda: states(served), lambda ranks: ranks["1/0"] != "live")
         reasons = until(lambda: served.get("/ready?strict=1"), lambda answer: answer.status == 503)
         assert "1/0" in reasons.json["behind"]
-        with engine(endpoint=endpoint, replay_endpoint=replay, seed=5) as again:
+        with engine(**ports, seed=5) as again:
             again.serve(PROMPT[:BLOCK])
             until(lambda: matched(served, PROMPT) == BLOCK)
             until(lambda: states(served) == {"1/0": "live"})
