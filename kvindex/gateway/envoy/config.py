@@ -21,6 +21,7 @@ from kvindex.gateway.calls import ROUTES
 from kvindex.gateway.picker.messages import DESTINATION, NAMESPACE, NOTES
 from kvindex.gateway.picker.reports import ENGINES
 from kvindex.gateway.settings import GatewaySettings
+from kvindex.gateway.wires import MOST_HEAD
 from kvindex.service.http import Limits, Listening
 
 PICKER: Final = "picker"
@@ -264,7 +265,7 @@ def _access_log() -> dict[str, Any]:
         "log_name": "kvindex",
         "transport_api_version": "V3",
         "grpc_service": {"envoy_grpc": {"cluster_name": PICKER}},
-        "buffer_flush_interval": "0.05s",
+        "buffer_flush_interval": "0.01s",  # a load that is over counts for so long
     }
     config = {
         "@type": f"{_TYPES}.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
@@ -301,7 +302,10 @@ def _engines(folder: str) -> dict[str, Any]:
         "path_config_source": {"path": f"{folder}/{ENGINES_FILE}"},
         "resource_api_version": "V3",
     }
-    idle = {"idle_timeout": _seconds(_KEEPALIVE_SECONDS)}
+    limits = {
+        "idle_timeout": _seconds(_KEEPALIVE_SECONDS),
+        "max_response_headers_kb": MOST_HEAD >> 10,
+    }
     return {
         "name": ENGINES,
         "type": "EDS",
@@ -309,7 +313,7 @@ def _engines(folder: str) -> dict[str, Any]:
         "eds_cluster_config": {"eds_config": source},
         "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]},
         "circuit_breakers": _no_limits(),
-        **_http({"explicit_http_config": {"http_protocol_options": {}}}, idle),
+        **_http({"explicit_http_config": {"http_protocol_options": {}}}, limits),
     }
 
 
