@@ -107,7 +107,7 @@ class Children:
         self._draining = draining
         self._opened = opened
         self._is_ending = False
-        # What has ended, and what is due to be started: all starts happen in one thread, since Linux
+        # What has ended, and what is due to be started. All starts happen in one thread: Linux
         # takes the end of the thread that has started a process for that of its parent.
         self._news: queue.SimpleQueue[tuple[Child, bool]] = queue.SimpleQueue()
 

@@ -246,8 +246,8 @@ class Events:
             self.usage = _merged(self.usage, holder.usage)
 
 
-def usage_of(body: bytes) -> Usage | None:
-    """Return the usage in a whole JSON answer; None if there is none. O(bytes).
+def usage_of(body: bytes, before: Usage | None = None) -> Usage | None:
+    """Return the usage in a whole JSON answer, after what was reported before. O(bytes).
 
     Examples:
         >>> usage_of(b'{"usage": {"input_tokens": 5, "output_tokens": 2}}')
@@ -256,8 +256,8 @@ def usage_of(body: bytes) -> Usage | None:
     try:
         usage = _decode(body).usage
     except _UNREADABLE:
-        return None
-    return None if usage is None else _merged(None, usage)
+        return before
+    return before if usage is None else _merged(before, usage)
 
 
 def _data_of(event: bytes) -> bytes | None:

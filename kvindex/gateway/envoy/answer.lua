@@ -22,17 +22,11 @@ end
 -- character that is rare.
 local function is_last(events)
   return find(events, '[DONE]', 1, true) or find(events, 'message_stop"', 1, true)
-    or (find(events, 'response.', 1, true) and find(events, '"response%.[cfi]%a+"'))
+    or (find(events, 'response.', 1, true) and (find(events, 'response.completed"', 1, true)
+      or find(events, 'response.incomplete"', 1, true) or find(events, 'response.failed"', 1, true)))
 end
 
--- The usage that stands last in a text.
-local function usage_in(text)
-  local last = nil
-  for usage in string.gmatch(text, '"usage":%s*(%b{})') do last = usage end
-  return last
-end
-
--- Where the last whole event ends; 0 if there is none.
+-- Where the last whole event ends; 0 if none does.
 local function end_of_events(data)
   local before, last = byte(data, -2, -1)
   if last == 10 and (before == 10 or (before == 13 and byte(data, -3) == 10)) then return #data end
@@ -73,30 +67,47 @@ local function note(handle, name, text)
   handle:streamInfo():dynamicMetadata():set("kvindex", name, text)
 end
 
+-- Note the usage that stands first in an answer, and the last one; return whether there is one here.
+local function note_usage(handle, text)
+  local has_some = false
+  for usage in string.gmatch(text, '"usage":%s*(%b{})') do
+    local notes = handle:streamInfo():dynamicMetadata():get("kvindex")
+    note(handle, notes["usage"] and "usage_at_end" or "usage", usage)
+    has_some = true
+  end
+  return has_some
+end
+
 -- Note what events say; return those that are forwarded.
 local function read(handle, events, hides)
   if find(events, '{"error":', 1, true) then note(handle, "error", "yes") end
   if is_last(events) then note(handle, "last", "yes") end
   if not find(events, 'usage":', 1, true) then return events end
-  local usage = usage_in(events)
-  if not usage then return events end
-  note(handle, "usage", usage)
-  return hides and without_usage(events) or events
+  return note_usage(handle, events) and hides and without_usage(events) or events
 end
 
 local function read_events(handle, booking, served, hides)
-  local has_begun, rest = false, ""
+  local has_begun = false
+  local parts, size, tail = {}, 0, ""  -- of an event without its end, and its last bytes
   for chunk in handle:bodyChunks() do
     local data = chunk:getBytes(0, chunk:length())
-    local is_end, is_changed = data == "", rest ~= ""
-    if is_changed then data = rest .. data end
-    local stop = is_end and #data or end_of_events(data)
-    if stop == 0 and #data > MOST_KEPT then stop = #data end
+    local is_changed, stop = size > 0, #data
+    if stop > 0 then  -- an empty chunk ends the answer
+      stop = end_of_events(is_changed and tail .. data or data) - #tail
+      if stop <= 0 then stop = size + #data > MOST_KEPT and #data or 0 end
+    end
     local events = data
-    if stop == #data then
-      rest = ""
-    else
-      events, rest, is_changed = sub(data, 1, stop), sub(data, stop + 1), true
+    if stop < #data then
+      is_changed, events = true, sub(data, 1, stop)
+    end
+    if size > 0 and (stop > 0 or data == "") then
+      events = table.concat(parts) .. events
+      parts, size, tail = {}, 0, ""
+    end
+    if stop < #data then
+      parts[#parts + 1] = sub(data, stop + 1)
+      size = size + #data - stop
+      tail = sub(tail .. parts[#parts], -3)
     end
     if events ~= "" then
       if not has_begun and has_content(events) then
@@ -117,8 +128,7 @@ local function read_whole(handle)
     local size = chunk:length()
     if size > 0 then tail = sub(tail .. chunk:getBytes(0, size), -4096) end
   end
-  local usage = usage_in(tail)
-  if usage then note(handle, "usage", usage) end
+  note_usage(handle, tail)
 end
 
 function envoy_on_response(handle)

@@ -125,7 +125,7 @@ def _manager(settings: GatewaySettings, tokens: Sequence[str]) -> dict[str, Any]
         "always_set_request_id_in_response": True,
         "access_log": [_access_log()],
         "access_log_options": {"access_log_flush_interval": _seconds(_REPORT_SECONDS)},
-        "local_reply_config": _own_answers(),
+        "local_reply_config": _own_answers(limits),
         "route_config": {"name": "gateway", "virtual_hosts": [host]},
         "http_filters": [
             _named("http.header_mutation", _without_forged(passes_keys=not tokens)),
@@ -207,14 +207,23 @@ def _retries(settings: GatewaySettings) -> dict[str, Any]:
     }
 
 
-def _own_answers() -> dict[str, Any]:
+def _own_answers(limits: Limits) -> dict[str, Any]:
     """Envoy's own errors in OpenAI's form; those of the picker have it."""
-    body = {"message": "%LOCAL_REPLY_BODY%", "type": "server_error", "param": None}
-    form = {"json_format": {"error": {**body, "code": "%RESPONSE_CODE_DETAILS%"}}}
-    too_long = {"comparison": {"op": "EQ", "value": {"default_value": 413, "runtime_key": "-"}}}
-    flagged = {"filter": {"response_flag_filter": {}}, "body_format_override": form}
-    refused = {"filter": {"status_code_filter": too_long}, "body_format_override": form}
-    return {"mappers": [flagged, refused]}
+
+    def form(message: str, kind: str, code: str) -> dict[str, Any]:
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        return {"body_format_override": {"json_format": {"error": error}}}
+
+    failed = form("%LOCAL_REPLY_BODY%", "server_error", "%RESPONSE_CODE_DETAILS%")
+    text = f"the body is longer than {limits.body_bytes} bytes"
+    is_413 = {"comparison": {"op": "EQ", "value": {"default_value": 413, "runtime_key": "-"}}}
+    too_long = form(text, "invalid_request_error", "body")
+    return {
+        "mappers": [
+            {"filter": {"status_code_filter": is_413}, **too_long},
+            {"filter": {"response_flag_filter": {}}, **failed},
+        ]
+    }
 
 
 # Filters -----------------------------------------------------------------------------------------

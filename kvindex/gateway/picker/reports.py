@@ -8,7 +8,7 @@ gave with its head.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kvindex.gateway.access import Access
@@ -85,7 +85,7 @@ class Reports:
         end, status = _ending(entry, said)
         taken = common.time_to_last_downstream_tx_byte.ToTimedelta().total_seconds()
         ended = exchange.began_at + taken if taken else _now()
-        self._end(key, end, status, _usage(said.get("usage")), min(ended, _now()))
+        self._end(key, end, status, usage_noted(said), min(ended, _now()))
 
     def abandon(self) -> None:
         """End all requests: their Envoy is gone."""
@@ -124,8 +124,13 @@ def _ending(entry: Any, said: dict[str, str]) -> tuple[End, int]:
     return (End.WHOLE if status < 300 else End.STATUS), status
 
 
-def _usage(text: str | None) -> Usage | None:
-    return None if text is None else usage_of(b'{"usage":%b}' % text.encode())
+def usage_noted(notes: Mapping[str, str]) -> Usage | None:
+    """Return the usage in the notes: what the first report says, and the last."""
+    usage = None
+    for name in ("usage", "usage_at_end"):
+        if name in notes:
+            usage = usage_of(b'{"usage":%b}' % notes[name].encode(), usage)
+    return usage
 
 
 def _endpoint(address: Any) -> str:

@@ -1,0 +1,159 @@
+"""Envoy's Lua program by itself: it forwards and notes what `Events` does, whatever the chunks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("grpc")
+pytest.importorskip("lupa")
+
+from lupa import luajit21
+
+from kvindex.gateway.envoy.config import lua
+from kvindex.gateway.events import Events, Usage
+from kvindex.gateway.picker.reports import usage_noted
+from tests.gateway.test_events import DONE, LAST, REPORT, ROLE, TEXT, USAGE, chunk, event
+
+pytestmark = pytest.mark.service
+
+HARNESS = """
+return function(pieces, content_type, notes)
+  local out, metadata, calls, removed = {}, {kvindex = notes}, {}, {}
+  local function chunk_of(data)
+    local chunk = {data = data}
+    function chunk:length() return #self.data end
+    function chunk:getBytes(at, n) return string.sub(self.data, at + 1, at + n) end
+    function chunk:setBytes(data) self.data = data end
+    return chunk
+  end
+  local fields = {["content-type"] = content_type, ["x-kvindex-served"] = "10.0.0.5:8000"}
+  local headers, info, handle = {}, {}, {}
+  function headers:get(name) return fields[name] end
+  function headers:remove(name) removed[#removed + 1] = name end
+  function info:dynamicMetadata() return self end
+  function info:get(space) return metadata[space] end
+  function info:set(space, name, value) metadata[space][name] = value end
+  function handle:headers() return headers end
+  function handle:streamInfo() return info end
+  function handle:httpCall(cluster, fields, body) calls[#calls + 1] = body end
+  function handle:bodyChunks()
+    local at, last = 0, nil
+    return function()
+      if last then out[#out + 1] = last.data end
+      at = at + 1
+      last = pieces[at] and chunk_of(pieces[at])
+      return last
+    end
+  end
+  envoy_on_response(handle)
+  return table.concat(out), metadata.kvindex, calls, #removed
+end
+"""
+
+
+class Answer(NamedTuple):
+    """What the client receives, and what the picker learns."""
+
+    body: bytes
+    notes: dict[str, str]
+    firsts: list[bytes]
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    runtime = luajit21.LuaRuntime(encoding=None)
+    runtime.execute(lua().encode())
+    run = runtime.execute(HARNESS.encode())
+    return lambda pieces, *others: run(runtime.table_from(list(pieces)), *others), runtime
+
+
+def answered(
+    program: Any, pieces: Sequence[bytes], *, hides: bool = False, kind: str = "text/event-stream"
+) -> Answer:
+    """Have the program read an answer in these chunks, and its end."""
+    run, runtime = program
+    given = {b"booking": b"key-1", **({b"hides": b"yes"} if hides else {})}
+    body, notes, calls, removed = run([*pieces, b""], kind.encode(), runtime.table_from(given))
+    assert removed == 1, "the client does not see who has served"
+    said = {name.decode(): value.decode() for name, value in notes.items()}
+    return Answer(body, said, list(calls.values()))
+
+
+def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
+    """Cut a stream into chunks, none of which is empty."""
+    bounds = [0, *sorted({place % (len(data) + 1) for place in places} - {0, len(data)}), len(data)]
+    return [data[begin:end] for begin, end in itertools.pairwise(bounds) if begin < end]
+
+
+ANTHROPIC = [
+    event({"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 0}}}),
+    event({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}}),
+    event({"type": "message_delta", "delta": {}, "usage": {"output_tokens": 5}}),
+    event({"type": "message_stop"}),
+]
+RESPONSES = [
+    event({"type": "response.created", "response": {"usage": None}}),
+    event({"type": "response.output_text.delta", "delta": "a"}),
+    event({"type": "response.incomplete", "response": {"usage": {"input_tokens": 4}}}),
+]
+PARTS = [ROLE, TEXT, LAST, REPORT, DONE, b": keep-alive\n\n", event({"error": {"message": "m"}})]
+PARTS += [event(chunk(content='"usage": {"a": 1} [DONE]')), event(chunk(tool_calls=[{"id": 1}]))]
+PARTS += [event(chunk(reasoning_content="b")), event({"choices": [{"text": "a"}], "usage": None})]
+PARTS += [part.replace(b"\n", b"\r\n") for part in (TEXT, REPORT)]
+
+
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=12) | st.sampled_from([ANTHROPIC, RESPONSES]),
+    st.lists(st.integers(0, 5_000), max_size=12),
+    st.booleans(),
+    st.sampled_from([b"", b"data: {", b"data: [DO"]),
+)
+def test_the_client_and_the_picker_get_what_the_gateway_itself_would_give_them(
+    program: Any, parts: list[bytes], places: list[int], hides: bool, rest: bytes
+) -> None:
+    stream = b"".join(parts) + rest
+    events = Events(hides_usage=hides)
+    expected = events.feed(stream) + events.end()
+    answer = answered(program, cut(stream, places), hides=hides)
+    assert answer.body == expected
+    assert usage_noted(answer.notes) == events.usage
+    assert ("error" in answer.notes) == (events.error is not None)
+    assert len(answer.firsts) == events.has_content
+
+
+def test_a_stream_that_is_over_is_noted_as_such(program: Any) -> None:
+    for parts in ([ROLE, TEXT, DONE], ANTHROPIC, RESPONSES):
+        assert "last" in answered(program, parts).notes
+        assert "last" not in answered(program, parts[:-1]).notes
+
+
+def test_the_first_content_is_reported_with_the_request_and_who_serves_it(program: Any) -> None:
+    (frame,) = answered(program, [ROLE, TEXT, TEXT]).firsts
+    assert frame == b"\0\0\0\0\x13" + b"key-1 10.0.0.5:8000"
+    assert not answered(program, [ROLE, LAST, DONE]).firsts
+
+
+def test_a_whole_answer_passes_and_its_usage_is_noted(program: Any) -> None:
+    body = event({"choices": [{"message": {"content": "x" * 9_000}}], "usage": USAGE})[6:-2]
+    for places in ([], [4_000], [len(body) - 20, len(body) - 40]):
+        answer = answered(program, cut(body, places), kind="application/json")
+        assert answer.body == body
+        assert usage_noted(answer.notes) == Usage(10, 3, 8)
+
+
+def test_an_event_without_an_end_costs_no_more_for_each_byte_the_longer_it_is(program: Any) -> None:
+    def taken(size: int) -> float:
+        began = time.process_time()
+        answered(program, [b"x" * 64] * (size // 64), hides=True)
+        return (time.process_time() - began) / size
+
+    taken(1 << 16)
+    least = [min(taken(size) for _ in range(5)) for size in (1 << 17, 1 << 20)]
+    assert least[1] < 4 * least[0]

