@@ -88,7 +88,6 @@ def test_fault_the_picker_is_killed_amid_64_streams_and_all_of_them_are_whole(
         engine.faults = HttpFaults(gap=0.02)
     with streaming(served, STREAMS, max_tokens=32) as opened:
         os.kill(children(served)["python"], signal.SIGKILL)
-        # Envoy finds out by its health check; until then it refuses what it cannot ask about.
         until(lambda: served.ask(CHAT, chat("meanwhile", max_tokens=1))[0] == 200)
         for response in opened:
             assert response.read().endswith(b"data: [DONE]\n\n")

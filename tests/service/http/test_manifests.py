@@ -92,3 +92,19 @@ def test_the_pool_names_the_pickers_service_and_port() -> None:
     assert picker["port"] == {"number": port["port"]}
     (container,) = pod(picker["name"])["containers"]
     assert port["targetPort"] in {each["name"] for each in container["ports"]}
+
+
+def test_the_route_leads_to_the_pool_and_istio_trusts_its_picker() -> None:
+    (rule,) = of_kind("HTTPRoute", "llm")["spec"]["rules"]
+    pool = of_kind("InferencePool", "vllm")
+    (backend,) = rule["backendRefs"]
+    assert backend == {
+        "group": pool["apiVersion"].partition("/")[0],
+        "kind": pool["kind"],
+        "name": pool["metadata"]["name"],
+    }
+    (parent,) = of_kind("HTTPRoute", "llm")["spec"]["parentRefs"]
+    assert of_kind("Gateway", parent["name"])["spec"]["listeners"]
+    service = of_kind("Service", pool["spec"]["endpointPickerRef"]["name"])["metadata"]
+    host = of_kind("DestinationRule", service["name"])["spec"]["host"]
+    assert host == f"{service['name']}.{service['namespace']}.svc.cluster.local"
