@@ -18,6 +18,7 @@ from kvindex.testing.http_stream import HttpFaults, Streamed, error_event
 
 _MAX_BODY: Final = 8 << 20  # bytes
 _MAX_HEAD: Final = 64 << 10  # bytes
+_PIECE: Final = 16 << 10  # bytes of an event without an end
 _IDLE: Final = 30.0  # seconds that a connection may be silent
 _SSE: Final = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
@@ -171,6 +172,9 @@ class Server:
             if sent == faults.after and faults.kind == "error_event":
                 writer.write(_chunk(error_event("the engine failed")))
                 break
+            while sent == faults.after and faults.kind == "endless":
+                writer.write(_chunk(b"x" * _PIECE))
+                await writer.drain()
             if sent:
                 await asyncio.sleep(faults.gap)
             writer.write(_chunk(event))

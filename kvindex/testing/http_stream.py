@@ -16,6 +16,7 @@ FaultKind = Literal[
     "503",
     "reset",
     "reset_after_head",
+    "endless",
     "cut",
     "hang",
     "garbage",
@@ -34,9 +35,10 @@ class HttpFaults(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: the fault; "" for none. "reset" is before the head, "reset_after_head" before the
-            first event, "cut" after `after` tokens, "error_event" there too, under status 200.
+            first event, "cut" after `after` tokens, "error_event" there too, under status 200, and
+            "endless" an event without an end.
             "long_head" has 64 kB of fields, "keep_alive" has a comment before the first event.
-        after: tokens that are sent before "cut" or "error_event".
+        after: tokens that are sent before "cut", "error_event" or "endless".
         ttft: seconds from a stream's head to its first token.
         gap: seconds between tokens.
     """

