@@ -47,6 +47,7 @@ class Access:
     def __init__(self) -> None:
         self.open = 0
         self.on_idle: Callable[[], object] = lambda: None  # called when no request is open
+        self.on_end: Callable[[Exchange], object] = lambda _: None  # called at each request's end
         self._requests: Counter[tuple[str, int, str]] = Counter()
         self._retries: Counter[str] = Counter()
         self._choices: Counter[str] = Counter()
@@ -81,6 +82,7 @@ class Access:
             self._tokens["delivered"] += delivered or 0
             self._tokens["answers"] += 1
             self._tokens["answers_with_usage"] += usage is not None
+        self.on_end(exchange)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", _line(exchange, delivered, duration))
         if not self.open:

@@ -186,6 +186,10 @@ class LocalRouting:
         if isinstance(place, _LocalPlace):
             place.move(worker)
 
+    def attainable(self, place: Place) -> int:
+        """Return the most tokens that any rank held of a place's prompt. O(ranks)."""
+        return place.attainable if isinstance(place, _LocalPlace) else place.held
+
     def drain(self, worker: str) -> None:
         """Send an engine no more requests; open ones go on. Raises UnknownRankError."""
         self._each(worker, Router.drain)
@@ -264,6 +268,10 @@ class _LocalPlace:
             self.reason = "no_tokens"
         self._booking = booking
         self._waiting = waiting
+
+    @property
+    def attainable(self) -> int:
+        return self._booking.decision.attainable
 
     def move(self, worker: str) -> None:
         ranks = [rank for rank in self._booking.decision.ranks if rank.worker == worker]

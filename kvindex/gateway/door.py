@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvindex import ConfigurationError, UnknownRankError
@@ -34,6 +34,7 @@ class Door:
         admin: answers the routes about the gateway itself.
         settings: how to serve.
         engine_token: returns the engines' API key.
+        routes: further ones.
 
     Attributes:
         access: counts and logs the requests.
@@ -52,6 +53,8 @@ class Door:
         admin: Admin,
         settings: GatewaySettings,
         engine_token: Callable[[], str | None] = lambda: None,
+        *,
+        routes: Sequence[Route] = (),
     ) -> None:
         listening = settings.listening
         tokens = listening.tokens()
@@ -78,8 +81,8 @@ class Door:
             limits=listening.limits,
             form=refusal_reply,
         )
-        routes = [*self._front.routes(), *self._own_routes()]
-        site = Site(routes, self._guard, otherwise=self._front.not_found)
+        served = [*self._front.routes(), *self._own_routes(), *routes]
+        site = Site(served, self._guard, otherwise=self._front.not_found)
         self._server = HttpServer(site, shutdown_within=settings.drain, tls=listening.tls)
 
     def run(self, listener: socket.socket, beside: Beside | None = None) -> None:

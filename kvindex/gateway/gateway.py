@@ -10,6 +10,8 @@ from typing import Any
 from kvindex.gateway.door import Door
 from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
+from kvindex.gateway.shown import Shown
+from kvindex.service.page import Page
 from kvindex.subscribe.discovery import Engines
 
 
@@ -55,7 +57,7 @@ class Gateway:
             self.port: int = self._socket.getsockname()[1]
             self.url = settings.listening.url(self.port)
             self.routers = opened.enter_context(Routers(engines, settings, engine_token))
-            self._door = Door(self.routers.routing, self.routers, settings, engine_token)
+            self._door = door_with_page(self.routers, settings, engine_token, opened)
             self._opened = opened.pop_all()
 
     def run(self) -> None:
@@ -82,3 +84,25 @@ class Gateway:
     def statistics(self) -> dict[str, Any]:
         """Return all counters as plain values: `Door.statistics`, and `Routers.statistics`."""
         return asyncio.run(self.routers.statistics(self._door.statistics()))
+
+
+def door_with_page(
+    routers: Routers,
+    settings: GatewaySettings,
+    engine_token: Callable[[], str | None],
+    opened: ExitStack,
+) -> Door:
+    """Return the server of a process that routes by itself, so that it has a page.
+
+    Args:
+        routers: of the gateway.
+        settings: how to serve.
+        engine_token: returns the engines' API key.
+        opened: closes the page.
+    """
+    shown = Shown(routers)
+    page = Page(shown)
+    opened.callback(page.close)
+    door = Door(routers.routing, routers, settings, engine_token, routes=page.routes)
+    door.access.on_end = shown.count
+    return door

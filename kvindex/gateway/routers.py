@@ -128,6 +128,10 @@ class Routers:
         """Wait until all engines are found, or for so long; return those that are missing, why."""
         return self._discovery.wait_found(timeout)
 
+    def missing(self) -> dict[str, str]:
+        """Return the engines that are not found yet, and why."""
+        return self._discovery.missing()
+
     def servings(self) -> list[Serving]:
         """Return the engines that are found."""
         return list(self.models.servings().values())

@@ -20,7 +20,7 @@ from kvindex import (
     State,
 )
 from kvindex.service.assets import asset_routes
-from kvindex.service.catalog import BY_CLIENTS, Partition
+from kvindex.service.catalog import BY_CLIENTS, Catalog, Partition
 from kvindex.service.event_stream import StreamCounters, event_stream
 from kvindex.service.explaining import Explained, Explainer, Question, explain, read_question
 from kvindex.service.http.guards import Guard, Refusal
@@ -37,9 +37,8 @@ from kvindex.service.http.messages import (
 )
 from kvindex.service.openapi import COUNT, GROUP, json, media, objects, parameter, route
 from kvindex.service.overview import Counted, Fleet, overview
-from kvindex.service.service import Service
 from kvindex.service.timeline import Happening, Timeline, parse_id
-from kvindex.service.traffic import ASKED, AllTraffic
+from kvindex.service.traffic import ASKED, AllTraffic, Traffic
 from kvindex.service.trends import WINDOWS, Trends
 
 SWEEP: Final = 5.0
@@ -70,6 +69,26 @@ class Watched(Counted, Explainer, Protocol):
     def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]: ...
 
 
+class Shown(Protocol):
+    """What the page shows: a `Service`, or a gateway."""
+
+    @property
+    def source(self) -> Any:
+        """A `Watched`."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of this process."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The present ranks, by partition."""
+
+    @property
+    def missing(self) -> Callable[[], Mapping[str, str]]:
+        """Returns the engines that are not found, and why."""
+
+
 class Page:
     """The routes of the page, and the timeline behind them.
 
@@ -92,7 +111,7 @@ class Page:
 
     def __init__(
         self,
-        service: Service,
+        service: Shown,
         *,
         tokenizer: str | None = None,
         timeline: Timeline | None = None,
@@ -101,7 +120,7 @@ class Page:
     ) -> None:
         self._service = service
         self._guard = guard or Guard()
-        self._source: Watched = service.source  # type: ignore[assignment]  # or a test's own
+        self._source: Watched = service.source
         self._configured = tokenizer
         self.timeline = timeline or Timeline(self._partition)
         self.trends = Trends((traffic or AllTraffic(lambda: [service.traffic])).asked)

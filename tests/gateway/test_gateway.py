@@ -368,6 +368,25 @@ def test_metrics_and_readiness_are_shown(served: Gateway) -> None:
     assert b"kvindex_rank_" in text
 
 
+def test_the_page_shows_the_engines_and_the_traffic(served: Gateway) -> None:
+    for _ in range(2):
+        assert served.ask("/v1/chat/completions", chat(stream=True))[0] == 200
+        served.settled()
+    assert b"<title>" in served.ask("/")[1]
+    fleet = json.loads(served.ask("/api/fleet")[1])
+    assert {rank["model"] for rank in fleet["ranks"]} == {"fake-model"}
+    assert len(fleet["ranks"]) == 4
+    until(lambda: asked(served, "reported") > 0)
+    assert asked(served, "asked") >= asked(served, "attainable") >= asked(served, "chosen")
+    assert asked(served, "queries") >= 2
+
+
+def asked(served: Gateway, column: str) -> int:
+    """The sum of a column of the page's traffic."""
+    traffic = json.loads(served.ask("/api/traffic?seconds=300")[1])
+    return sum(number or 0 for number in traffic["points"][column])
+
+
 def test_an_engine_is_drained_by_its_name(served: Gateway) -> None:
     name = served.engines[0].url.removeprefix("http://")
     assert served.ask(f"/admin/drain?worker={name}", {})[0] == 200

@@ -24,8 +24,8 @@ import msgspec
 
 from kvindex import ConfigurationError
 from kvindex.gateway.children import Child, Children, at_parents_end
-from kvindex.gateway.door import Door
 from kvindex.gateway.envoy.config import DOOR, ENGINES_FILE, PICKER, bootstrap, engines_file
+from kvindex.gateway.gateway import door_with_page
 from kvindex.gateway.picker.messages import endpoint_of
 from kvindex.gateway.picker.reports import Reports
 from kvindex.gateway.picker.service import Health, new_server
@@ -147,10 +147,11 @@ def run_picker(
     """
     plain = msgspec.structs.replace(settings.listening, tls_cert=None, tls_key=None)
     inside = msgspec.structs.replace(settings, listening=plain)
-    picking = _Picking(folder, announce, routers, inside, engine_token)
-    signal.signal(signal.SIGTERM, lambda *_: picking.door.stop())
-    at_parents_end(picking.door.stop)
-    picking.door.run(_listener(f"{folder}/{DOOR}"), picking.run)
+    with ExitStack() as opened:
+        picking = _Picking(folder, announce, routers, inside, engine_token, opened)
+        signal.signal(signal.SIGTERM, lambda *_: picking.door.stop())
+        at_parents_end(picking.door.stop)
+        picking.door.run(_listener(f"{folder}/{DOOR}"), picking.run)
 
 
 class _Picking:
@@ -163,9 +164,10 @@ class _Picking:
         routers: Routers,
         settings: GatewaySettings,
         engine_token: Callable[[], str | None],
+        opened: ExitStack,
     ) -> None:
         self._announce = announce
-        self.door = Door(routers.routing, routers, settings, engine_token)
+        self.door = door_with_page(routers, settings, engine_token, opened)
         self._folder = folder
         self._written: object = None
         self._version = 0

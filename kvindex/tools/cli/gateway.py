@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         with Gateway(sources, settings, engine_token=token) as running:
             ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running))
             with handled(ends, to_the_end=True):
-                _print_address(running.url)
+                _print_address(running.url, has_page=True)
                 print_engines(running.routers, running.url)
                 _print_admission(settings)
                 running.run()
@@ -167,7 +167,7 @@ def _run_envoy(threads: int | None, settings: Any) -> None:
 
     def announce() -> None:
         if wait_listening(address, is_over):
-            _print_address(settings.listening.url(address[1]))
+            _print_address(settings.listening.url(address[1]), has_page=True)
 
     with holder:
         children = with_envoy(_own_command(), settings, address, threads)
@@ -221,8 +221,10 @@ def log_requests() -> None:
     logger.addHandler(handler)
 
 
-def _print_address(url: str) -> None:
+def _print_address(url: str, *, has_page: bool = False) -> None:
     print(f"kvindex serves OpenAI's API at {url}/v1", flush=True)
+    if has_page:
+        _print_lines([f"the page: {url}/"])
 
 
 def print_engines(routers: Any, url: str) -> None:
