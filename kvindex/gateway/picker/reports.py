@@ -84,7 +84,8 @@ class Reports:
         said = {name: notes.fields[name].string_value for name in notes.fields}
         end, status = _ending(entry, said)
         taken = common.time_to_last_downstream_tx_byte.ToTimedelta().total_seconds()
-        ended = exchange.began_at + taken if taken else _now()
+        # "First" is noticed a moment after it was sent.
+        ended = exchange.began_at + max(taken, exchange.first_token or 0.0) if taken else _now()
         self._end(key, end, status, usage_noted(said), min(ended, _now()))
 
     def abandon(self) -> None:

@@ -175,6 +175,21 @@ def test_a_request_that_is_retried_counts_where_it_is_served() -> None:
         assert any(line["tries"] == 2 for line in lines)
 
 
+def test_without_room_requests_wait_and_then_have_a_429() -> None:
+    limits = ("--max-open-requests", "1", "--wait-within", "0.3")
+    with gateway(*ENVOY, *limits, ranks=1) as served:
+        for engine in served.engines:
+            engine.faults = HttpFaults(gap=PATIENCE)
+        with streaming(served, 2):
+            connection, response = served.open(CHAT, chat())
+            assert (response.status, response.getheader("retry-after")) == (429, "1")
+            assert json.loads(response.read())["error"]["code"] == "no_capacity"
+            connection.close()
+        for engine in served.engines:
+            engine.faults = HttpFaults()
+        until(lambda: served.ask(CHAT, chat())[0] == 200)
+
+
 # Who gets in ------------------------------------------------------------------------------------
 
 
