@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,13 @@ class Child:
         is_soon = time.monotonic() - self._began < _SOON
         self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE) if is_soon else 0.0
         return self._pause
+
+    def notify(self) -> None:
+        """Have the function called that it has given to `from_parent`; soon, if it just starts."""
+        if self.process is not None and self.process.stdin is not None:
+            with suppress(OSError, ValueError):  # it has ended
+                self.process.stdin.write(b"1")
+                self.process.stdin.flush()
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it runs."""
@@ -171,13 +178,18 @@ class Children:
             child.signal(signal.SIGKILL)
 
 
-def at_parents_end(call: Callable[[], object]) -> None:
-    """Call a function once standard input ends, which the parent never writes to."""
+def from_parent(ended: Callable[[], object], notified: Callable[[], object] = lambda: None) -> None:
+    """Call functions, in a thread of their own, as the parent says on standard input.
+
+    Args:
+        ended: called once the parent has ended.
+        notified: called when the parent calls `Child.notify`.
+    """
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):
-            pass
-        call()
+            notified()
+        ended()
 
     threading.Thread(target=wait, name="kvindex-parent", daemon=True).start()
 

