@@ -98,6 +98,16 @@ class AnyLife(RuleBasedStateMachine):
         elif end is not None:
             self.exchange.refused(429, self.tick(), end)
 
+    @rule()
+    def begin_elsewhere(self) -> None:
+        self.is_forwarded |= self.exchange.stage is Stage.SENT
+        self.exchange.begun(self.tick())
+
+    @rule(end=st.sampled_from([End.WHOLE, End.BROKEN, *[None] * 9]))
+    def report(self, end: End | None) -> None:
+        if end is not None:
+            self.exchange.reported(end, 200, None, self.tick())
+
     @invariant()
     def what_is_forwarded_is_never_tried_again(self) -> None:
         if self.is_forwarded:

@@ -7,7 +7,6 @@ gave with its head.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -35,13 +34,20 @@ class Reports:
     Args:
         access: counts and logs them.
         move: moves a request's load to the engine that serves it, by `ip:port`.
+        time: returns monotonic seconds, those of the exchanges.
 
     Owner: one event loop.
     """
 
-    def __init__(self, access: Access, move: Callable[[Exchange, str], None]) -> None:
+    def __init__(
+        self,
+        access: Access,
+        move: Callable[[Exchange, str], None],
+        time: Callable[[], float],
+    ) -> None:
         self._access = access
         self._move = move
+        self._time = time
         self._open: dict[str, Exchange] = {}
         self._heard: dict[str, float] = {}
 
@@ -50,14 +56,14 @@ class Reports:
 
     def begin(self, key: str, exchange: Exchange) -> None:
         """Follow a request that goes to an engine."""
-        self._open[key], self._heard[key] = exchange, _now()
+        self._open[key], self._heard[key] = exchange, self._time()
 
     def first(self, message: bytes) -> None:
         """Accept the report that content has begun: the request's key, and who serves it."""
         key, _, served = message.decode("latin-1").partition(" ")
         if (exchange := self._open.get(key)) is not None:
             self._move(exchange, served)
-            exchange.begun(_now())
+            exchange.begun(self._time())
 
     def logged(self, entry: Any) -> None:
         """Accept a line of the access log (envoy.data.accesslog.v3.HTTPAccessLogEntry)."""
@@ -71,7 +77,7 @@ class Reports:
                 self._access.count(path, entry.response.response_code.value, End.UNPICKED)
             return
         if common.intermediate_log_entry:
-            self._heard[key] = _now()
+            self._heard[key] = self._time()
             if exchange.place is not None:
                 exchange.place.touch(0)
             return
@@ -85,22 +91,24 @@ class Reports:
         end, status = _ending(entry, said)
         taken = common.time_to_last_downstream_tx_byte.ToTimedelta().total_seconds()
         # "First" is noticed a moment after it was sent.
-        ended = exchange.began_at + max(taken, exchange.first_token or 0.0) if taken else _now()
-        self._end(key, end, status, usage_noted(said), min(ended, _now()))
+        ended = (
+            exchange.began_at + max(taken, exchange.first_token or 0.0) if taken else self._time()
+        )
+        self._end(key, end, status, usage_noted(said), min(ended, self._time()))
 
     def abandon(self) -> None:
         """End all requests: their Envoy is gone."""
         for key, exchange in list(self._open.items()):
-            self._end(key, End.FAILED, exchange.status or _GONE, None, _now())
+            self._end(key, End.FAILED, exchange.status or _GONE, None, self._time())
 
     def sweep(self) -> None:
         """End requests that Envoy has not reported for minutes: it has lost their reports."""
         for key, heard in list(self._heard.items()):
-            if _now() - heard > _SILENT_SECONDS:
+            if self._time() - heard > _SILENT_SECONDS:
                 exchange = self._open[key]
                 if exchange.place is not None:
                     exchange.failures.append(Failure(exchange.place.rank, "not_reported"))
-                self._end(key, End.FAILED, exchange.status or _GONE, None, _now())
+                self._end(key, End.FAILED, exchange.status or _GONE, None, self._time())
 
     def _end(self, key: str, end: End, status: int, usage: Usage | None, now: float) -> None:
         exchange = self._open.pop(key)
@@ -137,7 +145,3 @@ def usage_noted(notes: Mapping[str, str]) -> Usage | None:
 def _endpoint(address: Any) -> str:
     host: str = address.address
     return f"{f'[{host}]' if ':' in host else host}:{address.port_value}"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -83,7 +83,7 @@ class Picker:
         self.queue_within = queue_within
         self.access = access or Access()
         self.engine_token = engine_token
-        self.reports = Reports(self.access, self.move) if has_reports else None
+        self.reports = Reports(self.access, self.move, _loop_time) if has_reports else None
         self._prefix = secrets.token_hex(6)
         self._numbers = count(1)
 
@@ -348,6 +348,10 @@ class _PickedRequest:
     def _completed(self) -> bytes:
         """End with the answer; return what was kept back of it."""
         return b"" if self._exchange is None else self._exchange.completed(self._time())
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _others(place: Place, eligible: Sequence[Serving]) -> list[Serving]:
