@@ -100,18 +100,20 @@ def _result(
 def _costs(bench: Bench, fronts: dict[str, Front], seeds: Iterator[int]) -> Iterator[Result]:
     """CPU of a request with one token, and of each further token of a stream."""
     taken: dict[tuple[str, int], list[float]] = {}
-    picker: list[float] = []
+    parts: dict[tuple[str, int], list[float]] = {}  # with Envoy: of it, and of the picker
     rounds = bench.scale.rounds
     for _ in range(rounds):
         for name, front in fronts.items():
             for tokens in (1, TOKENS):
                 count = bench.scale.gateway_requests // (SLOWER if name == LITELLM else 1)
                 bodies = list(chats(max(count, 8), next(seeds), max_tokens=tokens))
-                before, without = front.cpu(), front.cpu(without="envoy")
+                before, picker = front.cpu(), front.cpu(without="envoy")
                 _check(name, ask(front, bodies, at_once=AT_ONCE, gap=GAP))
                 taken.setdefault((name, tokens), []).append((front.cpu() - before) / len(bodies))
-                if name == WITH_ENVOY and tokens == 1:
-                    picker.append((front.cpu(without="envoy") - without) / len(bodies))
+                if name == WITH_ENVOY:
+                    own = (front.cpu(without="envoy") - picker) / len(bodies)
+                    parts.setdefault(("picker", tokens), []).append(own)
+                    parts.setdefault(("envoy", tokens), []).append(taken[name, tokens][-1] - own)
     costs = {key: median(values) for key, values in taken.items()}
     one = {name: costs[name, 1] * 1e3 for name in fronts if name != DIRECT}
     each = {
@@ -126,10 +128,14 @@ def _costs(bench: Bench, fronts: dict[str, Front], seeds: Iterator[int]) -> Iter
         yield _result(f"{title}, beside {LITELLM}", "ms", pair, Bar(times=12.0))
     title = "CPU of a streamed token"
     yield _result(title, "µs", each, Bar(times=1 / 1.4), (ENVOY,))
-    if picker:
-        pair = {OURS: each[WITH_ENVOY]} | {name: each[name] for name in (ENVOY,) if name in each}
+    if parts:
+        share = {part: median(values) for part, values in parts.items()}
+        envoys = (share["envoy", TOKENS] - share["envoy", 1]) / (TOKENS - 1) * 1e6
+        alone = {name: each[name] for name in (ENVOY,) if name in each}
+        pair = {OURS: each[WITH_ENVOY], **alone}
         yield _result(f"with Envoy: {title}", "µs", pair, Bar(times=1 / 1.2))
-        values = {OURS: median(picker) * 1e3}
+        yield _result(f"with Envoy: Envoy's {title}", "µs", {OURS: envoys, **alone})
+        values = {OURS: share["picker", 1] * 1e3}
         yield _result("with Envoy: the picker's CPU of a request", "ms", values, Bar(at_most=3.5))
 
 

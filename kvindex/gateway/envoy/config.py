@@ -118,7 +118,7 @@ def _manager(settings: GatewaySettings, tokens: Sequence[str]) -> dict[str, Any]
         "max_request_headers_kb": max(1, limits.head_bytes >> 10),
         "request_headers_timeout": _seconds(limits.head_seconds),
         "request_timeout": _seconds(limits.head_seconds + limits.body_seconds),
-        "stream_idle_timeout": _seconds(_silent_seconds(settings)),
+        "stream_idle_timeout": "0s",  # a timer for each token more: those of the tries will do
         "use_remote_address": True,
         "skip_xff_append": True,
         "preserve_external_request_id": True,
@@ -142,11 +142,6 @@ def _manager(settings: GatewaySettings, tokens: Sequence[str]) -> dict[str, Any]
     }
 
 
-def _silent_seconds(settings: GatewaySettings) -> float:
-    """The seconds for which neither client nor engine may send anything."""
-    return max(settings.head_within, settings.silent_within)
-
-
 def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, Any]]:
     """The models' routes, for requests that the guard would admit; all else to its server."""
     admitted: list[dict[str, Any]] = [
@@ -162,7 +157,6 @@ def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, 
         "route": {
             "cluster": ENGINES,
             "timeout": "0s",
-            "idle_timeout": _seconds(_silent_seconds(settings)),
             "retry_policy": _retries(settings),
         },
         "request_body_buffer_limit": settings.listening.limits.body_bytes,
@@ -201,7 +195,7 @@ def _retries(settings: GatewaySettings) -> dict[str, Any]:
         "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
         "retriable_status_codes": [502, 503],
         "num_retries": _TRIES - 1,
-        "per_try_idle_timeout": _seconds(_silent_seconds(settings)),
+        "per_try_idle_timeout": _seconds(settings.head_within),
         "retry_host_predicate": [_extension("retry_host_predicates.previous_hosts", previous)],
         "host_selection_retry_max_attempts": 5,
     }
