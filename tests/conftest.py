@@ -39,13 +39,18 @@ if kvindex.BACKEND == "python":  # which has no snapshots
         *(f"index/client/test_warm_restart{part}.py" for part in ("", "_files", "_later")),
         *("index/client/test_saved_state.py", "index/client/test_saved_state_histories.py"),
     ]
+# What takes long, most of it waiting for other processes. .ci/run names all of it.
 _LONG = [
     _TESTS / name
     for name in (
-        *("docs/test_site.py", "engines", "gateway", "service/http", "tools/cli/test_top_live.py"),
-        *(f"index/nats/test_{part}.py" for part in ("from", "server_faults", "server_scenes")),
-        *("index/nats/test_cluster_faults.py", "index/nats/test_security.py"),
-        *("routing/test_shared_load_nats.py", "wire/test_nats_reconnecting.py"),
+        *("engines", "gateway", "service/http", "tools/cli/test_top_live.py"),
+        *("docs/test_site.py", "docs/test_commands.py", "package/test_examples.py"),
+        *("index/nats", "tools/cli/test_relay.py", "tools/cli/test_fanout.py"),
+        *(f"routing/test_shared_load{part}.py" for part in ("", "_histories", "_nats")),
+        "wire/test_nats_reconnecting.py",
+        *("index/client/test_forked_clients.py", "subscribe/test_isolation.py"),
+        *(f"index/replicas/test_{part}.py" for part in ("faults", "forks")),
+        *(f"shm/test_{part}.py" for part in ("remote_deaths", "queue_kills", "queue_groups")),
     )
 ]
 KINDS = {"unit", "property", "conformance", "e2e", "faults", "adapter", "service", "engine"}
