@@ -194,6 +194,11 @@ class LocalRouting:
         """Send an engine no more requests; open ones go on. Raises UnknownRankError."""
         self._each(worker, Router.drain)
 
+    def drained(self) -> set[str]:
+        """Return the engines that are drained."""
+        routers = self._models.routers.values()
+        return {rank.worker for router in routers for rank in router.drained}
+
     def undrain(self, worker: str) -> None:
         """Send an engine requests again. Raises UnknownRankError."""
         self._each(worker, Router.undrain)

@@ -178,7 +178,7 @@ class _Picking:
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
         self.door = door_with_page(routers, settings, engine_token, opened)
         self._folder = folder
-        self._written: object = None
+        self._written: set[str] = set()
         self._version = 0
         self._routers = routers
         self._body_bytes = settings.listening.limits.body_bytes
@@ -227,12 +227,13 @@ class _Picking:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _write_engines(self) -> None:
-        """Write which engines there are, if that has changed."""
-        servings = self._routers.models.servings()
-        if servings is not self._written:
-            self._written = servings
+        """Write which engines there are, but for the drained, if that has changed."""
+        drained = self._routers.routing.drained()
+        servings = self._routers.models.servings().values()
+        found = {endpoint_of(each.url) for each in servings if each.worker not in drained}
+        if found != self._written:
+            self._written = found
             self._version += 1
-            found = {endpoint_of(each.url) for each in servings.values()}
             _replace(self._folder, self._version, sorted(found - {""}))
 
 

@@ -160,10 +160,3 @@ def refusal(reply: Reply) -> Any:
         option.append_action = _OVERWRITE
         option.header.key, option.header.raw_value = name.decode(), value
     return answer
-
-
-def endpoints(urls: Mapping[str, str]) -> dict[str, str]:
-    """Return workers by endpoint, given their URLs; hosts that are no addresses are left out."""
-    found = {endpoint_of(url): worker for worker, url in urls.items()}
-    found.pop("", None)
-    return found

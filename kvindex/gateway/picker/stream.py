@@ -96,10 +96,13 @@ class Picker:
         place = exchange.place
         if not endpoint or place is None or endpoint == messages.endpoint_of(place.serving.url):
             return
-        urls = {each.worker: each.url for each in self.routing.servings(exchange.call.model)}
-        worker = messages.endpoints(urls).get(endpoint)
-        if worker is not None:
-            self.routing.move(place, worker)
+        try:
+            servings = self.routing.servings(exchange.call.model)
+        except UnknownModelError:  # the last of its engines has gone meanwhile
+            return
+        for serving in servings:
+            if messages.endpoint_of(serving.url) == endpoint:
+                self.routing.move(place, serving.worker)
 
     async def process(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Answer one stream's messages; its booking ends with it."""
@@ -275,7 +278,7 @@ class _PickedRequest:
                 exclude=(),
                 request_id=self._key,
                 deadline=time() + picker.queue_within,
-                workers=[each.worker for each in eligible],
+                workers=None if len(eligible) == len(servings) else {e.worker for e in eligible},
             )
         except (UnknownModelError, NoRankError, ShedError, CallError) as error:
             status = error.status if isinstance(error, CallError) else no_place_reply(error).status
@@ -285,7 +288,8 @@ class _PickedRequest:
         if picker.reports is not None:  # from now on Envoy reports the end, not this stream
             self._is_counted = False
             picker.reports.begin(self._key, exchange)
-        return place, _others(place, eligible)
+        drained = picker.routing.drained()
+        return place, _others(place, [each for each in eligible if each.worker not in drained])
 
     def _eligible(self, servings: Sequence[Serving]) -> list[Serving]:
         """Return the engines that a request may go to: those with an address, in its subset."""

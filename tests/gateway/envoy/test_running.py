@@ -175,6 +175,20 @@ def test_a_request_that_is_retried_counts_where_it_is_served() -> None:
         assert any(line["tries"] == 2 for line in lines)
 
 
+def test_a_drained_engine_is_not_even_tried_again(served: Gateway) -> None:
+    faulty, drained = served.engines
+    name = drained.url.removeprefix("http://")
+    assert served.ask(f"/admin/drain?worker={name}", {})[0] == 200
+    faulty.faults = HttpFaults(kind="503")
+    until(lambda: served.ask(CHAT, chat())[0] == 503)  # once Envoy has read the new list
+    before = drained.counters.get("generated", 0)
+    for number in range(4):
+        assert served.ask(CHAT, chat(f"{number}", stream=True))[0] == 503
+    assert drained.counters.get("generated", 0) == before
+    assert served.ask(f"/admin/undrain?worker={name}", {})[0] == 200
+    until(lambda: served.ask(CHAT, chat())[0] == 200)
+
+
 def test_without_room_requests_wait_and_then_have_a_429() -> None:
     limits = ("--max-open-requests", "1", "--wait-within", "0.3")
     with gateway(*ENVOY, *limits, ranks=1) as served:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,8 +13,10 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.exchange import End, Exchange
+from kvindex.gateway.models import UnknownModelError
 from kvindex.gateway.picker.messages import NOTES
 from kvindex.gateway.picker.reports import BOOKING, ENGINES, Reports
+from kvindex.gateway.picker.stream import Picker
 from tests.gateway.lives import LoggedPlace, call_of
 
 pytestmark = pytest.mark.service
@@ -156,3 +158,17 @@ def test_when_envoy_is_gone_all_its_requests_end() -> None:
     assert served.ended() == (End.FAILED, 200)
     assert served.log[-1] == ("cancel", RANK)
     assert len(served.reports) == 0
+
+
+def test_a_load_stays_where_it_is_once_its_model_has_gone() -> None:
+    class Gone:
+        def servings(self, model: str) -> Any:
+            raise UnknownModelError(model, ())
+
+    routing, tokenizing = cast(Any, Gone()), cast(Any, None)
+    picker = Picker(routing, tokenizing, most_bytes=1, has_reports=True)
+    exchange = Exchange(call_of(), "id", 0.0)
+    exchange.reserved(LoggedPlace([], RANK), 0.0)
+    picker.move(exchange, "10.0.0.9:8000")
+    assert exchange.place is not None
+    assert exchange.place.rank == RANK
