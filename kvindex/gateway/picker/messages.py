@@ -15,6 +15,8 @@ from kvindex.service.http import Headers, Reply
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SERVED: Final = f"{DESTINATION}-served"
 SUBSET: Final = f"{DESTINATION}-subset"
+STEERS: Final = "test-epp-endpoint-selection"
+"""Names the endpoints of a request, in conformance tests of gateways only."""
 NAMESPACE: Final = "envoy.lb"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 UPSTREAM: Final = "upstream.address"
@@ -106,6 +108,16 @@ def noted(part: str, notes: Mapping[str, str]) -> Any:
     """Return an answer that changes nothing but the metadata of our own Envoy."""
     answer = nothing(part)
     answer.dynamic_metadata[NOTES] = dict(notes)
+    return answer
+
+
+def with_served(endpoint: str) -> Any:
+    """Return the answer to an answer's head that names who serves it, for conformance tests."""
+    answer = nothing("response_headers")
+    option = answer.response_headers.response.header_mutation.set_headers.add()
+    option.append_action = _OVERWRITE
+    option.header.key = "x-conformance-test-served-endpoint"
+    option.header.raw_value = endpoint.encode()
     return answer
 
 

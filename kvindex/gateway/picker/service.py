@@ -50,6 +50,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
         body_bytes: most bytes of a request's body.
         metrics_port: where Prometheus series are served over HTTP, at the same address; None:
             nowhere.
+        is_conformance: whether requests may name their endpoints, for conformance tests.
     """
 
     host: str = "0.0.0.0"
@@ -58,6 +59,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_plain: bool = False
     body_bytes: int = 10 << 20
     metrics_port: int | None = None
+    is_conformance: bool = False
 
 
 class PickerServer:
@@ -109,6 +111,7 @@ class PickerServer:
             tokenizing,
             most_bytes=self._settings.body_bytes,
             queue_within=self._queue_within,
+            is_conformance=self._settings.is_conformance,
         )
         server = new_server(picker, self._health, self._settings.body_bytes)
         self._listen(server)

@@ -58,6 +58,7 @@ class Picker:
         access: counts and logs the requests; of its own by default.
         engine_token: returns the engines' API key, for requests that bring none.
         has_reports: whether the proxy is our own Envoy, which reports answers.
+        is_conformance: whether requests may name their endpoints, as in conformance tests.
 
     Attributes:
         access: as given.
@@ -76,6 +77,7 @@ class Picker:
         access: Access | None = None,
         engine_token: Callable[[], str | None] = lambda: None,
         has_reports: bool = False,
+        is_conformance: bool = False,
     ) -> None:
         self.routing = routing
         self.tokenizing = tokenizing
@@ -83,6 +85,7 @@ class Picker:
         self.queue_within = queue_within
         self.access = access or Access()
         self.engine_token = engine_token
+        self.is_conformance = is_conformance
         self.reports = Reports(self.access, self.move, _loop_time) if has_reports else None
         self._prefix = secrets.token_hex(6)
         self._numbers = count(1)
@@ -149,7 +152,10 @@ class _PickedRequest:
                 yield answer
         elif kind == "response_headers":
             self._answered(message)
-            yield messages.nothing(kind)
+            if self._picker.is_conformance:
+                yield messages.with_served(messages.served_by(message))
+            else:
+                yield messages.nothing(kind)
         elif kind == "response_body":
             for answer in self._received(message.response_body):
                 yield answer
@@ -188,6 +194,8 @@ class _PickedRequest:
         self._request_id = fields.get(b"x-request-id", b"").decode("latin-1")[:128]
         self._brings_key = b"authorization" in fields
         self._subset = messages.subset_of(message)
+        if self._picker.is_conformance and (named := fields.get(messages.STEERS.encode())):
+            self._subset = frozenset(part.strip() for part in named.decode("latin-1").split(","))
         if message.request_headers.end_of_stream:  # a GET: any engine
             self._body = None
             for answer in self._anywhere():

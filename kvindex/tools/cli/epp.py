@@ -41,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "for which a request may wait; then 429 (default: 30)"
     option(parser, "--wait-within S", text, seconds, dest="queue_within")
     option(parser, "--policy NAME", "of the routers (default: kvindex)")
+    text = "let requests name endpoints, for conformance tests of gateways only"
+    option(parser, "--conformance", text)
     text = "Engines that appear, leave, move and grow are followed."
     add_discovery(parser.add_argument_group("discovery", text))
 
@@ -65,7 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError("--tls-cert and --tls-key belong together")
         tls = {"tls": (arguments.tls_cert, arguments.tls_key)}
     names = ("host", "port", "body_bytes", "metrics_port")
-    picker = PickerSettings(**given(arguments, names), **tls, is_plain=bool(arguments.plain))
+    picker = PickerSettings(
+        **given(arguments, names),
+        **tls,
+        is_plain=bool(arguments.plain),
+        is_conformance=bool(arguments.conformance),
+    )
     if arguments.access_log:
         log_requests()
     reader = arguments.engine_token_file and token_reader(arguments.engine_token_file)

@@ -297,6 +297,24 @@ def test_other_paths_go_to_any_engine(served: Picker) -> None:
     assert streamed(others) == b"sound"
 
 
+def test_requests_name_endpoints_only_in_conformance_tests(served: Picker) -> None:
+    steered: Any = {"test_epp_endpoint_selection": "10.9.9.9"}
+    first, *_ = served.process_all([head(**steered), body(chat())])
+    assert endpoint_in(first) in served.endpoints, "which is ignored"
+    with picker("--conformance") as tested:
+        for endpoint in tested.endpoints:
+            answered = answer_head()
+            fields = answered.metadata_context.filter_metadata[messages.NAMESPACE]
+            fields[messages.SERVED] = endpoint
+            asked = head("/", "GET", end=True, test_epp_endpoint_selection=endpoint)
+            first, last = tested.process_all([asked, answered])
+            assert endpoints_in(first) == [endpoint]
+            said = fields_of(last, "response_headers")
+            assert said == {"x-conformance-test-served-endpoint": endpoint.encode()}
+        (answer,) = tested.process_all([head(end=True, **steered)])
+        assert answer.immediate_response.status.code == 503
+
+
 def test_by_default_it_serves_with_a_certificate_of_its_own() -> None:
     with ExitStack() as opened:
         engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
