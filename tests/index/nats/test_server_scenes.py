@@ -137,8 +137,8 @@ def test_fault_a_store_rolled_back_and_its_relay_killed_makes_replicas_join_anew
     own_server.roll_back(tmp_path / "copy")
     scene.are_stale()
     second = stack.enter_context(RelayProcess(pool, scene.engines, "--store=file"))
-    report = second.wait_until_it_writes()
-    assert report["resume"]["restored"] == len(scene.engines)
+    second.wait_until_it_writes()
+    report = second.wait_for(lambda report: report["resume"]["restored"] == len(scene.engines))
     scene.settle()
     assert report["relay"]["epochs"] == 1
     scene.rejoined("new_epoch")
