@@ -10,6 +10,7 @@ local CONTENT = {  -- what stands in an event with content, of each API; most to
   '"content_block_delta"', '"response%.[%a_]+%.delta"',
 }
 local MOST_KEPT = 1048576  -- bytes of an event without an end
+local MOST_USAGE = 4096  -- bytes of a usage
 
 local function has_content(events)
   for _, pattern in ipairs(CONTENT) do
@@ -72,7 +73,9 @@ local function note_usage(handle, text)
   local has_some = false
   for usage in string.gmatch(text, '"usage":%s*(%b{})') do
     local notes = handle:streamInfo():dynamicMetadata():get("kvindex")
-    note(handle, notes["usage"] and "usage_at_end" or "usage", usage)
+    if #usage <= MOST_USAGE and not find(usage, '[\128-\255]') then  -- what the log can carry
+      note(handle, notes["usage"] and "usage_at_end" or "usage", usage)
+    end
     has_some = true
   end
   return has_some

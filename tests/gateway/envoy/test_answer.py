@@ -148,6 +148,13 @@ def test_a_whole_answer_passes_and_its_usage_is_noted(program: Any) -> None:
         assert usage_noted(answer.notes) == Usage(10, 3, 8)
 
 
+@pytest.mark.parametrize("odd", [b"\xff", b'"' + b"x" * 5_000 + b'"'])
+def test_a_usage_that_the_access_log_cannot_carry_is_not_noted(program: Any, odd: bytes) -> None:
+    report = b'data: {"choices": [], "usage": {"a": ' + odd + b"}}\n\n"
+    answer = answered(program, [TEXT, report, DONE], hides=True)
+    assert (answer.body, usage_noted(answer.notes)) == (TEXT + DONE, None)
+
+
 def test_an_event_without_an_end_costs_no_more_for_each_byte_the_longer_it_is(program: Any) -> None:
     def taken(size: int) -> float:
         began = time.process_time()
