@@ -55,7 +55,8 @@ class Child:
         self._before = before
         self._command = command
         self._descriptors = descriptors
-        self._preexec = _die_with_parent() if dies_with_parent else None
+        is_linux = sys.platform == "linux"
+        self._preexec = _die_with_parent() if dies_with_parent and is_linux else None
         self._began = 0.0
         self._pause = 0.0
 

@@ -1,4 +1,7 @@
-"""`kvindex gateway --from`: two gateways follow one relay on NATS, and share their load."""
+"""`kvindex gateway --from`: two gateways follow one relay on NATS, and share their load.
+
+The second one has Envoy in front, where that is installed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine
-from tests.gateway.test_gateway import LONG, Gateway, chat, live_ranks, port_of
+from tests.gateway.picker.envoys import binary
+from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, live_ranks, port_of
 from tests.live import until
 from tests.nats_server import NatsServer
 from tests.tools.commands import started
@@ -30,8 +34,8 @@ def two_gateways(folder: Path) -> Iterator[tuple[list[Gateway], NatsServer]]:
         small = ("--max-bytes", "16m")
         opened.enter_context(started("relay", server.url, "--pool", "p", *small, *urls))
         gateways = []
-        for _ in range(2):
-            options = ("--port", "0", "--from", f"{server.url}/p")
+        for front in ((), ENVOY if binary() else ()):
+            options = ("--port", "0", "--from", f"{server.url}/p", *front)
             process = opened.enter_context(started("gateway", *options, *urls))
             gateways.append(Gateway(process, port_of(process), engines))
         until(lambda: [live_ranks(gateway) for gateway in gateways] == [2, 2])
@@ -53,9 +57,9 @@ def test_each_finds_what_the_other_has_sent_and_counts_its_load(tmp_path: Path) 
         until(lambda: cached(second, LONG) > 0)
 
         def held() -> int:
-            before = second.statistics()["tokens"]["held"]
+            before = second.settled()["tokens"]["held"]
             cached(second, LONG)
-            return int(second.statistics()["tokens"]["held"] - before)
+            return int(second.settled()["tokens"]["held"] - before)
 
         until(lambda: held() > 0)
         until(
