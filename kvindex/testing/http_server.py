@@ -34,7 +34,6 @@ class Server:
         self.faults = HttpFaults()
         self.counters: Counter[str] = Counter()
         self._answer = answer
-        self._tasks: set[asyncio.Task[None]] = set()
         self.socket = socket.create_server((host, port), backlog=1024)
         # Accepted sockets inherit it: each token is sent at once.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -59,14 +58,14 @@ class Server:
         server = await asyncio.start_server(self._accept, sock=self.socket, limit=_MAX_HEAD)
         await self._stop.wait()
         server.close()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A connection that was just accepted has a task before long.
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.sleep(0)  # all of them begin, so that they close what they have
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         try:
             while await self._exchange(reader, writer):
                 pass
@@ -75,7 +74,6 @@ class Server:
         except asyncio.CancelledError:
             pass  # `close`
         finally:
-            self._tasks.discard(task)
             if self._stop.is_set():
                 writer.transport.abort()
             else:
