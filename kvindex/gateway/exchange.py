@@ -32,7 +32,7 @@ _MOST_KEPT: Final = 64 << 10  # bytes of an answer that are kept back with its h
 _MOST_READ: Final = 8 << 20  # bytes of a whole answer whose usage is read
 _TOUCH_TOKENS: Final = 64  # tokens, and seconds, after which the place receives the number:
 _TOUCH_SECONDS: Final = 1.0  # each report costs as much as a token
-_CLIENT_LEFT: Final = 499  # the status of a request whose client received none
+CLIENT_LEFT: Final = 499  # the status of a request whose client received none
 _RETRIED: Final = frozenset({502, 503})
 _UNAVAILABLE: Final = frozenset(
     {"refused", "timeout_connect", "timeout_head", "silent", "status_503"}
@@ -296,7 +296,7 @@ class Exchange:
         if self.stage is Stage.FORWARDED and self._events is not None and self._events.is_done:
             self._end_as_reported(now)
         elif self.stage is not Stage.ENDED:
-            self._end(End.LEFT, self.status or _CLIENT_LEFT, now)
+            self._end(End.LEFT, self.status or CLIENT_LEFT, now)
 
     # What a proxy reports that forwards answers by itself ---------------------------------------
 

@@ -18,7 +18,7 @@ _HOP: Final = frozenset(
 _FROM_CLIENTS: Final = _HOP | {b"host", b"expect", b"accept-encoding", b"proxy-authorization"}
 _FROM_ENGINES: Final = _HOP | {b"date", b"server"}
 # Only a gateway may name ranks and destinations.
-_FORGED: Final = (
+FORGED: Final = (
     *(b"x-gateway-", b"x-kvindex-", b"x-data-parallel-", b"x-routed-dp-rank"),
     *(b"x-prefiller-host", b"x-encoder-hosts"),
 )
@@ -39,7 +39,7 @@ def request_headers(headers: Headers, *, passes_keys: bool) -> list[tuple[bytes,
         (name, value)
         for name, value in headers
         if name not in _FROM_CLIENTS
-        and not name.startswith(_FORGED)
+        and not name.startswith(FORGED)
         and (passes_keys or name != b"authorization")
         and name not in named
     ]

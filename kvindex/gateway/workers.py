@@ -37,13 +37,14 @@ def workers(command: Sequence[str], listener: socket.socket, proxies: int) -> Ch
     opened = ExitStack()
     folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="kvindex-"))
     path, fd = os.path.join(folder, "router"), listener.fileno()
-    router = Child("router", [*command, *_options("router", path)])
-    proxy = [*command, *_options("proxy", path, fd)]
+    router = Child("router", [*command, *part_options("router", path)])
+    proxy = [*command, *part_options("proxy", path, fd)]
     started = [Child(f"proxy-{number}", proxy, (fd,)) for number in range(proxies)]
     return Children([router], started, opened)
 
 
-def _options(part: str, path: str, descriptor: int = -1) -> list[str]:
+def part_options(part: str, path: str, descriptor: int = -1) -> list[str]:
+    """Return the option that gives a process its part; `run_part` reads it."""
     return ["--part", f"{part}:{descriptor}:{path}"]
 
 

@@ -18,6 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from kvindex.gateway.calls import ROUTES
+from kvindex.gateway.exchange import MOST_TRIES
+from kvindex.gateway.passing import FORGED
 from kvindex.gateway.picker.messages import DESTINATION, NAMESPACE, NOTES
 from kvindex.gateway.picker.reports import ENGINES
 from kvindex.gateway.settings import GatewaySettings
@@ -37,9 +39,8 @@ _MANY: Final = 100_000  # connections and requests: the limits are elsewhere
 _PICKER_SECONDS: Final = 1.0  # for an answer, beyond the times in which the picker answers itself
 _KEEPALIVE_SECONDS: Final = 4  # vLLM and SGLang close idle connections after 5
 _CONNECT_SECONDS: Final = 3
-_TRIES: Final = 3
 _REPORT_SECONDS: Final = 60  # between reports of a request that is open
-_FORGED: Final = ("x-gateway-", "x-kvindex-", "x-data-parallel-", "x-routed-dp-rank", "x-envoy-")
+_FORGED: Final = (*(prefix.decode() for prefix in FORGED), "x-envoy-")
 
 
 def bootstrap(
@@ -194,7 +195,7 @@ def _retries(settings: GatewaySettings) -> dict[str, Any]:
     return {
         "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
         "retriable_status_codes": [502, 503],
-        "num_retries": _TRIES - 1,
+        "num_retries": MOST_TRIES - 1,
         "per_try_idle_timeout": _seconds(settings.head_within),
         "retry_host_predicate": [_extension("retry_host_predicates.previous_hosts", previous)],
         "host_selection_retry_max_attempts": 5,

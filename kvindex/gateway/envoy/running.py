@@ -32,9 +32,8 @@ from kvindex.gateway.picker.service import Health, new_server
 from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
-
-PART: Final = "picker"
-"""The name of the picker's part, as on its command line."""
+from kvindex.gateway.workers import part_options
+from kvindex.service.http.listening import reachable
 
 _LOOK_SECONDS: Final = 0.1  # between looks at which engines there are
 _SWEEP_LOOKS: Final = 600  # between looks for requests without reports
@@ -74,25 +73,14 @@ def reserved(settings: GatewaySettings) -> tuple[socket.socket, tuple[str, int]]
     Raises:
         OSError: it is somebody else's.
     """
-    listening = settings.listening
-    family, *_, address = socket.getaddrinfo(
-        listening.host, listening.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    holder = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(address)
-        host, port = holder.getsockname()[:2]
-    except OSError as error:
-        holder.close()
-        why = error.strerror or error
-        raise OSError(f"cannot listen at {listening.host} port {listening.port}: {why}") from error
+    holder = settings.listening.reserve()
+    host, port = holder.getsockname()[:2]
     return holder, (host, port)
 
 
 def wait_listening(address: tuple[str, int], is_over: threading.Event) -> bool:
     """Wait until Envoy accepts connections, or it is over; return whether it does."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
+    host = reachable(address[0])
     while not is_over.wait(_LOOK_SECONDS):  # nothing announces it
         with suppress(OSError):
             socket.create_connection((host, address[1]), 1.0).close()
@@ -124,7 +112,7 @@ def with_envoy(
     ready, announce = os.pipe()
     opened.callback(os.close, ready)
     opened.callback(os.close, announce)
-    picker = Child("the picker", [*command, "--part", f"{PART}:{announce}:{folder}"], (announce,))
+    picker = Child("the picker", [*command, *part_options("picker", folder, announce)], (announce,))
     options = ["-c", str(path), "--disable-hot-restart", "--log-level", "error"]
     options += [] if threads is None else ["--concurrency", str(threads)]
     envoy = Child(

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvindex.gateway.access import Access
 from kvindex.gateway.events import Usage, usage_of
-from kvindex.gateway.exchange import End, Exchange, Failure
+from kvindex.gateway.exchange import CLIENT_LEFT, End, Exchange, Failure
 from kvindex.gateway.picker.messages import NOTES
 
 BOOKING: Final = "booking"
@@ -24,7 +24,6 @@ ENGINES: Final = "engines"
 """The name of the engines' cluster."""
 
 _SILENT_SECONDS: Final = 200.0  # after which an open request, reported each minute, is given up
-_LEFT: Final = 499
 _GONE: Final = 502
 
 
@@ -123,7 +122,7 @@ def _ending(entry: Any, said: dict[str, str]) -> tuple[End, int]:
     details = entry.response.response_code_details
     has_left = flags.downstream_connection_termination or flags.downstream_remote_reset
     if has_left and "last" not in said:
-        return End.LEFT, status or _LEFT
+        return End.LEFT, status or CLIENT_LEFT
     if details.startswith("upstream_reset_after_response_started"):
         return End.BROKEN, status
     if "error" in said:

@@ -15,7 +15,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call
 from kvindex.gateway.choosing import LocalRouting, NoRankError, Place
-from kvindex.gateway.exchange import Exchange, Stage
+from kvindex.gateway.exchange import MOST_TRIES, Exchange, Stage
 from kvindex.gateway.front import no_place_reply
 from kvindex.gateway.models import Serving, UnknownModelError, pin
 from kvindex.gateway.passing import with_fields
@@ -34,7 +34,6 @@ from kvindex.gateway.waiting import ShedError
 from kvindex.service.http import Headers, Reply
 
 _BUFFERED, _DUPLEX = 2, 4  # ProcessingMode.BUFFERED, FULL_DUPLEX_STREAMED
-_MOST_ENDPOINTS: Final = 3  # for a request: the chosen one, and where to try again
 
 
 class _Head(msgspec.Struct):
@@ -379,7 +378,7 @@ def _others(place: Place, eligible: Sequence[Serving]) -> list[Serving]:
         for each in turn
         if each.ranks == place.serving.ranks and pin(each, _same_rank(place, each)) == place.pin
     ]
-    return alike[: _MOST_ENDPOINTS - 1]
+    return alike[: MOST_TRIES - 1]
 
 
 def _same_rank(place: Place, serving: Serving) -> Rank:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -66,7 +67,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
     def url(self, port: int) -> str:
         """Return where a server at this port is reached from this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        host = reachable(self.host)
         return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def tokens(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -100,18 +101,43 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         connection needs some.
         """
         _allow_descriptors()
-        try:
-            addresses = socket.getaddrinfo(
-                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            family, *_, address = addresses[0]
+        with self._address() as (family, address):
             listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        except OSError as error:
-            why = error.strerror or error
-            raise OSError(f"cannot listen at {self.host} port {self.port}: {why}") from error
         # Accepted sockets inherit it; asyncio sets it only where the protocol's number was given.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
+
+    def reserve(self) -> socket.socket:
+        """Return a socket that keeps the address and never listens; raises OSError.
+
+        A server that sets SO_REUSEADDR can bind and listen beside it.
+        """
+        with self._address() as (family, address):
+            holder = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind(address)
+            except OSError:
+                holder.close()
+                raise
+        return holder
+
+    @contextmanager
+    def _address(self) -> Iterator[tuple[socket.AddressFamily, Any]]:
+        """Look the address up; what fails with it says where it was to listen."""
+        try:
+            family, *_, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            yield family, address
+        except OSError as error:
+            why = error.strerror or error
+            raise OSError(f"cannot listen at {self.host} port {self.port}: {why}") from error
+
+
+def reachable(host: str) -> str:
+    """Return the host at which this machine reaches a listener at a host."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def is_loopback(host: str) -> bool:
