@@ -218,7 +218,7 @@ class _PickedRequest:
         if self._size > self._picker.most_bytes:
             text = f"the body is longer than {self._picker.most_bytes} bytes"
             yield self._refuse(error_reply(413, text, code="body"))
-        elif part.end_of_stream:
+        elif part.end_of_stream or self._is_buffered:  # whose trailers are still to come
             async for answer in self._whole(is_end=True):
                 yield answer
 

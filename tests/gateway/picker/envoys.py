@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvindex.testing.ports import reserve_port
 from tests.children import ended_after
@@ -17,6 +17,22 @@ from tests.live import PATIENCE, until
 
 DESTINATION = "x-gateway-destination-endpoint"
 _TYPES = "type.googleapis.com/envoy.extensions"
+
+# A test names a subset as gateways do, in metadata: as text, or as a list.
+_SUBSETS = f"""
+function envoy_on_request(handle)
+  local text, list = handle:headers():get("test-subset"), handle:headers():get("test-subset-list")
+  local value = text
+  if list then
+    value = {{}}
+    for part in string.gmatch(list, "[^,]+") do value[#value + 1] = part end
+  end
+  if value then
+    local metadata = handle:streamInfo():dynamicMetadata()
+    metadata:set("envoy.lb.subset_hint", "{DESTINATION}-subset", value)
+  end
+end
+"""
 
 
 def binary() -> Path | None:
@@ -27,11 +43,36 @@ def binary() -> Path | None:
     return next((path for path in found if path.exists()), None)
 
 
-class Envoy:
-    """A running Envoy."""
+class Pool(NamedTuple):
+    """Engines, `ip:port` each, and the port of their picker: None for a plain proxy."""
 
-    def __init__(self, port: int) -> None:
+    picker_port: int | None
+    endpoints: Sequence[str]
+
+
+class Options(NamedTuple):
+    """How an Envoy is configured.
+
+    The names of the health check's service and of the body's mode are those of the protocol.
+    """
+
+    request_mode: str = "FULL_DUPLEX_STREAMED"
+    service: str = "readiness"
+    fails_open: bool = True
+    retries: bool = True
+    is_tls: bool = False  # towards the picker
+    is_h2c: bool = False  # towards the engines
+
+
+AS_GATEWAYS_DO = Options()
+
+
+class Envoy:
+    """A running Envoy, and the file of its access log."""
+
+    def __init__(self, port: int, log: Path) -> None:
         self.port = port
+        self.log = log
 
     def ask(self, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> Any:
         """Send a request; return its status, its fields and its body."""
@@ -44,72 +85,152 @@ class Envoy:
         finally:
             connection.close()
 
+    def sent(self, request_id: str) -> dict[str, Any]:
+        """Return what was sent for a request: its line in the access log, once it has ended."""
+        return until(lambda: self._line(request_id), lambda line: line is not None) or {}
+
+    def _line(self, request_id: str) -> dict[str, Any] | None:
+        lines = map(json.loads, self.log.read_text().splitlines())
+        return next((line for line in lines if line["id"] == request_id), None)
+
 
 @contextmanager
-def envoy(folder: Path, picker_port: int, engines: Sequence[str]) -> Iterator[Envoy]:
-    """Run an Envoy in front of engines, `ip:port` each."""
+def envoy(folder: Path, *pools: Pool, options: Options = AS_GATEWAYS_DO) -> Iterator[Envoy]:
+    """Run an Envoy in front of pools, which have an equal share of the requests each."""
     holder, port = reserve_port()
     holder.close()
-    path = folder / "envoy.json"
-    path.write_text(json.dumps(_config(port, picker_port, engines)))
+    path, lines = folder / f"envoy-{port}.json", folder / f"access-{port}.log"
+    path.write_text(json.dumps(_config(port, lines, pools, options)))
     command = [str(binary()), "-c", str(path), "--concurrency", "1", "-l", "warning"]
-    log = (folder / "envoy.log").open("wb")
-    with log, subprocess.Popen([*command, "--use-dynamic-base-id"], stderr=log) as process:
-        with ended_after(process):
-            started = Envoy(port)
-            until(lambda: _is_up(started))
-            yield started
+    command += ["--file-flush-interval-msec", "10", "--use-dynamic-base-id"]
+    log = (folder / f"envoy-{port}.log").open("wb")
+    with log, subprocess.Popen(command, stderr=log) as process, ended_after(process):
+        started = Envoy(port, lines)
+        until(lambda: _is_up(started, 400 if pools[0].picker_port else 200))
+        yield started
 
 
-def _is_up(started: Envoy) -> bool:
-    """Whether the picker is healthy for Envoy: then it answers what is no JSON."""
+def _is_up(started: Envoy, status: int) -> bool:
+    """Whether Envoy answers, and all pickers are healthy for it: they answer what is no JSON."""
+    asked = (b"no JSON",) if status == 400 else (b"", "/v1/models")
     try:
-        return bool(started.ask(b"no JSON")[0] == 400)
+        return {started.ask(*asked)[0] for _ in range(6)} == {status}
     except OSError:
         return False
 
 
-def _config(port: int, picker_port: int, engines: Sequence[str]) -> dict[str, Any]:
-    streamed = {"request_header_mode": "SEND", "response_header_mode": "SEND"}
-    streamed |= {f"{part}_body_mode": "FULL_DUPLEX_STREAMED" for part in ("request", "response")}
-    streamed |= {f"{part}_trailer_mode": "SEND" for part in ("request", "response")}
+def _config(port: int, log: Path, pools: Sequence[Pool], options: Options) -> dict[str, Any]:
+    numbered = list(enumerate(pools))
+    clusters = [_engines(f"engines-{n}", pool.endpoints, options) for n, pool in numbered]
+    clusters += [
+        _picker(f"picker-{n}", pool.picker_port, options)
+        for n, pool in numbered
+        if pool.picker_port is not None
+    ]
+    listener = {
+        "name": "in",
+        "address": _address("127.0.0.1", port),
+        "filter_chains": [{"filters": [_connections(log, pools, options)]}],
+    }
+    return {"static_resources": {"listeners": [listener], "clusters": clusters}}
+
+
+def _connections(log: Path, pools: Sequence[Pool], options: Options) -> dict[str, Any]:
+    picked = {"name": "envoy.filters.http.ext_proc", "typed_config": _picking(options)}
+    lua = {"@type": f"{_TYPES}.filters.http.lua.v3.Lua"}
+    lua |= {"default_source_code": {"inline_string": _SUBSETS}}  # type: ignore[dict-item]
+    router = {"@type": f"{_TYPES}.filters.http.router.v3.Router"}
+    filters = [
+        {"name": "envoy.filters.http.lua", "typed_config": lua},
+        *([picked] if pools[0].picker_port is not None else []),
+        {"name": "envoy.filters.http.router", "typed_config": router},
+    ]
+    manager = {
+        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "in",
+        "stream_idle_timeout": "0s",
+        "preserve_external_request_id": True,
+        "http_protocol_options": {"enable_trailers": True},
+        "access_log": [_access_log(log)],
+        "route_config": {
+            "virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [_route(pools, options)]}]
+        },
+        "http_filters": filters,
+    }
+    return {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
+
+
+def _route(pools: Sequence[Pool], options: Options) -> dict[str, Any]:
+    """All pools alike; each asks its own picker."""
+
+    def weighted(number: int) -> dict[str, Any]:
+        asked = {"envoy_grpc": {"cluster_name": f"picker-{number}"}}
+        own = {
+            "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExtProcPerRoute",
+            "overrides": {"grpc_service": asked},
+        }
+        return {
+            "name": f"engines-{number}",
+            "weight": 1,
+            "typed_per_filter_config": {"envoy.filters.http.ext_proc": own},
+        }
+
+    previous = f"{_TYPES}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+    predicate = {"name": "envoy.retry_host_predicates.previous_hosts"}
+    retries = {
+        "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
+        "retriable_status_codes": [503],
+        "num_retries": 2,
+        "retry_host_predicate": [{**predicate, "typed_config": {"@type": previous}}],
+        "host_selection_retry_max_attempts": 5,
+    }
+    clusters = {"clusters": [weighted(number) for number in range(len(pools))]}
+    action = {"weighted_clusters": clusters, "timeout": "0s"}
+    action |= {"retry_policy": retries} if options.retries else {}
+    return {"match": {"prefix": "/"}, "route": action}
+
+
+def _picking(options: Options) -> dict[str, Any]:
+    modes = {"request_header_mode": "SEND", "response_header_mode": "SEND"}
+    modes |= {"request_body_mode": options.request_mode}
+    modes |= {"response_body_mode": "FULL_DUPLEX_STREAMED"}
+    modes |= {f"{part}_trailer_mode": "SEND" for part in ("request", "response")}
     spaces = {"untyped": ["envoy.lb.subset_hint", "envoy.lb"]}
-    picking = {
+    return {
         "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
-        "processing_mode": streamed,
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker-0"}},
+        "processing_mode": modes,
         "message_timeout": "10s",
-        "failure_mode_allow": True,
+        "failure_mode_allow": options.fails_open,
         "response_attributes": ["upstream.address"],
         "metadata_options": {
             "forwarding_namespaces": spaces,
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
         },
     }
-    router = {"@type": f"{_TYPES}.filters.http.router.v3.Router"}
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "engines", "timeout": "0s"}}
-    manager = {
-        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "in",
-        "stream_idle_timeout": "0s",
-        "route_config": {"virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [
-            {"name": "envoy.filters.http.ext_proc", "typed_config": picking},
-            {"name": "envoy.filters.http.router", "typed_config": router},
-        ],
-    }
-    connections = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
-    listener = {
-        "name": "in",
-        "address": _address("127.0.0.1", port),
-        "filter_chains": [{"filters": [connections]}],
-    }
-    clusters = [_engines(engines), _picker(picker_port)]
-    return {"static_resources": {"listeners": [listener], "clusters": clusters}}
 
 
-def _engines(engines: Sequence[str]) -> dict[str, Any]:
-    """The engines' cluster: the host that the picker names, else the one with least to do."""
+def _access_log(path: Path) -> dict[str, Any]:
+    fields = {
+        "id": "%REQ(X-REQUEST-ID)%",
+        "header": f"%REQ({DESTINATION})%",
+        "metadata": f"%DYNAMIC_METADATA(envoy.lb:{DESTINATION})%",
+        "upstream": "%UPSTREAM_REMOTE_ADDRESS%",
+        "tries": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
+        "protocol": "%UPSTREAM_PROTOCOL%",
+        "rank": "%REQ(X-DATA-PARALLEL-RANK)%",
+        "objective": "%REQ(X-GATEWAY-INFERENCE-OBJECTIVE)%",
+        "sent": "%UPSTREAM_WIRE_BYTES_SENT%",
+    }
+    config = {"@type": f"{_TYPES}.access_loggers.file.v3.FileAccessLog", "path": str(path)}
+    return {
+        "name": "envoy.access_loggers.file",
+        "typed_config": {**config, "log_format": {"json_format": fields}},
+    }
+
+
+def _engines(name: str, endpoints: Sequence[str], options: Options) -> dict[str, Any]:
+    """A pool's cluster: the host that the picker names, else the one with least to do."""
     least = {"@type": f"{_TYPES}.load_balancing_policies.least_request.v3.LeastRequest"}
     fallback = {"policies": [{"typed_extension_config": {"name": "least", "typed_config": least}}]}
     override = {
@@ -120,31 +241,40 @@ def _engines(engines: Sequence[str]) -> dict[str, Any]:
         "fallback_policy": fallback,
     }
     policy = {"typed_extension_config": {"name": "override", "typed_config": override}}
+    http_1 = {"http_protocol_options": {"enable_trailers": True}}
     return {
-        "name": "engines",
+        "name": name,
         "type": "STATIC",
         "load_balancing_policy": {"policies": [policy]},
-        "load_assignment": _assignment("engines", engines),
+        "load_assignment": _assignment(name, endpoints),
+        **_http({"http2_protocol_options": {}} if options.is_h2c else http_1),
     }
 
 
-def _picker(port: int) -> dict[str, Any]:
-    options = {
-        "@type": f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http2_protocol_options": {}},
-    }
+def _picker(name: str, port: int, options: Options) -> dict[str, Any]:
     check: dict[str, Any] = {"timeout": "1s", "interval": "0.2s", "no_traffic_interval": "0.2s"}
     check |= {"unhealthy_threshold": 1, "healthy_threshold": 1}
-    return {
-        "name": "picker",
+    cluster = {
+        "name": name,
         "type": "STATIC",
-        "typed_extension_protocol_options": {
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options
-        },
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
-        "health_checks": [{**check, "grpc_health_check": {"service_name": "readiness"}}],
-        "load_assignment": _assignment("picker", [f"127.0.0.1:{port}"]),
+        "health_checks": [{**check, "grpc_health_check": {"service_name": options.service}}],
+        "load_assignment": _assignment(name, [f"127.0.0.1:{port}"]),
+        **_http({"http2_protocol_options": {}}),
     }
+    if options.is_tls:
+        context = {"@type": f"{_TYPES}.transport_sockets.tls.v3.UpstreamTlsContext"}
+        cluster["transport_socket"] = {"name": "tls", "typed_config": context}
+    return cluster
+
+
+def _http(explicit: dict[str, Any]) -> dict[str, Any]:
+    options = {
+        "@type": f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": explicit,
+    }
+    key = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    return {"typed_extension_protocol_options": {key: options}}
 
 
 def _assignment(name: str, endpoints: Sequence[str]) -> dict[str, Any]:

@@ -23,11 +23,12 @@ CHAT = "/v1/chat/completions"
 class Picker:
     """A picker, its engines, and a channel to it."""
 
-    def __init__(self, process: Running, port: int, engines: Sequence[HttpEngine]) -> None:
-        self.process, self.port, self.engines = process, port, engines
+    def __init__(self, process: Running, port: int, urls: Sequence[str]) -> None:
+        self.process, self.port = process, port
+        self.engines: Sequence[HttpEngine] = ()
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
         self.stub = ext_proc_grpc.ExternalProcessorStub(self.channel)
-        self.endpoints = sorted(messages.endpoint_of(engine.url) for engine in engines)
+        self.endpoints = sorted(map(messages.endpoint_of, urls))
 
     def process_all(self, requests: Sequence[Any]) -> list[Any]:
         """Send a whole stream; return all answers."""
@@ -41,21 +42,39 @@ class Picker:
 
 
 @contextmanager
-def picker(*options: str, ranks: int = 1) -> Iterator[Picker]:
+def fake_engines(ranks: int = 1) -> Iterator[list[HttpEngine]]:
+    """Run two engines."""
     with ExitStack() as opened:
         engines = []
         for worker in ("a", "b"):
             own = [opened.enter_context(FakeEngine(worker, dp_rank=rank)) for rank in range(ranks)]
             engines.append(opened.enter_context(HttpEngine(own)))
-        urls = [engine.url for engine in engines]
-        listening = ("--host", "127.0.0.1", "--port", "0", "--plain", "--access-log")
-        process = opened.enter_context(started("epp", *listening, *options, *urls))
+        yield engines
+
+
+@contextmanager
+def picker(*options: str, ranks: int = 1, is_plain: bool = True) -> Iterator[Picker]:
+    """Run a picker in front of two engines."""
+    with fake_engines(ranks) as engines:
+        with picker_of([engine.url for engine in engines], *options, is_plain=is_plain) as served:
+            served.engines = engines
+            yield served
+
+
+@contextmanager
+def picker_of(urls: Sequence[str], *options: str, is_plain: bool = True) -> Iterator[Picker]:
+    """Run a picker in front of engines at these URLs."""
+    listening = ["--host", "127.0.0.1", "--port", "0", "--access-log"]
+    listening += ["--plain"] if is_plain else []
+    with started("epp", *listening, *options, *urls) as process:
         port = int(process.out.readline().rpartition(":")[2])
         for _ in urls:
             process.out.readline()  # the engines that it has found
-        served = Picker(process, port, engines)
-        opened.callback(served.channel.close)
-        yield served
+        served = Picker(process, port, urls)
+        try:
+            yield served
+        finally:
+            served.channel.close()
 
 
 def head(path: str = CHAT, method: str = "POST", *, end: bool = False, **fields: str) -> Any:

@@ -75,13 +75,18 @@ def test_trailers_may_end_a_request_and_are_answered(served: Picker) -> None:
     assert not any(piece.end_of_stream for piece in pieces), "the trailers end it"
 
 
+@pytest.mark.parametrize("has_trailers", [False, True])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_buffered_request_is_sent_by_the_answer_to_its_body(
-    served: Picker, is_stream: bool
+    served: Picker, is_stream: bool, has_trailers: bool
 ) -> None:
     asked = head()
     asked.protocol_config.request_body_mode = BUFFERED
-    first, second = served.process_all([asked, body(chat(stream=is_stream))])
+    whole = body(chat(stream=is_stream), end=not has_trailers)
+    first, second, *others = served.process_all(
+        [asked, whole, *([trailers()] if has_trailers else [])]
+    )
+    assert [each.WhichOneof("response") for each in others] == ["request_trailers"] * has_trailers
     assert first.WhichOneof("response") == "request_headers"
     assert not fields_of(first)
     assert endpoint_in(second, "request_body") in served.endpoints
@@ -357,7 +362,7 @@ def test_metrics_show_requests_and_ranks() -> None:
         engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
         command = ("epp", "--host", "127.0.0.1", "--port", "0", "--plain", "--metrics-port", "0")
         process = opened.enter_context(started(*command, engine.url))
-        served = Picker(process, int(process.out.readline().rpartition(":")[2]), [engine])
+        served = Picker(process, int(process.out.readline().rpartition(":")[2]), [engine.url])
         opened.callback(served.channel.close)
         url = process.out.readline().split()[-1]
         process.out.readline()
