@@ -97,8 +97,8 @@ class Routing(Protocol):
     def servings(self, model: str) -> Sequence[Serving]:
         """Return the engines of a model; raises UnknownModelError."""
 
-    def models(self) -> Collection[str]:
-        """Return the names of all models and adapters."""
+    def models(self) -> Mapping[str, Sequence[Serving]]:
+        """Return the engines of each model and adapter, by its name."""
 
     def counters(self) -> dict[str, int]:
         """Return how ranks were found, where that differs."""
@@ -122,9 +122,9 @@ class LocalRouting:
         """Return the engines of a model; raises UnknownModelError."""
         return self._models.find(model).servings
 
-    def models(self) -> Collection[str]:
-        """Return the names of all models and adapters."""
-        return self._models.names()
+    def models(self) -> Mapping[str, Sequence[Serving]]:
+        """Return the engines of each model and adapter, by its name. O(models)."""
+        return {name: model.servings for name, model in self._models.table().items()}
 
     async def reserve(
         self,

@@ -140,7 +140,8 @@ class Front:
     def _models(self, _: Request) -> Reply:
         listed = [
             {"id": name, "object": "model", "created": 0, "owned_by": "kvindex"}
-            for name in sorted(self._routing.models())
+            for name, servings in sorted(self._routing.models().items())
+            if not all(serving.is_silent for serving in servings)
         ]
         return json_reply(200, {"object": "list", "data": listed})
 

@@ -48,6 +48,7 @@ class Serving(msgspec.Struct, frozen=True):
         adapters: the LoRA adapters that it serves.
         first_rank: the lowest of its dp_ranks.
         ranks: how many it has.
+        is_silent: whether it has left two questions about itself unanswered.
     """
 
     worker: str
@@ -58,6 +59,7 @@ class Serving(msgspec.Struct, frozen=True):
     adapters: tuple[str, ...] = ()
     first_rank: int = 0
     ranks: int = 1
+    is_silent: bool = False
 
 
 class Pin(NamedTuple):
@@ -107,6 +109,7 @@ def serving_of(worker: str, report: EngineReport) -> Serving:
         report.adapters,
         report.first_rank,
         max(1, len(report.ranks)),
+        report.is_silent,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Final
@@ -119,9 +119,9 @@ class RemoteRouting:
             raise UnknownModelError(model, self._models)
         return servings
 
-    def models(self) -> Collection[str]:
-        """Return the names of all models and adapters."""
-        return self._models.keys()
+    def models(self) -> Mapping[str, Sequence[Serving]]:
+        """Return the engines of each model and adapter, by its name."""
+        return self._models
 
     async def reserve(
         self,

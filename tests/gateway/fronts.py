@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -95,6 +95,7 @@ class Scripted:
         self.sent: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
         self.answers: list[ScriptedAnswer] = []
         self.names: Sequence[str] = ("m",)
+        self.silent: Sequence[str] = ()
 
     async def tokens(self, call: Call, engines: Any) -> Tokens:
         if self.tokenizing is not None:
@@ -119,8 +120,11 @@ class Scripted:
     def counters(self) -> dict[str, int]:
         return {}
 
-    def models(self) -> Sequence[str]:
-        return self.names
+    def models(self) -> Mapping[str, Sequence[Any]]:
+        servings = {name: list(self.servings(name)) for name in self.names}
+        for name in self.silent:
+            servings[name] = [msgspec.structs.replace(servings[name][0], is_silent=True)]
+        return servings
 
     async def send(
         self, url: str, path: str, body: bytes, headers: Any, *, head_within: float

@@ -238,6 +238,10 @@ async def test_models_health_and_readiness() -> None:
         served.scripted.names = ["m", "adapter"]
         _, body = await get(b"/v1/models")
         assert [each["id"] for each in json.loads(body)["data"]] == ["adapter", "m"]
+        served.scripted.silent = ["m"]  # its engine is down
+        _, body = await get(b"/v1/models")
+        assert [each["id"] for each in json.loads(body)["data"]] == ["adapter"]
+        served.scripted.silent = []
         assert (await get(b"/health"))[0] == (await get(b"/ready"))[0] == 200
         served.scripted.names = []
         assert (await get(b"/ready"))[0] == 503

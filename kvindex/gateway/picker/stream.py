@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import msgspec
@@ -318,8 +318,7 @@ class _PickedRequest:
 
     def _anywhere(self, body: bytes | None = None, *, is_end: bool = True) -> Iterator[Any]:
         """Yield the answers that send a request without a prompt to any engine."""
-        routing = self._picker.routing
-        servings = {each for name in routing.models() for each in routing.servings(name)}
+        servings = chain.from_iterable(self._picker.routing.models().values())
         endpoints = {messages.endpoint_of(each.url) for each in servings if self._may_go_to(each)}
         found = sorted(endpoints - {""})
         if not found:

@@ -50,6 +50,8 @@ class EngineReport(msgspec.Struct, frozen=True):
         notes: remarks about these endpoints, for people.
         answers: by path, the received JSON, without keys and passwords.
         failures: by path, why no usable answer arrived.
+        is_silent: whether the engine has left two questions unanswered since. Only reports of
+            `Discovery.engines` are ever silent.
     """
 
     url: str
@@ -64,6 +66,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     answers: dict[str, Any] = {}
     failures: dict[str, str] = {}
+    is_silent: bool = False
 
     @property
     def first_rank(self) -> int:

@@ -31,6 +31,7 @@ logger = logging.getLogger("kvindex.subscribe.discovery")
 MAX_ENGINES = 4096
 """Most engines that are followed; further engines are refused, with a log line."""
 
+_SILENT_AFTER = 2  # questions that an engine leaves unanswered
 _FIRST_RETRY = 1.0  # seconds until an engine that did not answer is asked again; then it doubles
 
 
@@ -199,6 +200,8 @@ class Tracker:
         """Return the last reports of the engines that are added, by name, without their JSON."""
         return {
             name: engine.report
+            if engine.failures < _SILENT_AFTER
+            else msgspec.structs.replace(engine.report, is_silent=True)
             for name, engine in self._engines.items()
             if engine.is_added and engine.report is not None
         }

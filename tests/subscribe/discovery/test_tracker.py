@@ -183,6 +183,18 @@ def test_an_engine_that_does_not_answer_is_kept_for_a_while(
     assert set(running.ranks) == {"pod-0"}
 
 
+def test_an_engine_that_leaves_two_questions_unanswered_is_reported_as_silent(
+    running: Fleet,
+) -> None:
+    silent = []
+    for _ in range(3):
+        silent.append(running.tracker.reports()["pod-0"].is_silent)
+        running.fail(POD)
+    running.answer(POD, 0)
+    silent.append(running.tracker.reports()["pod-0"].is_silent)
+    assert silent == [False, False, True, False]
+
+
 def test_a_silent_engine_whose_events_still_come_is_kept(running: Fleet) -> None:
     running.fail(POD)
     running.alive.add("pod-0")
