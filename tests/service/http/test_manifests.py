@@ -15,8 +15,87 @@ from tests.service.test_deploy import parsed
 pytestmark = pytest.mark.service
 
 yaml = pytest.importorskip("yaml")
+jsonschema = pytest.importorskip("jsonschema")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
+
+NAME = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
+PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+
+
+def shape(_required: str = "", /, **fields: Any) -> dict[str, Any]:
+    """A schema of an object with these fields and no other."""
+    form = {"type": "object", "properties": fields, "additionalProperties": False}
+    return {**form, "required": _required.split()}
+
+
+def listed(item: Any, most: int) -> dict[str, Any]:
+    return {"type": "array", "items": item, "minItems": 1, "maxItems": most}
+
+
+# The fields that we use of kinds that are not Kubernetes' own, as these define them: Gateway API
+# v1 (1.4), Gateway API Inference Extension v1 (84436a9), Istio networking v1 (1.28).
+SPECS = {
+    "Gateway": shape(
+        "gatewayClassName listeners",
+        gatewayClassName=NAME,
+        listeners=listed(
+            shape(
+                "name port protocol",
+                name=NAME,
+                port=PORT,
+                protocol={"enum": ["HTTP", "HTTPS", "TLS", "TCP", "UDP"]},
+                allowedRoutes=shape(
+                    namespaces=shape("", **{"from": {"enum": ["All", "Selector", "Same"]}})
+                ),
+            ),
+            most=64,
+        ),
+    ),
+    "HTTPRoute": shape(
+        parentRefs=listed(shape("name", name=NAME), most=32),
+        rules=listed(
+            shape(
+                matches=listed(
+                    shape(
+                        path=shape(
+                            type={"enum": ["Exact", "PathPrefix", "RegularExpression"]},
+                            value={"type": "string", "pattern": "^/", "maxLength": 1024},
+                        )
+                    ),
+                    most=64,
+                ),
+                backendRefs=listed(shape("name", group=NAME, kind={}, name=NAME), most=16),
+                timeouts=shape(
+                    request={"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+                ),
+            ),
+            most=16,
+        ),
+    ),
+    "InferencePool": shape(
+        "selector targetPorts endpointPickerRef",
+        selector=shape("matchLabels", matchLabels={"additionalProperties": {"type": "string"}}),
+        targetPorts=listed(shape("number", number=PORT), most=8),
+        endpointPickerRef=shape(
+            "name",
+            name=NAME,
+            port=shape("number", number=PORT),
+            failureMode={"enum": ["FailOpen", "FailClose"]},
+        ),
+    ),
+    "DestinationRule": shape(
+        "host",
+        host=NAME,
+        trafficPolicy=shape(
+            tls=shape(
+                mode={"enum": ["DISABLE", "SIMPLE", "MUTUAL", "ISTIO_MUTUAL"]},
+                insecureSkipVerify={"type": "boolean"},
+            )
+        ),
+    ),
+}
 
 
 def documents() -> Iterator[dict[str, Any]]:
@@ -34,6 +113,22 @@ def of_kind(kind: str, name: str = "kvindex") -> dict[str, Any]:
 def pod(name: str = "kvindex") -> dict[str, Any]:
     spec: dict[str, Any] = of_kind("Deployment", name)["spec"]["template"]["spec"]
     return spec
+
+
+def test_every_document_has_the_form_of_its_kind() -> None:
+    newest = kubernetes_validate.latest_version()
+    for each in documents():
+        if each["kind"] in SPECS:
+            form = shape(
+                "apiVersion kind metadata spec",
+                apiVersion={},
+                kind={},
+                metadata=shape("name namespace", name=NAME, namespace=NAME),
+                spec=SPECS[each["kind"]],
+            )
+            jsonschema.validate(each, form)
+        else:
+            kubernetes_validate.validate(each, newest, strict=True)
 
 
 def test_the_commands_are_understood_and_can_work() -> None:
