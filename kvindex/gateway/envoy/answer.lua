@@ -53,14 +53,11 @@ local function without_usage(events)
   return table.concat(kept)
 end
 
--- Call the picker's method "First". A message of gRPC is framed by its length.
+-- Report that content has begun. By HTTP/1.1, since a call of gRPC takes the picker 0.5 ms.
 local function report_first(handle, booking, served)
-  local message = booking .. " " .. served
-  local frame = string.char(0, 0, 0, 0, #message) .. message
-  handle:httpCall("picker", {
-    [":method"] = "POST", [":path"] = "/kvindex.Answers/First", [":authority"] = "picker",
-    ["content-type"] = "application/grpc", ["te"] = "trailers",
-  }, frame, 1000, true)
+  handle:httpCall("answers", {
+    [":method"] = "POST", [":path"] = "/first", [":authority"] = "localhost",
+  }, booking .. " " .. served, 1000, true)
 end
 
 -- Envoy's objects do not outlive the wait for a chunk: the metadata is looked up each time.

@@ -28,6 +28,8 @@ from kvindex.service.http import Limits, Listening
 
 PICKER: Final = "picker"
 """The picker's socket, a file in the folder of the configuration."""
+ANSWERS: Final = "answers"
+"""That where the Lua program reports that an answer has begun."""
 DOOR: Final = "door"
 """That of the gateway's own HTTP server."""
 ENGINES_FILE: Final = "engines.json"
@@ -59,7 +61,12 @@ def bootstrap(
         "node": {"id": "kvindex", "cluster": "kvindex"},  # the engines' file needs them
         "static_resources": {
             "listeners": [_listener(settings, address, tokens)],
-            "clusters": [_engines(folder), _picker(folder), _door(folder)],
+            "clusters": [
+                _engines(folder),
+                _picker(folder),
+                _server(folder, ANSWERS),
+                _server(folder, DOOR),
+            ],
         },
         "overload_manager": {"resource_monitors": [_connections(listening.limits)]},
     }
@@ -269,7 +276,7 @@ def _access_log() -> dict[str, Any]:
         "log_name": "kvindex",
         "transport_api_version": "V3",
         "grpc_service": {"envoy_grpc": {"cluster_name": PICKER}},
-        "buffer_flush_interval": "0.01s",  # a load that is over counts for so long
+        "buffer_size_bytes": 0,  # at once: an open request counts as load
     }
     config = {
         "@type": f"{_TYPES}.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
@@ -337,12 +344,14 @@ def _picker(folder: str) -> dict[str, Any]:
     }
 
 
-def _door(folder: str) -> dict[str, Any]:
+def _server(folder: str, name: str) -> dict[str, Any]:
+    """A cluster of one of our own HTTP servers."""
     return {
-        "name": DOOR,
+        "name": name,
         "type": "STATIC",
         "connect_timeout": _seconds(_CONNECT_SECONDS),
-        "load_assignment": _assignment(DOOR, [_pipe(folder, DOOR)]),
+        "load_assignment": _assignment(name, [_pipe(folder, name)]),
+        "circuit_breakers": _no_limits(),
     }
 
 

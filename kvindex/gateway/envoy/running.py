@@ -24,7 +24,14 @@ import msgspec
 
 from kvindex import ConfigurationError
 from kvindex.gateway.children import Child, Children, from_parent
-from kvindex.gateway.envoy.config import DOOR, ENGINES_FILE, PICKER, bootstrap, engines_file
+from kvindex.gateway.envoy.config import (
+    ANSWERS,
+    DOOR,
+    ENGINES_FILE,
+    PICKER,
+    bootstrap,
+    engines_file,
+)
 from kvindex.gateway.gateway import door_with_page
 from kvindex.gateway.picker.messages import endpoint_of
 from kvindex.gateway.picker.reports import Reports
@@ -33,6 +40,8 @@ from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.workers import part_options
+from kvindex.service.http import Guard, Reply, Request, Route, Site
+from kvindex.service.http.connections import Connection
 from kvindex.service.http.listening import reachable
 
 _LOOK_SECONDS: Final = 0.1  # between looks at which engines there are
@@ -189,6 +198,10 @@ class _Picking:
         server = new_server(self._picker, health, self._body_bytes)
         server.add_insecure_port(f"unix:{self._folder}/{PICKER}")
         await server.start()
+        firsts = _firsts(reports)
+        answers = await self._loop.create_unix_server(
+            lambda: Connection(firsts), sock=_listener(f"{self._folder}/{ANSWERS}")
+        )
         accepts.set()
         try:
             self._write_engines()
@@ -196,6 +209,9 @@ class _Picking:
             await self._follow(reports)
         finally:
             self._loop = None
+            answers.close()
+            for connection in list(firsts.connections):
+                connection.abort()
             await server.stop(0)
 
     def abandon(self) -> None:
@@ -223,6 +239,16 @@ class _Picking:
             self._written = found
             self._version += 1
             _replace(self._folder, self._version, sorted(found - {""}))
+
+
+def _firsts(reports: Reports) -> Site:
+    """Return the server of the Lua program's reports."""
+
+    def first(request: Request) -> Reply:
+        reports.first(request.body)
+        return Reply(200, b"", b"")
+
+    return Site([Route("POST", "/first", first)], Guard())
 
 
 def _replace(folder: str, version: int, endpoints: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """What our own Envoy reports of the answers that it forwards: their begin, and how each ended.
 
-Its Lua program calls "First" when the content of a stream begins. Its access log reports each
+Its Lua program reports when the content of a stream begins. Its access log reports each
 request's end, and open ones each minute. Both name the request by the metadata that the picker
 gave with its head.
 """
@@ -89,7 +89,7 @@ class Reports:
         said = {name: notes.fields[name].string_value for name in notes.fields}
         end, status = _ending(entry, said)
         taken = common.time_to_last_downstream_tx_byte.ToTimedelta().total_seconds()
-        # "First" is noticed a moment after it was sent.
+        # The first token's report arrives a moment after it was sent.
         ended = (
             exchange.began_at + max(taken, exchange.first_token or 0.0) if taken else self._time()
         )

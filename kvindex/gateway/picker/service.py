@@ -218,7 +218,7 @@ def new_server(picker: Picker, health: Health, body_bytes: int) -> Any:
     )
     handlers = [_processing(picker)]
     if picker.reports is not None:
-        handlers += [_firsts(picker.reports), _access_log(picker.reports)]
+        handlers.append(_access_log(picker.reports))
     server.add_generic_rpc_handlers(handlers)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return server
@@ -235,15 +235,6 @@ def _processing(picker: Picker) -> Any:
         ext_proc.ProcessingResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler(SERVICE, {"Process": method})
-
-
-def _firsts(reports: Reports) -> Any:
-    async def first(message: bytes, _: Any) -> bytes:
-        reports.first(message)
-        return b""
-
-    method = grpc.unary_unary_rpc_method_handler(first)  # bytes in, bytes out
-    return grpc.method_handlers_generic_handler("kvindex.Answers", {"First": method})
 
 
 def _access_log(reports: Reports) -> Any:
