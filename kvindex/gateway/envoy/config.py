@@ -38,7 +38,8 @@ ENGINES_FILE: Final = "engines.json"
 _TYPES: Final = "type.googleapis.com/envoy.extensions"
 _CLUSTERS: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 _MANY: Final = 100_000  # connections and requests: the limits are elsewhere
-_PICKER_SECONDS: Final = 1.0  # for an answer, beyond the times in which the picker answers itself
+_PICKER_SECONDS: Final = 10.0  # in its queue, beyond the times in which it answers by itself
+_HUNG_SECONDS: Final = 3  # without an answer to a health check: then requests go without it
 _KEEPALIVE_SECONDS: Final = 4  # vLLM and SGLang close idle connections after 5
 _CONNECT_SECONDS: Final = 3
 _REPORT_SECONDS: Final = 60  # between reports of a request that is open
@@ -330,7 +331,8 @@ def _engines(folder: str) -> dict[str, Any]:
 
 def _picker(folder: str) -> dict[str, Any]:
     """The picker's cluster: without a health check, Envoy refuses what it cannot ask about."""
-    check: dict[str, Any] = {"timeout": "1s", "interval": "0.25s", "no_traffic_interval": "0.25s"}
+    check: dict[str, Any] = {"interval": "0.25s", "no_traffic_interval": "0.25s"}
+    check |= {"timeout": _seconds(_HUNG_SECONDS)}
     check |= {"unhealthy_threshold": 1, "healthy_threshold": 1, "initial_jitter": "0.01s"}
     return {
         "name": PICKER,
