@@ -99,11 +99,9 @@ def test_rules_1_and_9_envoy_asks_over_tls_and_checks_health_by_each_name(
 def test_rules_2_and_4_a_body_in_several_pieces_arrives_whole(tmp_path: Path, mode: str) -> None:
     with picker() as picked:
         with envoy(tmp_path, pool(picked), options=Options(mode)) as proxy:
+            size = 150_000 if mode == "BUFFERED" else 3_000_000  # Envoy buffers 1 MiB
             for stream in (False, True):  # streams have a field put in
-                padding = "x" * (
-                    150_000 if mode == "BUFFERED" else 3_000_000
-                )  # Envoy buffers 1 MiB
-                long = chat(TEXT, stream=stream, metadata={"padding": padding}, max_tokens=9)
+                long = chat(TEXT, stream=stream, metadata={"padding": "x" * size}, max_tokens=9)
                 request_id = f"{mode}-{stream}"
                 status, _, body = proxy.ask(long, x_request_id=request_id)
                 assert (status, proxy.sent(request_id)["tries"]) == (200, 1)
