@@ -90,7 +90,8 @@ class Envoy:
         return until(lambda: self._line(request_id), lambda line: line is not None) or {}
 
     def _line(self, request_id: str) -> dict[str, Any] | None:
-        lines = map(json.loads, self.log.read_text().splitlines())
+        whole, _, _ = self.log.read_text().rpartition("\n")
+        lines = map(json.loads, whole.splitlines())
         return next((line for line in lines if line["id"] == request_id), None)
 
 

@@ -26,6 +26,7 @@ class Picker:
     def __init__(self, process: Running, port: int, urls: Sequence[str]) -> None:
         self.process, self.port = process, port
         self.engines: Sequence[HttpEngine] = ()
+        self._logged: dict[str, dict[str, Any]] = {}
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
         self.stub = ext_proc_grpc.ExternalProcessorStub(self.channel)
         self.endpoints = sorted(map(messages.endpoint_of, urls))
@@ -33,6 +34,14 @@ class Picker:
     def process_all(self, requests: Sequence[Any]) -> list[Any]:
         """Send a whole stream; return all answers."""
         return list(self.stub.Process(iter(requests), timeout=PATIENCE))
+
+    def line(self, request_id: str) -> dict[str, Any]:
+        """Return a request's line of the access log, once it has ended."""
+        lines = self.lines()
+        while request_id not in self._logged:
+            line = next(lines)
+            self._logged[line["id"]] = line
+        return self._logged[request_id]
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of the access log."""
