@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -152,7 +153,8 @@ class Models:
         engines: returns the engines' reports by worker; the same object until they change.
         make_router: makes the router of a model; called once for each.
 
-    Owner: one event loop. Complexity: O(1) for a call while nothing changes, else O(engines).
+    Owner: one event loop; `servings` and `names` may be called from any thread.
+    Complexity: O(1) for a call while nothing changes, else O(engines).
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class Models:
         self._engines = engines
         self._make_router = make_router
         self._seen: tuple[object, object] = (None, None)
+        self._following = threading.Lock()  # or two threads would make two routers of a model
         self._models: dict[str, Model] = {}
         self._servings: dict[str, Serving] = {}
         self.routers: dict[str, Router] = {}
@@ -197,11 +200,17 @@ class Models:
         return self._servings
 
     def _current(self) -> dict[str, Model]:
-        engines, ranks = self._engines(), self._source.index.ranks
-        if (engines, ranks) != self._seen or engines is not self._seen[0]:
-            self._follow(engines, ranks)
-            self._seen = engines, ranks
+        if self._has_changed():
+            with self._following:
+                if self._has_changed():
+                    seen = engines, ranks = self._engines(), self._source.index.ranks
+                    self._follow(engines, ranks)
+                    self._seen = seen
         return self._models
+
+    def _has_changed(self) -> bool:
+        engines, ranks = self._engines(), self._source.index.ranks
+        return (engines, ranks) != self._seen or engines is not self._seen[0]
 
     def _follow(self, engines: Mapping[str, EngineReport], ranks: tuple[Rank, ...]) -> None:
         servings = [serving_of(worker, report) for worker, report in sorted(engines.items())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,6 +95,25 @@ class Fleet:
 )
 def test_a_rank_is_pinned_as_its_engine_reads_it(serving: Serving, rank: int, pinned: Pin) -> None:
     assert pin(serving, Rank("a", rank)) == pinned
+
+
+def test_two_threads_that_see_a_new_model_make_one_router_of_it() -> None:
+    fleet = Fleet()
+    made: list[Router] = []
+
+    def make_router(model: str) -> Router:
+        if not made:
+            second.start()
+            second.join(0.2)  # it would make another one at once
+        made.append(fleet.router(model))
+        return made[-1]
+
+    models = Models(fleet, lambda: fleet.engines, make_router)
+    second = threading.Thread(target=models.servings)
+    fleet.set(a=report("a", "m"))
+    assert models.find("m").router is made[0]
+    second.join()
+    assert len(made) == 1
 
 
 def test_models_and_adapters_are_those_of_the_engines_that_are_there() -> None:
