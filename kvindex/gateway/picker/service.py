@@ -50,6 +50,9 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
         body_bytes: most bytes of a request's body.
         metrics_port: where Prometheus series are served over HTTP, at the same address; None:
             nowhere.
+        endpoints: most that an answer names; those after the first are where a gateway may try
+            again. The protocol has a list, but agentgateway and clusters of Envoy that are
+            ORIGINAL_DST read one only.
         is_conformance: whether requests may name their endpoints, for conformance tests.
     """
 
@@ -59,6 +62,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_plain: bool = False
     body_bytes: int = 10 << 20
     metrics_port: int | None = None
+    endpoints: int = 1
     is_conformance: bool = False
 
 
@@ -111,6 +115,7 @@ class PickerServer:
             tokenizing,
             most_bytes=self._settings.body_bytes,
             queue_within=self._queue_within,
+            most_endpoints=self._settings.endpoints,
             is_conformance=self._settings.is_conformance,
         )
         server = new_server(picker, self._health, self._settings.body_bytes)

@@ -56,6 +56,7 @@ class Picker:
         queue_within: seconds that a request may wait for a rank.
         access: counts and logs the requests; of its own by default.
         engine_token: returns the engines' API key, for requests that bring none.
+        most_endpoints: that an answer names.
         has_reports: whether the proxy is our own Envoy, which reports answers.
         is_conformance: whether requests may name their endpoints, as in conformance tests.
 
@@ -75,6 +76,7 @@ class Picker:
         queue_within: float = 30.0,
         access: Access | None = None,
         engine_token: Callable[[], str | None] = lambda: None,
+        most_endpoints: int = MOST_TRIES,
         has_reports: bool = False,
         is_conformance: bool = False,
     ) -> None:
@@ -84,6 +86,7 @@ class Picker:
         self.queue_within = queue_within
         self.access = access or Access()
         self.engine_token = engine_token
+        self.most_endpoints = most_endpoints
         self.is_conformance = is_conformance
         self.reports = Reports(self.access, self.move, _loop_time) if has_reports else None
         self._prefix = secrets.token_hex(6)
@@ -241,7 +244,8 @@ class _PickedRequest:
             return
         place, others = found
         sent = with_fields(call.body, place.pin.body_fields)
-        endpoints = [messages.endpoint_of(each.url) for each in (place.serving, *others)]
+        tried = (place.serving, *others)[: self._picker.most_endpoints]
+        endpoints = [messages.endpoint_of(each.url) for each in tried]
         fields = [*place.pin.headers, *self._engine_key()]
         for answer in self._sent(",".join(endpoints), fields, body, sent, is_end):
             if call.hides_usage and self._picker.reports is not None:

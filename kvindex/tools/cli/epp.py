@@ -41,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "for which a request may wait; then 429 (default: 30)"
     option(parser, "--wait-within S", text, seconds, dest="queue_within")
     option(parser, "--policy NAME", "of the routers (default: kvindex)")
+    text = "that an answer names: more are where the gateway may try again (default: 1)"
+    option(parser, "--endpoints N", text, count)
     text = "let requests name endpoints, for conformance tests of gateways only"
     option(parser, "--conformance", text)
     text = "Engines that appear, leave, move and grow are followed."
@@ -66,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.tls_cert is None or arguments.tls_key is None:
             raise ConfigurationError("--tls-cert and --tls-key belong together")
         tls = {"tls": (arguments.tls_cert, arguments.tls_key)}
-    names = ("host", "port", "body_bytes", "metrics_port")
+    names = ("host", "port", "body_bytes", "metrics_port", "endpoints")
     picker = PickerSettings(
         **given(arguments, names),
         **tls,

@@ -73,7 +73,7 @@ def picker(*options: str, ranks: int = 1, is_plain: bool = True) -> Iterator[Pic
 @contextmanager
 def picker_of(urls: Sequence[str], *options: str, is_plain: bool = True) -> Iterator[Picker]:
     """Run a picker in front of engines at these URLs."""
-    listening = ["--host", "127.0.0.1", "--port", "0", "--access-log"]
+    listening = ["--host", "127.0.0.1", "--port", "0", "--access-log", "--endpoints=3"]
     listening += ["--plain"] if is_plain else []
     with started("epp", *listening, *options, *urls) as process:
         port = int(process.out.readline().rpartition(":")[2])

@@ -108,6 +108,12 @@ def test_the_other_engines_follow_as_places_to_try_again(served: Picker) -> None
     assert endpoints_in(first) == [own], "the other one is not in the subset"
 
 
+def test_an_answer_names_so_many_endpoints() -> None:
+    with picker("--endpoints", "1") as served:
+        first, *_ = served.process_all([head(), body(chat())])
+        assert len(endpoints_in(first)) == 1
+
+
 def test_a_request_without_a_body_goes_to_any_engine(served: Picker) -> None:
     (answer,) = served.process_all([head("/v1/models", "GET", end=True)])
     assert endpoint_in(answer) in served.endpoints
