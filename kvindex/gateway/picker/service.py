@@ -50,8 +50,8 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
         body_bytes: most bytes of a request's body.
         metrics_port: where Prometheus series are served over HTTP, at the same address; None:
             nowhere.
-        endpoints: most that an answer names; those after the first are where a gateway may try
-            again. The protocol has a list, but agentgateway and clusters of Envoy that are
+        endpoints: most that an answer names, 3 at most; those after the first are where a gateway
+            may try again. The protocol has a list, but agentgateway and clusters of Envoy that are
             ORIGINAL_DST read one only.
         is_conformance: whether requests may name their endpoints, for conformance tests.
     """

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any
 
 import msgspec
@@ -56,7 +56,7 @@ class Picker:
         queue_within: seconds that a request may wait for a rank.
         access: counts and logs the requests; of its own by default.
         engine_token: returns the engines' API key, for requests that bring none.
-        most_endpoints: that an answer names.
+        most_endpoints: that an answer names; above MOST_TRIES they are MOST_TRIES.
         has_reports: whether the proxy is our own Envoy, which reports answers.
         is_conformance: whether requests may name their endpoints, as in conformance tests.
 
@@ -86,7 +86,7 @@ class Picker:
         self.queue_within = queue_within
         self.access = access or Access()
         self.engine_token = engine_token
-        self.most_endpoints = most_endpoints
+        self.most_endpoints = min(most_endpoints, MOST_TRIES)
         self.is_conformance = is_conformance
         self.reports = Reports(self.access, self.move, _loop_time) if has_reports else None
         self._prefix = secrets.token_hex(6)
@@ -244,8 +244,7 @@ class _PickedRequest:
             return
         place, others = found
         sent = with_fields(call.body, place.pin.body_fields)
-        tried = (place.serving, *others)[: self._picker.most_endpoints]
-        endpoints = [messages.endpoint_of(each.url) for each in tried]
+        endpoints = [messages.endpoint_of(each.url) for each in (place.serving, *others)]
         fields = [*place.pin.headers, *self._engine_key()]
         for answer in self._sent(",".join(endpoints), fields, body, sent, is_end):
             if call.hides_usage and self._picker.reports is not None:
@@ -299,8 +298,8 @@ class _PickedRequest:
         if picker.reports is not None:  # from now on Envoy reports the end, not this stream
             self._is_counted = False
             picker.reports.begin(self._key, exchange)
-        drained = picker.routing.drained()
-        return place, _others(place, [each for each in eligible if each.worker not in drained])
+        others = _others(place, eligible, picker.routing)
+        return place, list(islice(others, picker.most_endpoints - 1))
 
     def _eligible(self, servings: Sequence[Serving]) -> list[Serving]:
         """Return the engines that a request may go to: those with an address, in its subset."""
@@ -368,20 +367,18 @@ def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _others(place: Place, eligible: Sequence[Serving]) -> list[Serving]:
-    """Return the engines after a request's own, in turn, that its pin is right for, too.
+def _others(place: Place, eligible: Sequence[Serving], routing: LocalRouting) -> Iterator[Serving]:
+    """Yield the engines after a request's own, in turn, that its pin is right for, too.
 
     A proxy that tries again sends the same head: the DP rank in it has to exist there.
     """
-    names = [each.worker for each in eligible]
+    drained = routing.drained()
+    left = [each for each in eligible if each.worker not in drained]
+    names = [each.worker for each in left]
     own = names.index(place.serving.worker) if place.serving.worker in names else 0
-    turn = [*eligible[own + 1 :], *eligible[:own]]
-    alike = [
-        each
-        for each in turn
-        if each.ranks == place.serving.ranks and pin(each, _same_rank(place, each)) == place.pin
-    ]
-    return alike[: MOST_TRIES - 1]
+    for each in (*left[own + 1 :], *left[:own]):
+        if each.ranks == place.serving.ranks and pin(each, _same_rank(place, each)) == place.pin:
+            yield each
 
 
 def _same_rank(place: Place, serving: Serving) -> Rank:

@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "for which a request may wait; then 429 (default: 30)"
     option(parser, "--wait-within S", text, seconds, dest="queue_within")
     option(parser, "--policy NAME", "of the routers (default: kvindex)")
-    text = "that an answer names: more are where the gateway may try again (default: 1)"
+    text = "that an answer names: up to 3, in the order to try them (default: 1)"
     option(parser, "--endpoints N", text, count)
     text = "let requests name endpoints, for conformance tests of gateways only"
     option(parser, "--conformance", text)
