@@ -233,6 +233,6 @@ class Models:
         """Return the router of the model of this name; a router is kept, with its load."""
         if name in models:
             return models[name].router
-        if name not in self.routers:
-            self.routers[name] = self._make_router(name)
+        if name not in self.routers:  # replaced, since another thread may iterate over them
+            self.routers = {**self.routers, name: self._make_router(name)}
         return self.routers[name]
