@@ -138,8 +138,10 @@ def _config(port: int, log: Path, pools: Sequence[Pool], options: Options) -> di
 
 def _connections(log: Path, pools: Sequence[Pool], options: Options) -> dict[str, Any]:
     picked = {"name": "envoy.filters.http.ext_proc", "typed_config": _picking(options)}
-    lua = {"@type": f"{_TYPES}.filters.http.lua.v3.Lua"}
-    lua |= {"default_source_code": {"inline_string": _SUBSETS}}  # type: ignore[dict-item]
+    lua = {
+        "@type": f"{_TYPES}.filters.http.lua.v3.Lua",
+        "default_source_code": {"inline_string": _SUBSETS},
+    }
     router = {"@type": f"{_TYPES}.filters.http.router.v3.Router"}
     filters = [
         {"name": "envoy.filters.http.lua", "typed_config": lua},
@@ -221,7 +223,6 @@ def _access_log(path: Path) -> dict[str, Any]:
         "protocol": "%UPSTREAM_PROTOCOL%",
         "rank": "%REQ(X-DATA-PARALLEL-RANK)%",
         "objective": "%REQ(X-GATEWAY-INFERENCE-OBJECTIVE)%",
-        "sent": "%UPSTREAM_WIRE_BYTES_SENT%",
     }
     config = {"@type": f"{_TYPES}.access_loggers.file.v3.FileAccessLog", "path": str(path)}
     return {

@@ -151,7 +151,7 @@ def test_trailers_may_end_an_answer_and_nothing_of_it_is_lost(served: Picker) ->
     assert b"".join(piece.body for piece in pieces) == whole
     assert not any(piece.end_of_stream for piece in pieces)
     assert answers[-1].WhichOneof("response") == "response_trailers"
-    line = next(line for line in served.lines() if line["id"] == "trailed")
+    line = served.line("trailed")
     assert (line["end"], line["output_tokens"]) == ("whole", 2)
 
 
@@ -231,7 +231,7 @@ def test_the_load_moves_to_the_engine_that_has_served(served: Picker) -> None:
         subset = asked.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE]
         subset[messages.SUBSET] = endpoint_in(first)
         served.process_all([asked, body(chat("moved")), answered])
-        line = next(line for line in served.lines() if line["id"] == f"moved-{name}")
+        line = served.line(f"moved-{name}")
         assert line["rank"] == f"{other}/0"
 
 
@@ -298,7 +298,7 @@ def test_a_stream_that_is_cut_ends_its_booking(served: Picker) -> None:
     )
     endpoint_in(next(stream))
     stream.cancel()
-    line = next(line for line in served.lines() if line["id"] == "cut")
+    line = served.line("cut")
     assert line["end"] == "client_left"
 
 
