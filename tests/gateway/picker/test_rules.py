@@ -75,18 +75,17 @@ def test_trailers_may_end_a_request_and_are_answered(served: Picker) -> None:
     assert not any(piece.end_of_stream for piece in pieces), "the trailers end it"
 
 
-@pytest.mark.parametrize("has_trailers", [False, True])
+@pytest.mark.parametrize("trailing", ["", "trailers", "trailers that are skipped"])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_buffered_request_is_sent_by_the_answer_to_its_body(
-    served: Picker, is_stream: bool, has_trailers: bool
+    served: Picker, is_stream: bool, trailing: str
 ) -> None:
     asked = head()
     asked.protocol_config.request_body_mode = BUFFERED
-    whole = body(chat(stream=is_stream), end=not has_trailers)
-    first, second, *others = served.process_all(
-        [asked, whole, *([trailers()] if has_trailers else [])]
-    )
-    assert [each.WhichOneof("response") for each in others] == ["request_trailers"] * has_trailers
+    whole = body(chat(stream=is_stream), end=not trailing)
+    rest = [trailers()] if trailing == "trailers" else []
+    first, second, *others = served.process_all([asked, whole, *rest])
+    assert [each.WhichOneof("response") for each in others] == ["request_trailers"] * len(rest)
     assert first.WhichOneof("response") == "request_headers"
     assert not fields_of(first)
     assert endpoint_in(second, "request_body") in served.endpoints
