@@ -35,10 +35,12 @@ class Server:
         self.counters: Counter[str] = Counter()
         self._answer = answer
         self.socket = socket.create_server((host, port), backlog=1024)
+        self.socket.setblocking(False)
         # Accepted sockets inherit it: each token is sent at once.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        self._connections: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="kvindex-http-engine", daemon=True)
         self.address = self.socket.getsockname()
         self._thread.start()
@@ -55,29 +57,37 @@ class Server:
         self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._accept, sock=self.socket, limit=_MAX_HEAD)
+        # Not by asyncio's own server: what it accepts while it closes stays open (CPython 3.11).
+        self._loop.add_reader(self.socket, self._accept)
         await self._stop.wait()
-        server.close()
-        # A connection that was just accepted has a task before long.
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.sleep(0)  # all of them begin, so that they close what they have
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.remove_reader(self.socket)
+        self.socket.close()
+        await asyncio.sleep(0)  # each task begins: one that is cancelled before closes nothing
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.socket.accept()
+        except OSError:
+            return  # the client has gone already
+        task = self._loop.create_task(self._converse(connection))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _converse(self, connection: socket.socket) -> None:
+        """Answer one connection's requests. The task ends when the connection does."""
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_HEAD)
         try:
             while await self._exchange(reader, writer):
                 pass
+            writer.close()
+            await writer.wait_closed()  # until the client has read all, or `close` cuts it
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
             pass  # the client went away, or does not speak HTTP
-        except asyncio.CancelledError:
-            pass  # `close`
         finally:
-            if self._stop.is_set():
-                writer.transport.abort()
-            else:
-                writer.close()
+            writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _IDLE)
