@@ -161,12 +161,21 @@ class HttpServer:
         await accepts.wait()
         loop, guard = asyncio.get_running_loop(), self.site.guard
         listening.setblocking(False)
+        readable = asyncio.Event()
         while True:
-            try:
-                accepted, _ = await loop.sock_accept(listening)
+            try:  # not the loop's own call: a connection would be lost in it if it is cancelled
+                accepted, _ = listening.accept()
                 if self._tls is None:
                     await loop.connect_accepted_socket(self._connect, accepted)
                     continue
+            except BlockingIOError:
+                loop.add_reader(listening, readable.set)
+                try:
+                    await readable.wait()
+                finally:
+                    loop.remove_reader(listening)
+                readable.clear()
+                continue
             except OSError as error:  # no descriptor is left, or the client has gone already
                 logger.warning("a connection could not be accepted: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE)
