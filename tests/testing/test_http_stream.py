@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine, HttpFaults
+from kvindex.testing.http_routes import Response
+from kvindex.testing.http_server import Server
 from tests.live import until
 
 pytestmark = pytest.mark.e2e
@@ -90,3 +95,26 @@ def test_a_client_that_closes_cancels_its_stream(engine: HttpEngine) -> None:
         assert client.recv(15) == b"HTTP/1.1 200 OK"  # before the first token
     until(lambda: engine.counters.get("cancelled") == 1)
     until(lambda: engine.counters["open"] == 0)
+
+
+def test_a_connection_that_comes_while_the_server_closes_is_closed() -> None:
+    """Found as an unclosed transport, which failed whichever test ran when it was collected."""
+    late: list[socket.socket] = []
+    asked = threading.Event()
+
+    def answer(*_: object) -> Response:
+        late.append(socket.create_connection(server.address))
+        with suppress(RuntimeError):  # the thread cannot wait for itself; it stops all the same
+            server.close()
+        asked.set()
+        return Response.of_json({})
+
+    server = Server("127.0.0.1", 0, answer)
+    with socket.create_connection(server.address, timeout=120) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert asked.wait(120)
+        server.close()
+        gc.collect()  # what is left open now is an error
+        with late[0], suppress(ConnectionError):
+            late[0].settimeout(120)
+            assert late[0].recv(1) == b""
