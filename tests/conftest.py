@@ -39,7 +39,7 @@ if kvindex.BACKEND == "python":  # which has no snapshots
         *(f"index/client/test_warm_restart{part}.py" for part in ("", "_files", "_later")),
         *("index/client/test_saved_state.py", "index/client/test_saved_state_histories.py"),
     ]
-# What takes long, most of it waiting for other processes. .ci/run names all of it.
+# What takes long, most of it waiting for other processes. .ci/run or .ci/whole names each.
 _LONG = [
     _TESTS / name
     for name in (

@@ -25,7 +25,7 @@ class Watch:
             os.register_at_fork(after_in_child=lambda: signal.alarm(math.ceil(limit)))
 
     def _begin(self, item: pytest.Item) -> None:
-        if not item.get_closest_marker("engine"):  # `.ci/run` ends those, as a whole
+        if not item.get_closest_marker("engine"):  # `.ci/whole` ends those, as a whole
             faulthandler.dump_traceback_later(limit, exit=True, file=self._stderr)
 
     @pytest.hookimpl(tryfirst=True)

@@ -29,7 +29,7 @@ PROMPT = list(range(100))
 # benchmarks that take minutes (`--smoke` is in .ci/run), and what runs at night.
 ELSEWHERE = (
     *("pip ", "git ", "cmake ", "vllm ", "python -m ", "KVINDEX_STRICT_BUILD=1 pip "),
-    *(".ci/run ", "HYPOTHESIS_PROFILE=nightly ", "CXX=clang++ ", "mkdir "),
+    *(".ci/run ", ".ci/whole ", "HYPOTHESIS_PROFILE=nightly ", "CXX=clang++ ", "mkdir "),
 )
 # These run until they are interrupted; what they print first (on stderr: {…}) says that they work.
 UNTIL_INTERRUPTED = {

@@ -1,5 +1,5 @@
 """What a user's program says to kvindex. It is type-checked, not run: by mypy and by pyright, both
-strict, against an installed kvindex (`.ci/run`).
+strict, against an installed kvindex (`.ci/whole`).
 
 `assert_type` fails where a type got lost, also where it became `Any`. A `type: ignore` fails where
 the mistake in its line is not seen.
