@@ -19,10 +19,12 @@ def judge_live(stream: StreamState, batch: Batch) -> None:
     if applied.seq is not None and batch.seq <= applied.seq:
         _judge_fallen_back(stream, batch)
     elif applied.next_seq is not None and batch.seq < applied.next_seq:
-        if stream.replay.foreign and batch.ts >= applied.oldest_ts:
+        # Declared lost, and none was applied since. Without replay that may rest on the number of an
+        # unreadable message alone, which may be far ahead of all others.
+        if not stream.replay.usable and batch.ts >= applied.ts:
             stream.restart("seq_fell_back", batch)
         else:
-            stream.counters["delayed"] += 1
+            _refuse(stream, batch, "delayed")
     elif batch.ts < applied.oldest_ts:
         _refuse(stream, batch, "old_epoch")
     elif stream.state is State.CONNECTING:

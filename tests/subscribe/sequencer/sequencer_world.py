@@ -200,7 +200,7 @@ class World:
         if connection != self.connection and not self.faults.stragglers:
             return
         if damaged:
-            seq = batch.seq if self.random.random() < 0.5 else None
+            seq = self.random.choice([batch.seq, batch.seq, None, None, batch.seq + 10**9])
             self.obey(self.sequencer.damaged(seq, self.now))
         else:
             self.obey(self.sequencer.live(batch, self.now))

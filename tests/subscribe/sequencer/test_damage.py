@@ -50,6 +50,32 @@ def test_damage_without_replay_is_a_loss_at_once() -> None:
     assert script.live(2).delivered == [2]
 
 
+@pytest.mark.parametrize("far", [3, 10**9, MAX_SEQ])
+@pytest.mark.parametrize("comes_next", ["at once", "after the loss"])
+def test_an_unreadable_number_far_ahead_does_not_make_a_rank_deaf(
+    far: int, comes_next: str
+) -> None:
+    script = without_replay(0, 1)
+    script.damaged(far)
+    if comes_next == "after the loss":
+        script.pass_time(TIMEOUT)
+    assert script.live(2).delivered == [2]
+    script.pass_time(TIMEOUT)
+    assert script.live(3, 4, 5).delivered == [3, 4, 5]
+    assert script.is_in(State.LIVE)
+    assert script.count["restarts"] <= 2
+
+
+def test_old_batches_behind_an_unreadable_number_are_dropped_until_there_are_many() -> None:
+    script = without_replay(batch(0, ts=100.0))
+    script.damaged(5)
+    script.pass_time(TIMEOUT)
+    for seq in range(1, 4):
+        assert script.live(batch(seq, ts=50.0)).delivered == []
+    assert script.count["delayed"] == 3
+    assert script.live(batch(4, ts=101.0)).delivered == [4]
+
+
 def test_the_count_of_lost_batches_stops_where_64_bits_can_still_hold_it() -> None:
     script = without_replay()
     for life in range(4):
