@@ -10,11 +10,24 @@ from typing import TypeVar
 
 from kvindex.subscribe.delivery import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.wire.errors import NotLiveError
+from kvindex.wire.errors import ConfigurationError, NotLiveError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName
 
 _Self = TypeVar("_Self", bound="Following")
+
+
+def checked_timeout(timeout: float | None) -> float:
+    """Return a longest wait in seconds as locks accept it; None stands for ever.
+
+    Raises:
+        ConfigurationError: it is no number.
+    """
+    if timeout is None:
+        return threading.TIMEOUT_MAX
+    if not isinstance(timeout, (int, float)) or timeout != timeout:
+        raise ConfigurationError(f"timeout is {timeout!r:.40}: pass seconds, or None for ever")
+    return min(timeout, threading.TIMEOUT_MAX)
 
 
 class LoopBell:
@@ -152,15 +165,15 @@ class Following(ABC):
 
     def wait_live(
         self,
-        timeout: float = 5.0,
+        timeout: float | None = 5.0,
         *,
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
     ) -> None:
-        """Return once every rank (or each of those given) is live.
+        """Return once every rank, at least one (or each of those given), is live.
 
         Args:
-            timeout: longest wait, in seconds.
+            timeout: longest wait, in seconds; None waits for ever.
             ranks: wait for these only.
             complete: insist on every batch since the publisher's first having been applied, which
                 takes a replay endpoint whose buffer still has all.
@@ -171,7 +184,7 @@ class Following(ABC):
             UnknownRankError: one of `ranks` is not subscribed to.
             ClosedError: this is closed, or was closed meanwhile.
         """
-        self._board.wait_live(ranks, timeout, complete=complete)
+        self._board.wait_live(ranks, checked_timeout(timeout), complete=complete)
 
     def wait_for(
         self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
@@ -186,26 +199,26 @@ class Following(ABC):
         Raises:
             ClosedError: this is closed, or was closed meanwhile.
         """
-        return self._board.wait_for(condition, timeout)
+        return self._board.wait_for(condition, checked_timeout(timeout))
 
     async def wait_live_async(
         self,
-        timeout: float = 5.0,
+        timeout: float | None = 5.0,
         *,
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
     ) -> None:
         """Return as `wait_live`, for asyncio: no thread waits, and cancelling leaves nothing."""
-        board = self._board
+        board, timeout = self._board, checked_timeout(timeout)
         wanted = board.named(ranks)
 
         def is_over() -> bool:
-            return board.ended is not None or not board.late(wanted, complete)
+            return board.ended is not None or board.is_live(wanted, complete)
 
         await wait_until(is_over, timeout, lambda ring: board.listen(lambda _: ring())[1])
         board.check_open()
-        if late := board.late(wanted, complete):
-            raise NotLiveError(timeout, late)
+        if not board.is_live(wanted, complete):
+            raise NotLiveError(timeout, board.late(wanted, complete))
 
     async def watch(self) -> AsyncGenerator[RankStatus, None]:
         """Yield every rank's status, and again whenever its state, completeness or epoch changes.

@@ -62,6 +62,14 @@ class Roster:
         self._board.show(statuses)
         self._outlet.put_statuses(statuses)
 
+    def _publish_named(self, gone: Iterable[Rank], feeds: list[Feed], shown: list[Feed]) -> None:
+        """Show others which names a worker's ports have now, with the statuses of these feeds."""
+        now = self._clock()
+        statuses = [feed_status(feed, now) for feed in shown]
+        names = {Rank(feed.worker.name, feed.address.dp_rank): feed.rank for feed in feeds}
+        self._board.rename(gone, names, statuses)
+        self._outlet.put_statuses(statuses)
+
     def cursor(self, rank: RankName) -> bytes | None:
         """Return a rank's cursor, encoded, or None where there is nothing to go on from."""
         feed = self.feeds[find_rank(rank, self.feeds)]
@@ -132,8 +140,7 @@ class Roster:
         for feed, resumption in zip(feeds, plan, strict=True):
             self.guard(feed, partial(feed.start, resumption), now)
             self.deadlines.set(feed, feed.deadline)
-        self._board.rename((), _names_by_port(feeds))
-        self.publish(feeds, now)
+        self._publish_named((), feeds, feeds)
 
     def note_strangers(self, cursors: Iterable[Rank]) -> None:
         """Count the cursors of workers that are not subscribed to."""
@@ -202,11 +209,6 @@ class Roster:
         for feed in moved:
             feed.rename(names[feed.rank])
             self.feeds[feed.rank] = feed
-        self._board.rename(names, _names_by_port(feeds))
+        # The index first, which may be busy for long: until then the board shows the old names.
         self._outlet.put(RanksRenamed(tuple(names.items())))
-        self.publish(moved, self._clock())
-
-
-def _names_by_port(feeds: list[Feed]) -> dict[Rank, Rank]:
-    """Return the rank of each port, with the name that the rank has now."""
-    return {Rank(feed.worker.name, feed.address.dp_rank): feed.rank for feed in feeds}
+        self._publish_named(names, feeds, moved)

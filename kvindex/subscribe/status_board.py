@@ -80,15 +80,7 @@ class StatusBoard:
     def show(self, statuses: Iterable[RankStatus]) -> None:
         """Replace these ranks' snapshots."""
         with self._writing() as changed:
-            for status in statuses:
-                before = self._statuses.get(status.rank)
-                if before is None or before.state is not status.state:
-                    self._trusts = self._standing = None
-                elif (before.complete, before.lag) != (status.complete, status.lag):
-                    self._trusts = None
-                if self._listeners and (before is None or _phase(before) != _phase(status)):
-                    changed.append(status)
-                self._statuses[status.rank] = status
+            changed += self._put(statuses)
 
     def remove(self, ranks: Collection[Rank]) -> None:
         """Forget ranks."""
@@ -96,20 +88,42 @@ class StatusBoard:
             changed += self._take_away(ranks, _REMOVED)
             self._names = {r: n for r, n in self._names.items() if n not in ranks}
 
-    def rename(self, gone: Iterable[Rank], names: Mapping[Rank, Rank]) -> None:
-        """Remove names, and note under which name a port's own rank is found now."""
+    # A rank's new name comes with its status: nobody sees the board without the rank.
+
+    def rename(
+        self, gone: Iterable[Rank], names: Mapping[Rank, Rank], statuses: Iterable[RankStatus] = ()
+    ) -> None:
+        """Remove names, note under which name a port's own rank is found now, and show it."""
         with self._writing() as changed:
             changed += self._take_away(gone, _RENAMED)
             self._names.update(names)
+            changed += self._put(statuses)
 
-    def keep(self, ranks: Collection[Rank], names: Mapping[Rank, Rank]) -> None:
-        """Forget all other ranks and names: the result of any number of changes."""
+    def keep(
+        self,
+        ranks: Collection[Rank],
+        names: Mapping[Rank, Rank],
+        statuses: Iterable[RankStatus] = (),
+    ) -> None:
+        """Forget all other ranks and names, and show these: the result of any changes."""
         with self._writing() as changed:
             renamed = {rank for port, rank in self._names.items() if port in names}
             gone = self._statuses.keys() - ranks
             changed += self._take_away(gone & renamed, _RENAMED)
             changed += self._take_away(gone - renamed, _REMOVED)
             self._names = dict(names)
+            changed += self._put(statuses)
+
+    def _put(self, statuses: Iterable[RankStatus]) -> Iterator[RankStatus]:
+        for status in statuses:
+            before = self._statuses.get(status.rank)
+            if before is None or before.state is not status.state:
+                self._trusts = self._standing = None
+            elif (before.complete, before.lag) != (status.complete, status.lag):
+                self._trusts = None
+            self._statuses[status.rank] = status
+            if self._listeners and (before is None or _phase(before) != _phase(status)):
+                yield status
 
     def _take_away(self, ranks: Iterable[Rank], reason: str) -> Iterator[RankStatus]:
         self._trusts = self._standing = None
@@ -281,7 +295,7 @@ class StatusBoard:
         *,
         complete: bool = False,
     ) -> None:
-        """Wait until every rank, or each of these, is live, and complete if that is wanted.
+        """Wait until every rank (at least one), or each of these, is live, and complete if wanted.
 
         Raises:
             NotLiveError: time ran out.
@@ -289,7 +303,7 @@ class StatusBoard:
             ClosedError: the writing thread has ended, or ended meanwhile.
         """
         wanted = self.named(ranks)
-        if not self.wait_for(lambda _: not self._late(wanted, complete), timeout):
+        if not self.wait_for(lambda _: self.is_live(wanted, complete), timeout):
             raise NotLiveError(timeout, self.late(wanted, complete))
 
     def named(self, ranks: Iterable[RankName] | str | None) -> list[Rank] | None:
@@ -299,6 +313,12 @@ class StatusBoard:
         with self._lock:
             names = [ranks] if isinstance(ranks, str) else ranks
             return [rank for name in names for rank in self._find(name)]
+
+    def is_live(self, wanted: list[Rank] | None, complete: bool) -> bool:
+        """Return whether all ranks, at least one, or all wanted ones, are as `late` demands."""
+        with self._lock:
+            some = bool(self._statuses) if wanted is None else True
+            return some and not self._late(wanted, complete)
 
     def late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
         """Return the ranks that are not live, or not complete if that is wanted, and why."""

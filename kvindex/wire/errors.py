@@ -319,11 +319,12 @@ class NotLiveError(KVIndexError, TimeoutError):
         lines = [f"\n  {rank}: {reason}" for rank, reason in sorted(self.reasons.items())]
         lines += [f"\n  {engine}: {reason}" for engine, reason in sorted(self.engines.items())]
         ranks = "1 rank is" if len(self.reasons) == 1 else f"{len(self.reasons)} ranks are"
-        trouble = [f"{ranks} not live"] if self.reasons or not self.engines else []
+        trouble = [f"{ranks} not live"] if self.reasons else []
         if self.engines:
             count = len(self.engines)
             trouble.append("1 engine is not found" if count == 1 else f"{count} are not found")
-        super().__init__(f"{' and '.join(trouble)} after {timeout:g} s:{''.join(lines)}")
+        what = " and ".join(trouble) or "no rank is known"
+        super().__init__(f"{what} after {timeout:g} s:{''.join(lines)}".removesuffix(":"))
 
 
 class NoCandidateError(KVIndexError, LookupError):

@@ -125,6 +125,12 @@ def test_a_rank_is_found_by_its_text_its_ports_name_and_its_worker_if_that_has_o
         assert board.get(name).rank == moved
 
 
+def test_nothing_is_live_where_there_is_no_rank(board: Board) -> None:
+    board.remove([A, B])
+    with pytest.raises(NotLiveError, match="no rank is known after 0 s"):
+        board.wait_live(None, 0.0)
+
+
 def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothing(
     board: Board,
 ) -> None:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvindex import BusyError, ClosedError, Rank, State, UnknownRankError
-from kvindex.subscribe import RankAdded, RankBatch, RankRestarted, StreamItem, Subscriber
+from kvindex import (
+    BusyError,
+    ClosedError,
+    ConfigurationError,
+    Rank,
+    State,
+    UnknownRankError,
+    Worker,
+)
+from kvindex.subscribe import (
+    RankAdded,
+    RankBatch,
+    RankRestarted,
+    RanksRenamed,
+    StreamItem,
+    Subscriber,
+)
 from kvindex.subscribe.resumption import SavedCursor
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, REPLAYS, worker_of
@@ -164,3 +181,35 @@ def test_cursors_of_nobody_are_counted_and_those_of_later_workers_wait_to_be_giv
         assert status.counters["resumed"] == 1
         assert status.restarts == 0
         assert subscriber.statistics()["thread"]["cursors_unused"] == 4
+
+
+def test_a_rank_is_found_under_its_old_name_until_the_sink_has_renamed_it() -> None:
+    """A busy index holds up the sink: meanwhile nothing was there, so nothing seemed to be late."""
+    seen: list[tuple[tuple[Rank, ...], Rank, bool]] = []
+
+    def sink(item: StreamItem) -> None:
+        if isinstance(item, RanksRenamed):
+            rank = subscriber.status("named").rank
+            seen.append((subscriber.ranks, rank, subscriber.board.is_live(None, False)))
+
+    with FakeEngine("named", dp_rank=3) as engine, Subscriber(sink=sink) as subscriber:
+        subscriber.add(Worker("named", engine.endpoint, replay=engine.replay_endpoint))
+        subscriber.wait_live(PATIENCE)
+        engine.serve(range(100))
+        assert subscriber.wait_for(lambda statuses: engine.rank in statuses, PATIENCE)
+        assert subscriber.status("named/0").rank == engine.rank
+    assert seen == [((Rank("named", 0),), Rank("named", 0), True)]
+
+
+@pytest.mark.parametrize("timeout", [None, math.inf, 1e300])
+def test_a_wait_may_have_no_end(engine: FakeEngine, timeout: float | None) -> None:
+    with subscriber_to(engine, sink=ignore) as subscriber:
+        subscriber.wait_live(timeout)
+        asyncio.run(subscriber.wait_live_async(timeout))
+
+
+@pytest.mark.parametrize("timeout", ["5", math.nan])
+def test_a_timeout_that_is_no_number_is_refused(timeout: Any) -> None:
+    with Subscriber(sink=ignore) as subscriber:
+        with pytest.raises(ConfigurationError, match="pass seconds, or None for ever"):
+            subscriber.wait_live(timeout)

@@ -27,6 +27,7 @@ from kvindex.subscribe import (
     Tap,
     Worker,
 )
+from kvindex.subscribe.following import checked_timeout
 from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
@@ -224,7 +225,7 @@ class Client(Answering):
 
     def wait_live(
         self,
-        timeout: float = 5.0,
+        timeout: float | None = 5.0,
         *,
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
@@ -234,6 +235,7 @@ class Client(Answering):
         Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`,
         those that are not found yet, and why.
         """
+        timeout = checked_timeout(timeout)
         until, ranks = time.monotonic() + timeout, _listed(ranks)
         missing = {}
         if self.discovery is not None:
@@ -244,7 +246,7 @@ class Client(Answering):
 
     async def wait_live_async(
         self,
-        timeout: float = 5.0,
+        timeout: float | None = 5.0,
         *,
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
@@ -253,6 +255,7 @@ class Client(Answering):
 
         The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
         """
+        timeout = checked_timeout(timeout)
         until, ranks = time.monotonic() + timeout, _listed(ranks)
         missing = {}
         if self.discovery is not None:

@@ -209,11 +209,12 @@ class Follower:
     def _show(self) -> None:
         """Show others what has changed."""
         copy, board = self.copy, self.board
+        board.sign(copy.sent_at)
         if copy.renewed:
             copy.renewed = False
-            board.keep(copy.statuses, copy.names)
-        board.sign(copy.sent_at)
-        board.show(copy.take_changes())
+            board.keep(copy.statuses, copy.names, copy.take_changes())
+        else:
+            board.show(copy.take_changes())
 
     def _note_silence(self, error: QueueTimeoutError) -> None:
         if not self.trouble:

@@ -9,8 +9,6 @@ import weakref
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from kvindex.index import Index
 from kvindex.index.client.answering import Answering
 from kvindex.index.replicas.copy import Copy
@@ -18,7 +16,6 @@ from kvindex.index.replicas.follower import Follower
 from kvindex.index.replicas.joining import FanOutOrigin, RefusedError
 from kvindex.index.replicas.meeting_point import check_platform
 from kvindex.shm.ring import check_native
-from kvindex.subscribe import State
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.wire.errors import ConfigurationError, QueueTimeoutError
 from kvindex.wire.forks import Fork, prepare_forks
@@ -158,14 +155,8 @@ class Replica(Answering):
         )
         self._follower.copy = copy
         board = StatusBoard(time.monotonic, math.inf)  # another thread may have held the old one's
-        board.rename((), copy.names)
-        board.end(self._disowned)
-        board.show(
-            msgspec.structs.replace(
-                status, state=State.CLOSED, connected=False, reason=self._disowned
-            )
-            for status in copy.statuses.values()
-        )
+        board.rename((), copy.names, copy.statuses.values())
+        board.end(self._disowned, shown=self._disowned)
         self._board = board
 
 

@@ -19,8 +19,8 @@ def judge_live(stream: StreamState, batch: Batch) -> None:
     if applied.seq is not None and batch.seq <= applied.seq:
         _judge_fallen_back(stream, batch)
     elif applied.next_seq is not None and batch.seq < applied.next_seq:
-        # Declared lost, and none was applied since. Without replay that may rest on the number of an
-        # unreadable message alone, which may be far ahead of all others.
+        # Declared lost, and none was applied since. Without replay that may rest on the number of
+        # one unreadable message, far ahead of all others.
         if not stream.replay.usable and batch.ts >= applied.ts:
             stream.restart("seq_fell_back", batch)
         else:

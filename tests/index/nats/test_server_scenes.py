@@ -1,4 +1,4 @@
-"""Longer faults of one server, for `.ci/whole`: replicas hold what engines hold; each is counted."""
+"""Longer faults of one server, for `.ci/whole`: replicas hold what engines hold; all is counted."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ class FanOutEnd:
 
     def serve(self, path: str, workers: list[Worker], **options: Any) -> None:
         self.fanout = FanOut(workers, path, replay_policy=REPLAYS, probe_interval=0.3, **options)
-        self.fanout.client.wait_live(PATIENCE)
+        if workers:
+            self.fanout.client.wait_live(PATIENCE)
 
     def server_mark(self, last: dict[Rank, int]) -> Mark:
         """Wait until these batches are applied; how far the server is then."""

@@ -67,7 +67,8 @@ def test_an_unreadable_number_far_ahead_does_not_make_a_rank_deaf(
 
 
 def test_old_batches_behind_an_unreadable_number_are_dropped_until_there_are_many() -> None:
-    script = without_replay(batch(0, ts=100.0))
+    script = without_replay()
+    script.live(batch(0, ts=100.0))
     script.damaged(5)
     script.pass_time(TIMEOUT)
     for seq in range(1, 4):
