@@ -1,5 +1,6 @@
 #include "core/lane.hpp"
 
+#include <cerrno>
 #include <utility>
 
 #include "core/big_endian.hpp"
@@ -23,18 +24,20 @@ constexpr size_t kMostKept = size_t{4} << 20;  // bytes of the decoded batch bet
 
 }  // namespace
 
-bool ZmqMessage::receive(void* socket) {
+ZmqMessage::Received ZmqMessage::receive(void* socket) {
   clear();
   do {
     Frame& frame = frames_.emplace_back();
     zmq_->msg_init(&frame);
     if (zmq_->msg_recv(&frame, socket, kDontWait) < 0) {
+      const int error = errno;
       zmq_->msg_close(&frame);
       frames_.pop_back();
-      break;  // a message that breaks off has too few frames, which is noticed
+      if (!frames_.empty()) break;  // a message that breaks off has too few frames, which is noticed
+      return error == EAGAIN || error == EINTR ? Received::nothing : Received::failure;
     }
   } while (zmq_->msg_more(&frames_.back()) != 0);
-  return !frames_.empty();
+  return Received::message;
 }
 
 void ZmqMessage::clear() {
@@ -67,10 +70,13 @@ Lane::Outcome Lane::take(Clock::time_point until) {
   for (size_t messages = 0, bytes = 0; messages < kMostMessages && bytes < kMostBytes;) {
     size_t count = 0;
     bool is_drained = false;
+    bool is_odd = false;
     for (const size_t end = bytes + kChunkBytes; count < kChunk && bytes < end; ++count) {
       if (count == chunk.size()) chunk.emplace_back(*zmq_);
-      if (!chunk[count].receive(socket_)) {
+      const auto received = chunk[count].receive(socket_);
+      if (received != ZmqMessage::Received::message) {
         is_drained = true;
+        is_odd = received == ZmqMessage::Received::failure;  // as when the context is terminated
         break;
       }
       bytes += chunk[count].bytes();
@@ -78,7 +84,7 @@ Lane::Outcome Lane::take(Clock::time_point until) {
     }
     // Messages first, then the monitor: so no message of a new connection is taken for one of the
     // connection before.
-    bool is_odd = monitor_reports();
+    is_odd = is_odd || monitor_reports();
     for (size_t i = 0; i < count; ++i) {
       is_odd = is_odd || !apply(chunk[i]);
       if (is_odd) leave(chunk[i]);

@@ -40,8 +40,9 @@ class ZmqMessage {
   ZmqMessage(const ZmqMessage&) = delete;
   ZmqMessage& operator=(const ZmqMessage&) = delete;
 
-  // Receive the next message without waiting; false if there is none.
-  bool receive(void* socket);
+  enum class Received { message, nothing, failure };
+  // Receive the next message without waiting.
+  Received receive(void* socket);
   void clear();
 
   size_t frames() const { return frames_.size(); }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, Worker
+from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, State, Worker
 from kvindex.index import Fingerprints, read_batch
 from kvindex.index.client.feeding import follow_item
 from kvindex.subscribe import RankBatch, SequencerConfig, SocketOptions, StreamItem
@@ -27,7 +29,7 @@ from kvindex.subscribe.watch import Watch
 from kvindex.testing import FakeEngine, ManualClock
 from kvindex.wire import encode_batch, live_frames
 from kvindex.wire.frames import parse_replay_request, replay_end, replay_frames
-from tests.live import caught_up, client_of, until, worker_of
+from tests.live import PATIENCE, caught_up, client_of, until, worker_of
 
 pytestmark = [
     pytest.mark.property,
@@ -76,6 +78,26 @@ def test_what_lanes_take_is_counted_and_shown_though_nobody_waits() -> None:
         counters = client.status("engine").counters
         assert counters["delivered"] == engine.published
         assert counters["live"] >= engine.published - 1  # the first may have come by replay
+
+
+def test_a_context_that_its_owner_terminates_ends_and_the_rank_is_closed() -> None:
+    """The lane's own reads fail, too: that once meant nothing, and the context waited for ever."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    publisher = Publisher(context, replays=True)
+    worker = Worker("engine", publisher.endpoint, replay=publisher.replay)
+    with client_of(worker, context=context) as client, FakeEngine("engine-2") as engine:
+        client.add(worker_of(engine))
+        engine.serve(range(64))
+        caught_up(client, engine)
+        publisher.live.close(0)
+        publisher.router.close(0)
+        ending = threading.Thread(target=context.term, daemon=True)
+        ending.start()
+        ending.join(PATIENCE)
+        assert not ending.is_alive()
+        for name in ("engine", "engine-2"):
+            status = until(partial(client.status, name), lambda s: s.state is State.CLOSED)
+            assert "Context was terminated" in status.reason
 
 
 class Publisher:

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import zmq
@@ -148,7 +148,8 @@ class RemoteReader(RemoteEnd):
             if usable and self._end is None:
                 self._send(protocol.Bye())  # the writer waits for this reader no more
         finally:
-            self._socket.disable_monitor()
+            with suppress(zmq.ZMQError):  # the context was terminated, which waits for what follows
+                self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._close_socket(_FLUSH if usable else 0.0)
 
