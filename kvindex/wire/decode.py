@@ -48,7 +48,7 @@ MAX_TEXT_TOKENS: Final = 32_768
 """How many tokens of one batch may be text."""
 
 MAX_SKIPPED: Final = 256
-"""How many unknown tags of one batch are reported; further ones are dropped unreported."""
+"""How many unknown tags of one batch are reported; "(more)" stands for all further ones."""
 
 MAX_TAG: Final = 64
 """How many characters of an unknown tag are reported."""
@@ -211,7 +211,8 @@ def _batch(raw: Any, rare: _Rare) -> EventBatch:
         else:
             events.append(event)
     dp_rank = fields.optional_small_int(dp_rank, "dp_rank")
-    return EventBatch(_timestamp(ts), events, dp_rank, tuple(skipped[:MAX_SKIPPED]))
+    skipped[MAX_SKIPPED:] = ["(more)"] * (len(skipped) > MAX_SKIPPED)
+    return EventBatch(_timestamp(ts), events, dp_rank, tuple(skipped))
 
 
 def _timestamp(ts: Any) -> float:

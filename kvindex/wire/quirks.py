@@ -16,6 +16,9 @@ _MASK_64: Final = 2**64 - 1
 EMPTY_TUPLE_HASH: Final = 5740354900026072187
 """CPython's `hash(())` on 64-bit machines: SGLang 0.4.8-0.5.0 names the root so."""
 
+HARMLESS_TAGS: Final = frozenset({"BlockInactive"})
+"""Unknown events that take no block away: vLLM's proposal #50730 reports blocks out of use so."""
+
 _KNOWN_MEDIA: Final = frozenset(
     {"GPU", "CPU", "CPU_PINNED", "DISK", "EXTERNAL", "STORAGE", "FS", "OBJ"}
 )

@@ -321,9 +321,10 @@ bool EventReader::finish(string_view tag) {
     case Tag::cleared: return true;
     case Tag::unknown: break;
   }
-  if (out_.skipped.size() < kMaxSkipped) {
-    out_.skipped.push_back(append(first_characters(tag, kMaxTag), out_.bytes));
-  }
+  if (out_.skipped.size() > kMaxSkipped) return true;
+  const bool is_full = out_.skipped.size() == kMaxSkipped;
+  const string_view reported = is_full ? "(more)" : first_characters(tag, kMaxTag);
+  out_.skipped.push_back(append(reported, out_.bytes));
   return true;
 }
 

@@ -17,6 +17,13 @@ const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredName
     "parent_ambiguous", "max_blocks",           "max_blocks_per_rank",
     "too_many_units"};
 
+namespace {
+
+// As `kvindex.wire.quirks.HARMLESS_TAGS`.
+bool is_harmless(std::string_view tag) { return tag == "BlockInactive"; }
+
+}  // namespace
+
 RankBlocks::RankBlocks(Shared& shared, uint32_t slot)
     : shared_(shared), slot_(slot),
       labels_(shared.tree, shared.owners, shared.names, shared.budget, shared.scramble),
@@ -40,11 +47,10 @@ void RankBlocks::summarize() {
     shared_.sizes.reset();
   }
   summary = {known.only_group, known.only_size, known.may_skip_holes ? groups_.unit() : 0,
-             known.upper_bound, known.main_size, groups_.unit(), places_missing()};
+             upper_bound(), known.main_size, groups_.unit(), places_missing()};
 }
 
 void RankBlocks::apply(const Batch& batch, Hold& hold) {
-  for (const ByteRange& tag : batch.skipped) skip(batch.text(tag));
   announced_.reset();
   learn_sizes(batch, hold);
   for (const Event& event : batch.events) {
@@ -64,13 +70,17 @@ void RankBlocks::apply(const Batch& batch, Hold& hold) {
     }
     hold.did(1);
   }
-  if (places_missing() != shared_.summaries[slot_].places_missing) summarize();
+  for (const ByteRange& tag : batch.skipped) skip(batch.text(tag));
+  const RankSummary& shown = shared_.summaries[slot_];
+  if (places_missing() != shown.places_missing || upper_bound() != shown.upper_bound) summarize();
 }
 
 void RankBlocks::skip(std::string_view tag) {
   std::string name(tag);
   if (skipped_.size() >= kMostTags && !skipped_.contains(name)) name = "(other)";
   ++skipped_[name];
+  // It may have removed what is held, wherever it stood in the batch.
+  if (!is_harmless(tag) && (labels_.size() != 0 || orphans_.size() != 0)) removals_unknown_ = true;
 }
 
 void RankBlocks::clear(Hold& hold) {
@@ -106,7 +116,7 @@ void RankBlocks::drop_all(Hold& hold) {
   labels_.clear(hold);
   orphans_.clear();
   proofs_.clear();
-  positions_unknown_ = false;
+  positions_unknown_ = left_out_ = removals_unknown_ = false;
   for (const Label& label : torn_) shared_.names.release(label);
   torn_.clear();
   salts_.clear();

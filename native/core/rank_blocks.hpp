@@ -131,10 +131,12 @@ class RankBlocks {
   const Labels& labels() const { return labels_; }
   const Orphans& orphans() const { return orphans_; }
   const RankGroups& groups() const { return groups_; }
-  // Whether blocks were stored whose place is not known: hits may be longer.
+  // Whether blocks were left out, or their place is not known: hits may be longer.
   bool places_missing() const {
-    return positions_unknown_ || orphans_.forgot() || orphans_.size() != 0;
+    return left_out_ || orphans_.forgot() || orphans_.size() != 0;
   }
+  // Whether the engine's hits may be shorter than the answers.
+  bool upper_bound() const { return groups_.summary().upper_bound || removals_unknown_; }
   uint64_t counter(Counter counter) const { return counters_[static_cast<size_t>(counter)]; }
   uint64_t ignored(Ignored reason) const { return ignored_[static_cast<size_t>(reason)]; }
   const std::map<std::string, uint64_t>& skipped() const { return skipped_; }
@@ -174,7 +176,10 @@ class RankBlocks {
   };
 
   void count(Counter counter, uint64_t by) { counters_[static_cast<size_t>(counter)] += by; }
-  void ignore(Ignored reason, uint64_t blocks) { ignored_[static_cast<size_t>(reason)] += blocks; }
+  void ignore(Ignored reason, uint64_t blocks) {
+    ignored_[static_cast<size_t>(reason)] += blocks;
+    left_out_ = left_out_ || blocks != 0;
+  }
   // Why there was no room for a block.
   Ignored no_room() const {
     return labels_.full() ? Ignored::max_blocks_per_rank : Ignored::max_blocks;
@@ -255,6 +260,8 @@ class RankBlocks {
   // batch showed.
   std::optional<std::pair<Label, bool>> announced_;
   bool positions_unknown_ = false;
+  bool left_out_ = false;          // stored blocks were ignored
+  bool removals_unknown_ = false;  // unknown events may have taken blocks away
   uint64_t clear_looks_ = kClearLooks;
   std::vector<Salt> salts_;  // the newest last: for explanations to try
   // Labels of several blocks of which one went away: the others cannot be identified.

@@ -186,6 +186,8 @@ RankImage RankBlocks::image() const {
   image.unit = groups_.unit();
   image.settings = groups_.settings();
   image.positions_unknown = positions_unknown_;
+  image.left_out = left_out_;
+  image.removals_unknown = removals_unknown_;
   return image;
 }
 
@@ -217,6 +219,8 @@ void RankBlocks::restore(const RankImage& image, const std::vector<const std::st
   std::copy(image.counters.begin(), image.counters.end(), counters_.begin());
   std::copy(image.ignored.begin(), image.ignored.end(), ignored_.begin());
   positions_unknown_ = image.positions_unknown;
+  left_out_ = image.left_out;
+  removals_unknown_ = image.removals_unknown;
   summarize();
 }
 

@@ -121,6 +121,8 @@ struct RankImage {
   uint32_t unit = 0;
   CacheSettings settings;  // its groups are the configured ones of `groups`
   bool positions_unknown = false;
+  bool left_out = false;
+  bool removals_unknown = false;
 
   uint32_t positions() const { return static_cast<uint32_t>(keys.size()); }
   uint32_t position(const ChainImage& chain) const { return chains[chain.parent].first + chain.offset; }

@@ -133,8 +133,9 @@ void RankBlocks::learn_sizes(const Batch& batch, Hold& hold) {
   }
   if (unit == 0 || groups_.unit() == unit) return;
   // What is held lies in the tree by the old unit, where nothing new would meet it.
-  ignore(Ignored::unit_changed, labels_.size());
+  const size_t dropped = labels_.size();
   drop_all(hold);
+  ignore(Ignored::unit_changed, dropped);
 }
 
 // Whether only the labels of an event can be used: it does not tell the blocks' contents.

@@ -272,13 +272,19 @@ class Sent(NamedTuple):
     drawn: list[Drawn]
     dialect: Dialect | None
     lookahead: int
+    unknown: list[str]
     edits: list[Edit]
 
     def payload(self) -> bytes:
         bigrams = self.dialect is not None and self.dialect.bigrams
         lookahead = 1 if bigrams else self.lookahead
         events = [event.event(RANKS[self.rank], lookahead) for event in self.drawn]
-        return damaged(_encoded(events, self.dialect), self.edits)
+        payload = _encoded(events, self.dialect)
+        if self.unknown:
+            batch = msgspec.msgpack.decode(payload)
+            batch[1] += [[tag, "GPU"] for tag in self.unknown]
+            payload = msgspec.msgpack.encode(batch)
+        return damaged(payload, self.edits)
 
 
 def _encoded(events: list[Event], dialect: Dialect | None) -> bytes:
@@ -305,6 +311,7 @@ def sendings(theme: Theme) -> st.SearchStrategy[Sent]:
         drawn=st.lists(drawings(theme), min_size=1, max_size=4),
         dialect=when(theme.dialects, None, *DIALECTS.values()),
         lookahead=when(theme.lookahead, 0, 1, 2),
+        unknown=usually([], ["BlockInactive"], ["TierBlocksCleared"], ["New", "BlockInactive"]),
         edits=usually([], None).flatmap(lambda none: damages if none is None else st.just(none))
         if theme.damage
         else st.just([]),

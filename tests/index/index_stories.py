@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import CacheSettings, Index, Rank
+from kvindex import CacheSettings, EventBatch, Index, Rank
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import BlockHash, Event
@@ -69,6 +69,11 @@ def of(rank: Rank, *events: Event) -> Action:
 
 def together(*events: Event) -> Action:
     return lambda index: apply_together(index, A, *events)
+
+
+def unknown(*tags: str) -> Action:
+    """Apply a batch of events of unknown kinds."""
+    return lambda index: index.apply(A, EventBatch(ts=0.0, events=[], skipped=tags))
 
 
 def configured(**settings: Any) -> Action:

@@ -36,6 +36,7 @@ from tests.index.index_stories import (
     stories,
     together,
     totals,
+    unknown,
 )
 
 pytestmark = pytest.mark.unit
@@ -86,6 +87,33 @@ PLACES = {
     ),
     "answers are lower bounds where the engine reports no position": Story(
         paged(3, parent=None), answers(lower_bound=True)
+    ),
+    "answers are lower bounds where a block was left out until all is cleared": Story(
+        Scene(stored(0), stored(1, block_size=0), answers(lower_bound=True), CLEAR),
+        Scene(stored(0), answers(lower_bound=False)),
+    ),
+    "a block smaller than its group's whose parent no event names makes a lower bound": Story(
+        stored(0),
+        stored(1, parent=77, token_ids=tokens(1)[:2], block_size=2),
+        answers(lower_bound=True),
+    ),
+    "an unknown event may have removed what is held until all is cleared": Story(
+        Scene(stored(*ALL), unknown("TierBlocksCleared"), answers(upper_bound=True, blocks=8)),
+        Scene(removed(7), stored(8), answers(upper_bound=True), CLEAR),
+        Scene(stored(*ALL), answers(upper_bound=False)),
+        Scene(unknown("BlocksEvicted"), cleared, stored(*ALL), answers(upper_bound=False)),
+    ),
+    "a clear that leaves the host's blocks leaves the doubt about them": Story(
+        Scene(stored(*ALL), located(0, 1, medium="CPU"), unknown("BlocksEvicted"), CLEAR),
+        answers(upper_bound=True, blocks=2),
+    ),
+    "an unknown event may have removed a block that waits for its parent": Story(
+        Scene(stored(1), unknown("BlocksEvicted"), stored(0), answers(upper_bound=True, blocks=2))
+    ),
+    "an unknown event on an empty rank, or a harmless one, casts no doubt": Story(
+        unknown("TierBlocksCleared"),
+        Scene(stored(*ALL), unknown("BlockInactive"), answers(upper_bound=False)),
+        counts(skipped={"TierBlocksCleared": 1, "BlockInactive": 1}),
     ),
     "orphans that came in any order attach": Story(
         stored(3), stored(2), stored(4), stored(1), stored(0), holds(5)

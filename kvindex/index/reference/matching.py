@@ -90,7 +90,7 @@ def _match_one_way(
         by_medium=by_medium,
         device_tokens=device_tokens,
         host_tokens=host_tokens,
-        upper_bound=groups.upper_bound or tokens > device_tokens,
+        upper_bound=blocks.upper_bound or tokens > device_tokens,
         lower_bound=blocks.places_missing,
     )
 

@@ -54,12 +54,14 @@ class Placing:
         self.ignored: Counter[str] = Counter()
         # Labels of several blocks of which one was removed: which one is unknown.
         self._torn: set[BlockHash] = set()
+        self.left_out = False
 
     def clear(self) -> None:
         """Hold nothing."""
         self.blocks.clear()
         self.orphans.clear()
         self._torn.clear()
+        self.left_out = False
 
     def place(
         self, parent: Block | None, chain: Chain, unnamed: Sequence[bytes] = ()
@@ -84,7 +86,7 @@ class Placing:
         if len(self.orphans):
             self.attach(placed)
         if not complete:
-            self.ignored[self.no_room()] += len(blocks) - len(placed)
+            self.ignore(self.no_room(), len(blocks) - len(placed))
             return None
         return blocks[-1]
 
@@ -103,7 +105,7 @@ class Placing:
 
     def _attach_child(self, block_hash: BlockHash, orphan: Orphan, parent: Block) -> Block | None:
         if orphan.namespace != parent.namespace:
-            self.ignored["parent_namespace"] += 1
+            self.ignore("parent_namespace", 1)
             return None
         (block,) = self.blocks.extend(parent, orphan.namespace, [orphan.content])
         if not self.add_copies(block_hash, block, orphan.copies):
@@ -119,8 +121,14 @@ class Placing:
             if self.blocks.add(block_hash, block, place, count):
                 added = True
             else:
-                self.ignored[self.no_room()] += 1
+                self.ignore(self.no_room(), 1)
         return added
+
+    def ignore(self, reason: str, blocks: int) -> None:
+        """Count stored blocks that are left out, because of which hits may be longer."""
+        if blocks:
+            self.ignored[reason] += blocks
+            self.left_out = True
 
     def no_room(self) -> str:
         """Return why there was no room for a block, by its counter's name."""

@@ -19,6 +19,7 @@ from kvindex.index.reference.sparse import MAX_UNITS, Sparse
 from kvindex.index.tokens import holds_text
 from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvindex.wire.quirks import (
+    HARMLESS_TAGS,
     fold_hash,
     fold_medium,
     is_content_hash,
@@ -59,6 +60,7 @@ class RankBlocks:
         self.salts = Salts()
         self._sparse = Sparse(self._placing, self.groups, self.salts)
         self._positions_unknown = False
+        self._removals_unknown = False
         self._clear_looks = _CLEAR_LOOKS
         # Whether the engine announced these blocks again, as the first group of a batch showed.
         self._announced: tuple[BlockHash, bool] | None = None
@@ -68,8 +70,13 @@ class RankBlocks:
 
     @property
     def places_missing(self) -> bool:
-        """Whether blocks were stored whose place is not known: hits may be longer."""
-        return self._positions_unknown or self.orphans.forgot or len(self.orphans) > 0
+        """Whether blocks were left out, or their place is not known: hits may be longer."""
+        return self._placing.left_out or self.orphans.forgot or len(self.orphans) > 0
+
+    @property
+    def upper_bound(self) -> bool:
+        """Whether the engine's hits may be shorter than the answers."""
+        return self.groups.upper_bound or self._removals_unknown
 
     def by_medium(self) -> dict[str, int]:
         """Return how many blocks are resident on each medium, in all groups."""
@@ -86,9 +93,6 @@ class RankBlocks:
 
     def apply(self, batch: EventBatch) -> None:
         """Apply a batch's events in order."""
-        for tag in batch.skipped:
-            known = tag in self.skipped or len(self.skipped) < _MAX_TAGS
-            self.skipped[tag if known else "(other)"] += 1
         self._announced = None
         self._learn_sizes(batch)
         for event in batch.events:
@@ -102,6 +106,12 @@ class RankBlocks:
                 self._announced = None
                 self.counters["cleared"] += 1
                 self._drop_cleared()
+        for tag in batch.skipped:
+            known = tag in self.skipped or len(self.skipped) < _MAX_TAGS
+            self.skipped[tag if known else "(other)"] += 1
+            # It may have removed what is held, wherever it stood in the batch.
+            if tag not in HARMLESS_TAGS and (len(self.blocks) or len(self.orphans)):
+                self._removals_unknown = True
 
     def _learn_sizes(self, batch: EventBatch) -> None:
         """Learn the unit from all of a batch first: its events have one group's size each."""
@@ -111,9 +121,9 @@ class RankBlocks:
                 self.groups.learn_size(event)
         if unit and self.groups.unit != unit:
             # The resident blocks are kept by the old unit, where no new block would meet them.
-            if len(self.blocks):
-                self.ignored["unit_changed"] += len(self.blocks)
+            dropped = len(self.blocks)
             self._drop_all()
+            self._placing.ignore("unit_changed", dropped)
 
     def _drop_cleared(self) -> None:
         """Drop the blocks that the engine clears: vLLM keeps those off the device.
@@ -141,6 +151,7 @@ class RankBlocks:
         self._placing.clear()
         self._sparse.clear()
         self._positions_unknown = False
+        self._removals_unknown = False
         self.salts.clear()
 
     # Storing ---------------------------------------------------------------------------------
@@ -151,14 +162,14 @@ class RankBlocks:
         self._clear_looks = min(self._clear_looks, _CLEAR_LOOKS)
         place = self._place(event.medium, event.group_idx)
         if place is None:
-            self.ignored["too_many_media"] += max(1, len(hashes))
+            self._placing.ignore("too_many_media", max(1, len(hashes)))
             return
         if not event.token_ids:
             self._placing.relocate(hashes, place)
             return
         fault = _shape_fault(event) or self.groups.learn(event, place.group_idx)
         if fault is not None:
-            self.ignored[fault] += max(1, len(hashes))
+            self._placing.ignore(fault, max(1, len(hashes)))
         elif self.groups.windows_only and self._sparse.store_proven(event, hashes, place):
             pass
         elif not hashes:
@@ -168,7 +179,7 @@ class RankBlocks:
         elif self._names_only(event, hashes):
             self._placing.relocate(hashes, place)
         elif event.block_size // self.groups.unit > MAX_UNITS:
-            self.ignored["too_many_units"] += len(hashes)
+            self._placing.ignore("too_many_units", len(hashes))
         else:
             self._store_chain(event, hashes, place)
 
@@ -217,7 +228,7 @@ class RankBlocks:
             # SGLang 0.5.1-0.5.5 names no parent for any node's first page, and its hashes do not
             # show the position either: to place the page would be a guess.
             self._positions_unknown = True
-            self.ignored["position_unknown"] += len(chain.hashes)
+            self._placing.ignore("position_unknown", len(chain.hashes))
         elif self._is_announced_again(event, chain):
             self.counters["reannounced"] += len(chain.hashes)
         else:
@@ -252,16 +263,16 @@ class RankBlocks:
 
     def _store_after(self, parent: Block, parent_hash: BlockHash, chain: Chain) -> None:
         if parent.namespace != chain.namespace:
-            self.ignored["parent_namespace"] += len(chain.hashes)
+            self._placing.ignore("parent_namespace", len(chain.hashes))
         elif not self._placing.names_one(parent_hash):
-            self.ignored["parent_ambiguous"] += len(chain.hashes)
+            self._placing.ignore("parent_ambiguous", len(chain.hashes))
         else:
             self._placing.place(parent, chain)
 
     def _store_detached(self, event: BlockStored, chain: Chain) -> None:
         """Store blocks whose parent is not resident: known ones need none, others wait."""
         if self._positions_unknown or _hashes_content_only(event):
-            self.ignored["position_unknown"] += len(chain.hashes)
+            self._placing.ignore("position_unknown", len(chain.hashes))
             return
         assert event.parent_block_hash is not None
         parent_hash = fold_hash(event.parent_block_hash)

@@ -116,7 +116,7 @@ class Sparse:
             # Blocks without a copy stay where a block after them has one.
             parent = self._placing.place(parent, row, unnamed=chain.contents[reached:start])
             if parent is None:
-                self._placing.ignored[self._placing.no_room()] += len(starts) - last
+                self._placing.ignore(self._placing.no_room(), len(starts) - last)
                 return
             first, reached = last, stop
 
