@@ -57,8 +57,8 @@ def _ranks_of(paths: Iterable[Path]) -> dict[Path, Rank]:
                     f"{other} and {path} would both be the worker {worker!r}: rename one"
                 )
             if claim.expected == claimed.expected:
-                rank = Rank(worker, claim.expected)
-                raise ConfigurationError(f"{other} and {path} both hold {rank}: name one of them")
+                rank = str(Rank(worker, claim.expected))
+                raise ConfigurationError(f"{other} and {path} both hold {rank!r}: name one of them")
         files[path] = claim
     ranks = {}
     for worker, files in by_worker.items():

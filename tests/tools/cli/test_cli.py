@@ -194,6 +194,15 @@ def test_every_rank_is_recorded_to_a_file_of_its_own(tmp_path: Path, run: Run) -
     assert {name: rank["blocks"] for name, rank in ranks.items()} == {"a/0": 6, "a/1": 3}
 
 
+def test_an_endpoint_without_a_name_is_the_worker_that_the_recording_is_called(
+    engine: FakeEngine, tmp_path: Path, run: Run
+) -> None:
+    paths = [tmp_path / "here.frames", tmp_path / "there.frames"]
+    for path in paths:
+        run("record", path, "--seconds", 0.01, "--endpoint", engine.endpoint)
+    assert list(run("replay", "--json", *paths).json["ranks"]) == ["here/0", "there/0"]
+
+
 def test_a_recording_is_never_overwritten(engine: FakeEngine, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "kept.frames"
     path.write_text("precious")

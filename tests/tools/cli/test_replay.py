@@ -293,7 +293,7 @@ def test_recordings_that_say_their_rank_are_named_as_a_subscription_names_them(
 def test_two_recordings_of_one_rank_exit_2(tmp_path: Path, run: Run) -> None:
     names = (tmp_path / "monday.frames", tmp_path / "tuesday.frames")
     paths = [Recording(name).of(b"a", b"0").add(0).saved() for name in names]
-    assert "both hold a/0" in run("replay", *paths, code=2).err
+    assert "both hold 'a/0'" in run("replay", *paths, code=2).err
     other = Recording(tmp_path / "a.frames").add(0).saved()  # perhaps that rank: it does not say
     assert "both be the worker 'a'" in run("replay", paths[0], other, code=2).err
 
