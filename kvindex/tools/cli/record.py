@@ -49,11 +49,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Record until there was enough, or Ctrl-C; then the replays, if asked for."""
-    if arguments.endpoint and not arguments.name:  # recordings of one call each are other workers
+    if arguments.endpoint and not arguments.name:  # files of several calls are several workers
         arguments.name = Path(arguments.output).name.removesuffix(_SUFFIX)
     workers, _ = asked_workers(arguments)
     if arguments.replay and not any(worker.replay for worker in workers):
-        raise ConfigurationError("--replay: no engine has a replay endpoint")
+        raise ConfigurationError(
+            "--replay: no replay endpoint is named: NAME=ENDPOINT,replay=tcp://HOST:5657"
+        )
     complete = True
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

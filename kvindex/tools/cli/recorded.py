@@ -58,7 +58,9 @@ def _ranks_of(paths: Iterable[Path]) -> dict[Path, Rank]:
                 )
             if claim.expected == claimed.expected:
                 rank = str(Rank(worker, claim.expected))
-                raise ConfigurationError(f"{other} and {path} both hold {rank!r}: name one of them")
+                raise ConfigurationError(
+                    f"{other} and {path} both hold {rank!r}: read one at a time"
+                )
         files[path] = claim
     ranks = {}
     for worker, files in by_worker.items():

@@ -74,7 +74,7 @@ def _check_service(case: Case, web: Web) -> bool:
         ready = web.get("/ready", limit)
         if ready.body and "live" in (reported := ready.json()):  # a gateway's has no such word
             service, standings = "serve", {k: v for k, v in reported.items() if isinstance(v, dict)}
-    except (DiscoveryError, ValueError, TypeError, KeyError):
+    except (DiscoveryError, ValueError, TypeError, KeyError, AttributeError):
         return False
     if not fleet["ranks"] and not any(standings.values()):
         case.add("service-without-workers", url=case.target.url, service=service)

@@ -221,7 +221,7 @@ RECORD_FAILS: dict[str, tuple[int, str, list[str]]] = {
     ),
     "no replay endpoint": (
         2,
-        "no engine has a replay endpoint",
+        "no replay endpoint is named",
         ["--replay", "--endpoint", "tcp://127.0.0.1:1"],
     ),
     "no place to bind": (2, "cannot bind to", ["--endpoint", "ipc:///no/such/x", "--bind"]),
