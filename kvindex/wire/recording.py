@@ -1,8 +1,9 @@
 """Recorded frames in a file: what a SUB socket and a replay's DEALER received, message by message.
 
-A recording is a sequence of records without a header. One record: the byte `L` (live) or `R`
-(replay reply), the number of frames as u32 big-endian, then for each frame its length as u32
-big-endian and its bytes.
+A recording is a sequence of records without a header. One record: the byte `L` (live), `R` (replay
+reply) or `P` (publisher), the number of frames as u32 big-endian, then for each frame its length as
+u32 big-endian and its bytes. A `P` record says whose messages follow: its frames are the worker's
+name and, as a decimal, the dp_rank of the port.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ MAX_FRAMES: Final = 16
 MAX_FRAME_BYTES: Final = 256 * 2**20
 """Most bytes in one recorded frame."""
 
-Kind: TypeAlias = Literal["live", "replay"]
+Kind: TypeAlias = Literal["live", "replay", "publisher"]
 
-_KINDS: Final[dict[bytes, Kind]] = {b"L": "live", b"R": "replay"}
+_KINDS: Final[dict[bytes, Kind]] = {b"L": "live", b"R": "replay", b"P": "publisher"}
 _MARKS: Final = {kind: mark for mark, kind in _KINDS.items()}
 
 
 class RecordedMessage(msgspec.Struct, frozen=True):
-    """One message as it was received: on which socket, and its frames."""
+    """One message as it was received, on which socket; or the publisher of those that follow."""
 
     kind: Kind
     frames: list[bytes]
@@ -65,7 +66,7 @@ class _Reader:
             self._offset += 1
             kind = _KINDS.get(mark)
             if kind is None:
-                raise self._error(f"{mark!r} is no record's first byte (b'L' or b'R')")
+                raise self._error(f"{mark!r} is no record's first byte (b'L', b'R' or b'P')")
             n_frames = self._number("frames", MAX_FRAMES)
             yield RecordedMessage(kind, [self._frame() for _ in range(n_frames)])
 
@@ -110,7 +111,8 @@ class RecordingWriter:
         """Append one message.
 
         Args:
-            kind: "live" for a SUB socket's message, "replay" for a DEALER's.
+            kind: "live" for a SUB socket's message, "replay" for a DEALER's, "publisher" for what
+                the module's text describes.
             frames: its frames as received.
 
         Raises:
@@ -118,7 +120,7 @@ class RecordingWriter:
                 MAX_FRAME_BYTES; nothing is written then.
         """
         if kind not in _MARKS:
-            raise EncodeError(f"kind is {kind!r}, not 'live' or 'replay'")
+            raise EncodeError(f"kind is {kind!r}, not 'live', 'replay' or 'publisher'")
         if len(frames) > MAX_FRAMES or any(len(frame) > MAX_FRAME_BYTES for frame in frames):
             largest = max(map(len, frames))
             raise EncodeError(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine, HttpFaults
+from kvindex.tools.doctor import Target, examine
 from tests.gateway.picker.envoys import binary
 from tests.live import PATIENCE, meanwhile, until
 from tests.tools.commands import Running, started
@@ -118,6 +119,22 @@ def content_of(body: bytes) -> str:
     events = [line[6:] for line in body.split(b"\n\n") if line.startswith(b"data: {")]
     parts = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events]
     return "".join(parts)
+
+
+def test_the_doctor_knows_a_gateway_and_reports_how_its_engines_stand(served: Gateway) -> None:
+    until(lambda: live_ranks(served) == 4)
+    (found,) = examine([Target(url=f"http://127.0.0.1:{served.port}")]).findings
+    assert (found.id, found.severity) == ("service-examined", "info")
+    assert "this is kvindex gateway" in found.what
+
+
+def test_the_doctor_reports_an_engine_that_a_gateway_never_found() -> None:
+    with gateway("http://127.0.0.1:1", ranks=1) as served:
+        until(lambda: live_ranks(served) == 2)
+        report = examine([Target(url=f"http://127.0.0.1:{served.port}")])
+    missing, _ = report.findings
+    assert (missing.id, report.exit_code) == ("service-rank-not-live", 1)
+    assert "kvindex gateway is not current for http://127.0.0.1:1: " in missing.what
 
 
 def test_a_stream_is_that_of_the_engine_and_the_next_turn_finds_its_prompt(served: Gateway) -> None:

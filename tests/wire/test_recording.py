@@ -18,11 +18,13 @@ MESSAGES = [
     RecordedMessage("live", [b"topic", bytes(8), b"payload"]),
     RecordedMessage("replay", [b"", bytes(8), b""]),
     RecordedMessage("replay", []),
+    RecordedMessage("publisher", [b"vllm-0", b"1"]),
 ]
 DATA = (
     b"L\0\0\0\3\0\0\0\5topic\0\0\0\10\0\0\0\0\0\0\0\0\0\0\0\7payload"
     b"R\0\0\0\3\0\0\0\0\0\0\0\10\0\0\0\0\0\0\0\0\0\0\0\0"
     b"R\0\0\0\0"
+    b"P\0\0\0\2\0\0\0\6vllm-0\0\0\0\0011"
 )
 
 

@@ -309,6 +309,7 @@ def _dial(host: str, port: int, deadline: _Deadline) -> socket.socket:
 
 _CAUSES: Mapping[type[Exception], tuple[str, str]] = {
     ConnectionRefusedError: ("refused", "refuses the connection: nothing listens there"),
+    ssl.SSLCertVerificationError: ("tls", "has a certificate that is not trusted"),
     ssl.SSLError: ("tls", "fails at TLS"),
     socket.gaierror: ("name", "cannot be found: no such host"),
     http.client.HTTPException: ("content", "does not answer in HTTP"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import ssl
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -154,6 +155,24 @@ def cache_of(arguments: argparse.Namespace) -> CacheSettings:
         upper_bound=arguments.upper_bound,
         resets_connector=arguments.resets_connector,
     )
+
+
+def add_cacert_option(options: Options) -> None:
+    """Declare --cacert, which `trusting` reads."""
+    text = "authorities to trust for https, as PEM (default: the system's, or SSL_CERT_FILE)"
+    option(options, "--cacert FILE", text)
+
+
+def trusting(cacert: str | None) -> ssl.SSLContext:
+    """Return TLS that trusts the authorities in a file, by default the system's.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(f"--cacert {cacert}: {error}") from None
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:

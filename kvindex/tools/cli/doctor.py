@@ -17,12 +17,14 @@ from typing import Any
 
 from kvindex import ConfigurationError
 from kvindex.tools.cli.arguments import (
+    add_cacert_option,
     add_prompt_options,
     count,
     option,
     parse_tokens,
     read_tokens,
     seconds,
+    trusting,
 )
 from kvindex.tools.cli.endpoints import WORKER_FORM, parse_worker
 from kvindex.tools.cli.output import Colour, counted, in_options, painted, plain, printable
@@ -36,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare this command's options."""
     text = (
         "an engine: http://HOST:PORT, tcp://HOST:PORT (where it publishes), or "
-        f"{WORKER_FORM}; or a running kvindex serve: http://HOST:PORT"
+        f"{WORKER_FORM}; or a running kvindex serve or gateway: http://HOST:PORT"
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=text)
     option(parser, "--engine URL", "HTTP server of the one TARGET's engine")
@@ -50,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--block-size N", "tokens of a block that your router assumes", count)
     text = "the engines' API key, in a file (default: what KVINDEX_API_KEY holds)"
     option(parser, "--api-key-file FILE", text)
+    add_cacert_option(parser)
     text = "listen for events for at most S seconds"
     option(parser, "--seconds S", text, seconds, Limits().listen)
     option(parser, "--json", "print one JSON object")
@@ -62,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         passive=arguments.passive,
         prompt=_prompt(arguments),
         token=_api_key(arguments),
+        tls=trusting(arguments.cacert),
         model=arguments.model or "",
         block_size=arguments.block_size,
         limits=Limits(listen=arguments.seconds),

@@ -1,9 +1,10 @@
 """`kvindex record`: what publishers send, frame by frame, to a file for each rank.
 
 Write the frames that publishers send to files, untouched: one file for each rank, NAME.frames, or
-NAME-WORKER-DP.frames if there are several. Runs until Ctrl-C, which is its normal end (exit 0), as
-are --limit and --seconds. Exit 1: --replay was given and a replay did not reach its end. The files
-hold the prompts' tokens.
+NAME-WORKER-DP.frames if there are several. A file says which worker's rank it is; --endpoint
+without --name is the worker NAME. Runs until Ctrl-C, which is its normal end (exit 0), as are
+--limit and --seconds. Exit 1: --replay was given and a replay did not reach its end. The files hold
+the prompts' tokens.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Record until there was enough, or Ctrl-C; then the replays, if asked for."""
+    if arguments.endpoint and not arguments.name:  # files of several calls are several workers
+        arguments.name = Path(arguments.output).name.removesuffix(_SUFFIX)
     workers, _ = asked_workers(arguments)
     if arguments.replay and not any(worker.replay for worker in workers):
-        raise ConfigurationError("--replay: no engine has a replay endpoint")
+        raise ConfigurationError(
+            "--replay: no replay endpoint is named: NAME=ENDPOINT,replay=tcp://HOST:5657"
+        )
     complete = True
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -121,6 +126,9 @@ class _RankRecorder:
         self._replay = address.replay
         self._context = context
         self._writer = RecordingWriter(file)
+        # A file's name may change, and does not show where a worker's name ends.
+        name = worker.name.encode(errors="replace")
+        self._writer.write("publisher", [name, b"%d" % address.dp_rank])
         self._refused = self._missed = 0
         self._seq: int | None = None
         self._warn_again_at = -math.inf

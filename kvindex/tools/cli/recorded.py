@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvindex import (
@@ -21,6 +21,7 @@ from kvindex import (
     RankRestarted,
     StreamItem,
 )
+from kvindex.subscribe.resumption import Claim, settle
 from kvindex.tools.cli.arguments import cache_of
 from kvindex.tools.cli.output import Progress
 from kvindex.wire import RecordedMessage, decode_batch, parse_live, parse_replay, read_recording
@@ -34,24 +35,69 @@ def recordings_of(arguments: argparse.Namespace, *, resets: bool = True) -> list
         resets: whether a gap drops what the rank held.
 
     Raises:
-        ConfigurationError: a file cannot be opened, or two would be one worker.
+        ConfigurationError: a file cannot be opened, or two would be one worker or one rank.
     """
-    stems: dict[str, Path] = {}
-    for path in arguments.files:
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-        other = stems.setdefault(path.stem, path)
-        if other is not path:
-            raise ConfigurationError(
-                f"{other} and {path} would both be the worker {path.stem!r}: rename one"
-            )
-    cache = cache_of(arguments)
+    cache, replayed = cache_of(arguments), arguments.with_replayed
+    ranks = _ranks_of(arguments.files)
     return [
-        Recorded(path, resets=resets, with_replayed=arguments.with_replayed, cache=cache)
+        Recorded(path, ranks.get(path), resets=resets, with_replayed=replayed, cache=cache)
         for path in arguments.files
     ]
+
+
+def _ranks_of(paths: Iterable[Path]) -> dict[Path, Rank]:
+    """Return the rank of each recording that says whose it is, named as a subscription names it."""
+    by_worker: dict[str, dict[Path, Claim | None]] = {}
+    for path in paths:
+        worker, claim = _publisher_of(path)
+        files = by_worker.setdefault(worker, {})
+        for other, claimed in files.items():
+            if claim is None or claimed is None:
+                raise ConfigurationError(
+                    f"{other} and {path} would both be the worker {worker!r}: rename one"
+                )
+            if claim.expected == claimed.expected:
+                rank = str(Rank(worker, claim.expected))
+                raise ConfigurationError(
+                    f"{other} and {path} both hold {rank!r}: read one at a time"
+                )
+        files[path] = claim
+    ranks = {}
+    for worker, files in by_worker.items():
+        claims = {path: claim for path, claim in files.items() if claim is not None}
+        for path, dp_rank in zip(claims, settle(list(claims.values())), strict=True):
+            ranks[path] = Rank(worker, dp_rank)
+    return ranks
+
+
+def _publisher_of(path: Path) -> tuple[str, Claim | None]:
+    """Return a recording's worker, and its dp_rank by its port and by its first readable batch."""
+    worker, claim = path.stem, None
+    try:
+        for message in read_recording(path):
+            if claim is not None:
+                if (named := _dp_rank_in(message)) is not None:
+                    return worker, claim._replace(named=named)
+            elif message.kind == "publisher":
+                name, dp_rank = message.frames
+                worker, claim = name.decode(), Claim(int(dp_rank), None)
+            else:
+                break  # what says whose they are comes first
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+    except DecodeError:
+        pass  # `Recorded.items` meets it too
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: its first record names no rank: {error}") from error
+    return worker, claim
+
+
+def _dp_rank_in(message: RecordedMessage) -> int | None:
+    parse = parse_live if message.kind == "live" else parse_replay
+    try:
+        return decode_batch(parse(message.frames).payload).data_parallel_rank
+    except DecodeError:
+        return None  # `Recorded.items` counts it
 
 
 class Recorded:
@@ -60,7 +106,13 @@ class Recorded:
     A lower or equal number with a newer timestamp is a restart, with another one a duplicate. A gap
     drops what the rank held (`resets`), and is filled from the replay replies (`with_replayed`).
 
+    Args:
+        path: the file.
+        rank: whose batches they are; None if the file does not say: then the file's name is the
+            worker, and each batch names its dp_rank.
+
     Attributes:
+        path: as given.
         seq: number of the last applied batch.
         complete: whether every batch since the publisher's first was applied.
         counters: `live`, `replies`: records; `applied`: batches; `duplicates`, `restarts`; `gaps`
@@ -70,9 +122,16 @@ class Recorded:
     """
 
     def __init__(
-        self, path: Path, *, resets: bool, with_replayed: bool, cache: CacheSettings
+        self,
+        path: Path,
+        rank: Rank | None,
+        *,
+        resets: bool,
+        with_replayed: bool,
+        cache: CacheSettings,
     ) -> None:
         self.path = path
+        self._rank = rank
         self.seq: int | None = None
         self.complete = False
         self.counters: Counter[str] = Counter()
@@ -87,8 +146,8 @@ class Recorded:
 
     @property
     def ranks(self) -> list[Rank]:
-        """The ranks that its batches name, sorted; rank 0 if there is none."""
-        return sorted(self._ranks) or [Rank(self.path.stem)]
+        """The ranks of its batches, sorted; if there is none, the one it says, or rank 0."""
+        return sorted(self._ranks) or [self._rank or Rank(self.path.stem)]
 
     def items(self, progress: Progress) -> Iterator[StreamItem]:
         """Yield what an event stream would have yielded of the whole file, in order.
@@ -105,7 +164,7 @@ class Recorded:
                 if message.kind == "live":
                     self.counters["live"] += 1
                     yield from self._live(message.frames)
-                else:
+                elif message.kind == "replay":
                     self.counters["replies"] += 1
             yield from self._finish()
         except DecodeError as error:
@@ -132,7 +191,9 @@ class Recorded:
                         frame = parse_live(message.frames)
                         decode_batch(frame.payload)
                         live.add(frame.seq)
-                    elif not (reply := parse_replay(message.frames)).end:
+                    elif (
+                        message.kind == "replay" and not (reply := parse_replay(message.frames)).end
+                    ):
                         replies[reply.seq] = decode_batch(reply.payload)
                 except DecodeError:
                     continue  # `items` counts it
@@ -200,7 +261,7 @@ class Recorded:
             yield from (RankLost(rank, *lost) for rank in self._ranks)
 
     def _apply(self, seq: int, batch: EventBatch) -> Iterator[StreamItem]:
-        rank = Rank(self.path.stem, batch.data_parallel_rank or 0)
+        rank = self._rank or Rank(self.path.stem, batch.data_parallel_rank or 0)
         if rank not in self._ranks:
             self._ranks.add(rank)
             yield RankAdded(rank, self._cache)

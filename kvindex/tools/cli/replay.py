@@ -1,10 +1,10 @@
 """`kvindex replay`: recorded frames into an index, and what is resident then.
 
-Apply recorded frames in order and print what each rank holds then. A file is one publisher's; its
-name without suffix is the worker's name. What a live subscription counts is counted here too:
-batches that arrive twice, gaps, restarts, batches that cannot be decoded. Exit 1: a file is cut
-off, and the part before that byte is applied and printed, or it is no recording. Exit 2: a file
-cannot be opened.
+Apply recorded frames in order and print what each rank holds then. A file is one publisher's. It
+says which rank it is; for one that does not, its name without suffix is the worker's name. What a
+live subscription counts is counted here too: batches that arrive twice, gaps, restarts, batches
+that cannot be decoded. Exit 1: a file is cut off, and the part before that byte is applied and
+printed, or it is no recording. Exit 2: a file cannot be opened.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import msgspec
 from kvindex import Client, ConfigurationError, KVIndexError, State, connect
 from kvindex.service.overview import Fleet, overview
 from kvindex.subscribe.discovery.web import Web
-from kvindex.tools.cli.arguments import count, option, seconds
+from kvindex.tools.cli.arguments import add_cacert_option, count, option, seconds, trusting
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of, names_engines
 from kvindex.wire.errors import DiscoveryError
 from kvindex.wire.waker import Waker
@@ -53,8 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare this command's options."""
     text = "of a service, e.g. http://127.0.0.1:8090 (its token: KVINDEX_TOKEN)"
     parser.add_argument("url", nargs="?", metavar="URL", help=text)
-    text = "authorities to trust for https, as PEM (default: the system's, or SSL_CERT_FILE)"
-    option(parser, "--cacert FILE", text)
+    add_cacert_option(parser)
     text = "by what the table is sorted: worst, most or longest first"
     option(parser, "--sort", text, tuple(SORTS), "state")
     option(parser, "-n --ranks N", "show N ranks at most", count)
@@ -129,11 +128,8 @@ class ServiceFleet:
     def __init__(self, url: str, cacert: str | None = None) -> None:
         if "//" not in url:
             url = f"http://{url}"
-        try:
-            trusted = ssl.create_default_context(cafile=cacert)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(f"--cacert {cacert}: {error}") from None
-        self._web = Web(url, token=os.environ.get("KVINDEX_TOKEN"), context=trusted)
+        token = os.environ.get("KVINDEX_TOKEN")
+        self._web = Web(url, token=token, context=trusting(cacert))
         self._closed = threading.Event()
 
     def read(self) -> Fleet:

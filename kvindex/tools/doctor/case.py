@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ class Shared(msgspec.Struct, kw_only=True):
     """What all cases of one examination share: its settings, as of `examine`, and its connections.
 
     Attributes:
-        limits, passive, token, model, block_size: the settings.
+        limits, passive, token, tls, model, block_size: the settings.
         seed: of the test prompt; engines with one tokenizer get the same prompt.
         context: of all sockets.
         client: subscribed to every engine that can be reached; None before that, or if there is
@@ -71,6 +72,7 @@ class Shared(msgspec.Struct, kw_only=True):
     limits: Limits
     passive: bool
     token: str
+    tls: ssl.SSLContext | None
     model: str
     block_size: int | None
     seed: int

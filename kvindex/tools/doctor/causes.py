@@ -47,6 +47,12 @@ _COULD_NOT_LOOK: Final = {
         "check the URL, and that the engine has started",
         blind=True,
     ),
+    "tls-failed": _error(
+        "no TLS connection to the engine: {error}",
+        "name the file of the authority that its certificate is from: --cacert FILE; write http:// "
+        "if it has no TLS",
+        blind=True,
+    ),
     "engine-denied": _error(
         "the engine refuses to answer without its API key",
         "give the key in KVINDEX_API_KEY, or as --api-key-file",
@@ -66,13 +72,17 @@ _COULD_NOT_LOOK: Final = {
 }
 _A_KVINDEX_SERVICE: Final = {
     "service-without-workers": _error(
-        "this kvindex service has no workers",
-        "have them registered (POST /register), named (--worker), or found (--engine, --dns, "
-        "--k8s-preset)",
+        "this kvindex {service} has no workers",
+        "name its engines, or have them found (--dns, --k8s-preset) or, by kvindex serve, "
+        "registered (POST /register)",
     ),
     "service-rank-not-live": _error(
-        "the service is not current for {rank}: {reason}",
+        "the kvindex {service} is not current for {rank}: {reason}",
         "examine that engine itself: kvindex doctor http://ENGINE:8000",
+    ),
+    "service-examined": _info(
+        "this is kvindex {service}: it was asked how its engines stand, they were not examined",
+        "examine an engine itself: kvindex doctor http://ENGINE:8000",
     ),
 }
 _WHAT_THE_ENGINE_REPORTS: Final = {
@@ -144,9 +154,9 @@ _WHAT_THE_ENGINE_REPORTS: Final = {
         "ask with whole pages of tokens: see docs/how-to/sglang.md",
     ),
     "offload-unseen": _warning(
-        "the engine hit {external} tokens in an external cache, whose blocks no event reports",
-        "have the connector publish (LMCache: its own publisher endpoint), or count these hits "
-        "as unknown",
+        "the engine hit {external} tokens outside its GPU, and no event names a block there",
+        "have the connector announce its blocks (LMCache does from 0.5.6 on), or count these hits "
+        "as unknown; if a prefill engine sent them: nothing, they are announced on the GPU",
     ),
     "cached-tokens-unreported": _info(
         "answers do not report how many tokens were cached", "start the engine with {report}"
@@ -214,8 +224,13 @@ _PORTS: Final = {
         "before, and each gap, stays unknown",
         "give it to the router too: NAME=ENDPOINT,replay=tcp://HOST:{port}",
     ),
+    "replay-not-named": _warning(
+        "no replay endpoint was named: what was published before, and each gap, stays unknown",
+        "name it, to the router too: NAME=ENDPOINT,replay=tcp://HOST:PORT; --engine URL asks the "
+        "engine whether it has one",
+    ),
     "replay-missing": _warning(
-        "there is no replay endpoint: what was published before, and each gap, stays unknown",
+        "the engine has no replay endpoint: what was published before, and each gap, stays unknown",
         'set "replay_endpoint": "tcp://*:5657" in the engine, and give it to the router',
     ),
 }

@@ -36,18 +36,22 @@ _BUGS: Final = (
 def ask_and_check(case: Case) -> None:
     """Ask the engine at the case's URL what it is and where it publishes; note what is wrong."""
     url, token, limits = case.target.url, case.shared.token, case.shared.limits
+    web = Web(url, token=token or None, context=case.shared.tls)
     try:
-        case.report = ask_engine(url, limits.http, token=token or None)
+        report = ask_engine(url, limits.http, token=token or None, context=case.shared.tls)
     except DiscoveryError as error:
-        if error.reason in ("status", "content") and _check_service(case):
+        if error.reason in ("status", "content") and _check_service(case, web):
             return
-        denied = error.reason == "denied"
-        case.add("engine-denied" if denied else "engine-unreachable", url=url, error=str(error))
+        kind = {"denied": "engine-denied", "tls": "tls-failed"}.get(error.reason)
+        case.add(kind or "engine-unreachable", url=url, error=str(error))
         return
-    refusal = next((why for why in case.report.failures.values() if _DENIED.match(why)), "")
+    if not report.kind and _check_service(case, web):
+        return  # a gateway, which answers as an engine does
+    case.report = report
+    refusal = next((why for why in report.failures.values() if _DENIED.match(why)), "")
     if refusal:  # vLLM guards only what is under /v1
         case.add("engine-denied", url=url, error=refusal)
-    case.http = EngineHttp(url, token, timeout=limits.http, completion=limits.completion)
+    case.http = EngineHttp(web, timeout=limits.http, completion=limits.completion)
     case.metrics = case.http.metrics()
     _check_events(case)
     _check_cache(case)
@@ -55,23 +59,30 @@ def ask_and_check(case: Case) -> None:
     _check_version(case)
 
 
-def _check_service(case: Case) -> bool:
-    """Note what a `kvindex serve` reports of its ranks; return whether the target is one."""
-    web = Web(case.target.url, token=case.shared.token or None)
+def _check_service(case: Case, web: Web) -> bool:
+    """Note how the engines of a `kvindex serve` or `gateway` stand; return whether it is one."""
+    limit = case.shared.limits.http
+    service, standings = "gateway", {}
     try:
-        ready = web.get("/ready", case.shared.limits.http).json()
-        workers = web.get("/workers", case.shared.limits.http).json()
-    except (DiscoveryError, ValueError):
+        fleet = web.get("/api/fleet", limit).json()
+        standings["missing"] = dict(fleet["missing"])
+        standings["behind"] = {
+            f"{rank['worker']}/{rank['dp_rank']}": rank["reason"] or f"its state is {rank['state']}"
+            for rank in fleet["ranks"]
+            if rank["state"] != "live"
+        }
+        ready = web.get("/ready", limit)
+        if ready.body and "live" in (reported := ready.json()):  # a gateway's has no such word
+            service, standings = "serve", {k: v for k, v in reported.items() if isinstance(v, dict)}
+    except (DiscoveryError, ValueError, TypeError, KeyError, AttributeError):
         return False
-    if not isinstance(ready, Mapping) or "ready" not in ready or not isinstance(workers, list):
-        return False
-    if not workers:
-        case.add("service-without-workers", url=case.target.url)
-    for standing in ("waiting", "given_up", "behind"):
-        ranks = ready.get(standing)
-        for rank, why in list(ranks.items())[:_MAX_RANKS] if isinstance(ranks, Mapping) else ():
-            reason = str(why)[:400]
-            case.add("service-rank-not-live", rank=rank, reason=reason, standing=standing)
+    if not fleet["ranks"] and not any(standings.values()):
+        case.add("service-without-workers", url=case.target.url, service=service)
+    for standing, ranks in standings.items():
+        for rank, why in list(ranks.items())[:_MAX_RANKS]:
+            found = {"rank": rank, "reason": str(why)[:400], "standing": standing}
+            case.add("service-rank-not-live", service=service, **found)
+    case.add("service-examined", service=service)
     return True
 
 

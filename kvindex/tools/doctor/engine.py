@@ -46,6 +46,14 @@ class EngineMetrics:
                 return sum(values)
         return None
 
+    def by_label(self, name: str, label: str) -> Mapping[str, float]:
+        """Return the sums of a counter's samples by the values of a label; empty if absent."""
+        sums: dict[str, float] = {}
+        for n, labels, value in self._samples:
+            if n in (name, f"{name}_total"):
+                sums[labels.get(label, "")] = sums.get(labels.get(label, ""), 0.0) + value
+        return sums
+
     def labels(self, name: str) -> Mapping[str, str]:
         """Return the labels of a series' first sample."""
         return next((labels for n, labels, _ in self._samples if n == name), {})
@@ -69,13 +77,10 @@ class EngineHttp:
     """One engine's HTTP server. Immutable: may be asked from any thread.
 
     `timeout` seconds are for an answer, `completion` seconds for the answer to a prompt.
-
-    Raises:
-        ConfigurationError: the URL cannot be one.
     """
 
-    def __init__(self, url: str, token: str, *, timeout: float, completion: float) -> None:
-        self._web = Web(url, token=token or None)
+    def __init__(self, web: Web, *, timeout: float, completion: float) -> None:
+        self._web = web
         self._timeout = timeout
         self._completion = completion
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from kvindex.tools.doctor.streams import (
     check_received,
     check_serving,
     check_streams,
+    filtered,
     prompt_tokens,
 )
 from kvindex.wire.errors import ConfigurationError
@@ -40,6 +42,7 @@ def examine(
     passive: bool = False,
     prompt: UserPrompt | None = None,
     token: str = "",
+    tls: ssl.SSLContext | None = None,
     model: str = "",
     block_size: int | None = None,
     limits: Limits | None = None,
@@ -54,6 +57,7 @@ def examine(
         passive: send no prompt.
         prompt: a prompt to look for besides.
         token: the engines' API key.
+        tls: for https; by default certificates are checked as the system does.
         model: the model to ask for; by default each engine's first.
         block_size: the block size that your router goes by, to be compared.
         limits: how long to wait.
@@ -80,6 +84,7 @@ def examine(
             limits=limits or Limits(),
             passive=passive,
             token=token,
+            tls=tls,
             model=model,
             block_size=block_size,
             seed=random.SystemRandom().getrandbits(64),
@@ -196,6 +201,11 @@ def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping
             return not now or (now != before and time.monotonic() >= until)
 
         client.wait_for(done, limits.live)
+        # Replays pass a filter that lets no live batch through: such a rank is never done.
+        waits = {rank.worker for rank in last_batches(client.statuses())}
+        broken |= {
+            Rank(case.name, rank) for case in cases if case.name in waits for rank in filtered(case)
+        }
         now = last_batches(client.statuses())
         if not now or now == before or time.monotonic() >= until:
             return before

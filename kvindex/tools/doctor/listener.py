@@ -130,6 +130,10 @@ class Listener:
             self.received.get(dp_rank) or [Reception()], key=lambda reception: reception.messages
         )
 
+    def topics(self, dp_rank: int) -> list[str]:
+        """Return the topics of a rank's messages, sorted."""
+        return sorted(self.first(dp_rank).topics)
+
     def differing(self) -> list[int]:
         """Return the ranks whose two connections received different batches of one number."""
         return [

@@ -35,7 +35,7 @@ def check_shape(case: Case) -> None:
         case.broken.update(publishes, replays)
     stated = case.report.ranks if case.report else ()
     if all(address.replay is None for address in (*case.addresses, *stated)):
-        case.add("replay-missing")
+        case.add("replay-missing" if stated else "replay-not-named")
 
 
 def check_rank(case: Case, address: PublisherAddress) -> None:

@@ -37,6 +37,7 @@ _EXPLAINS: Final[dict[str, frozenset[str]]] = {
     "replay-of-another": _STREAM,
     "replay-missing": _LEFT_OUT,
     "replay-not-given": _LEFT_OUT,
+    "replay-not-named": _LEFT_OUT,
     "stream-not-live": _TEST | {"blocks-left-out"},
     "replay-running": _TEST | {"blocks-left-out"},
     "stream-incomplete": frozenset({"blocks-left-out"}),

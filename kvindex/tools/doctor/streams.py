@@ -13,6 +13,7 @@ from kvindex.tools.doctor.engine import EngineMetrics
 from kvindex.tools.doctor.report import Finding, finding_of
 
 _MANY: Final = 20  # blocks, or prompts, from which a share of them means something
+_MOMENT: Final = 0.05  # seconds to receive what has arrived already
 _MAX_NODES: Final = 2_000
 _LIMITED: Final = {
     *("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba")
@@ -42,17 +43,31 @@ def check_received(case: Case) -> None:
     for rank in case.listener.differing():
         endpoint = next(a.endpoint for a in case.addresses if a.dp_rank == rank)
         case.add("several-publishers", rank, endpoint=endpoint)
+    for rank in filtered(case):
+        topics = case.listener.topics(rank)
+        case.add("topic-filtered", rank, filter=case.worker.topic, topics=topics)
     for rank in case.listener.received:
-        first = case.listener.first(rank)
-        topics = sorted(first.topics)
-        if topics and not any(topic.startswith(case.worker.topic) for topic in topics):
-            case.add("topic-filtered", rank, filter=case.worker.topic, topics=topics)
+        first, topics = case.listener.first(rank), case.listener.topics(rank)
         _check_names(case, rank, topics)
         if first.missing:
             case.add("numbers-jump", rank, missing=first.missing, messages=first.messages)
         if first.stored >= _MANY and first.stored_again * 10 >= first.stored:
             again, stored = first.stored_again, first.stored
             case.add("evicted-before-reuse", rank, again=again, stored=stored)
+
+
+def filtered(case: Case) -> list[int]:
+    """Return the ranks of which messages were received and none passes the worker's filter."""
+    listener, worker = case.listener, case.worker
+    if listener is None or worker is None or not worker.topic:
+        return []
+    listener.listen(lambda: all(map(listener.topics, listener.received)), _MOMENT)
+    return [
+        rank
+        for rank in listener.received
+        if (topics := listener.topics(rank))
+        and not any(topic.startswith(worker.topic) for topic in topics)
+    ]
 
 
 def prompt_tokens(metrics: EngineMetrics) -> float | None:
@@ -137,7 +152,15 @@ def _check_index(case: Case, rank: int, index: Mapping[str, Any]) -> None:
 
 
 def _check_offload(case: Case, statistics: Mapping[str, Any]) -> None:
-    external = case.metrics.total("vllm:external_prefix_cache_hits")
+    """Note hits in a store whose blocks no event names.
+
+    What a prefill engine sends to a decode engine is in no store, and is announced on the GPU.
+    """
+    external = case.metrics.total("vllm:external_prefix_cache_hits") or 0.0
+    if sources := case.metrics.by_label("vllm:prompt_tokens_cached_by_source", "source"):
+        external = sum(sources.get(name, 0.0) for name in ("host", "disk", "external_unspecified"))
+    if case.metrics.total("vllm:nixl_xfer_time_seconds_count"):  # the unspecified are transfers
+        external = sources.get("host", 0.0) + sources.get("disk", 0.0)
     media = {
         medium
         for rank in statistics["ranks"].values()

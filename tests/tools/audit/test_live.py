@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
-from kvindex import EventStream, Rank, RankStatus
+from kvindex import EventBatch, EventStream, Rank, RankBatch, RankStatus
 from kvindex.testing import FakeEngine, HttpEngine
 from kvindex.testing.ports import reserve_port
 from kvindex.tools.audit import Auditor
 from kvindex.tools.cli.audit import Listening
+from kvindex.tools.cli.endpoints import parse_worker
 from tests.live import PATIENCE, worker_of
 from tests.tools.commands import Run, started
 
@@ -44,6 +47,32 @@ def test_what_live_engines_computed_and_held_is_what_the_audit_reports() -> None
     assert (tokens["b/0"].computed, tokens["b/0"].other_worker) == (160, 160)
     assert (tokens["a/0"].computed, tokens["a/0"].first) == (32, 32)
     assert all(rank.state == "live" and rank.complete for rank in report.ranks)
+
+
+def test_a_recorded_fleet_is_audited_as_a_live_one_dp_ranks_of_one_worker_apart(
+    tmp_path: Path, run: Run
+) -> None:
+    with FakeEngine("vllm-0") as zero, FakeEngine("vllm-0", dp_rank=1) as one:
+        zero.serve(PROMPT)
+        one.serve([*PROMPT, *range(1000, 1032)])
+        named = f"vllm-0={zero.endpoint},endpoint={one.endpoint}"
+        named += f",replay={zero.replay_endpoint},replay={one.replay_endpoint}"
+        auditor = Auditor()
+        auditor.begin(0.0)
+        with EventStream([parse_worker(named)]) as stream:
+            batches: list[RankBatch[EventBatch]] = []
+            while len(batches) < 2:
+                item = stream.get(PATIENCE)
+                batches += [item] if isinstance(item, RankBatch) else []
+        for batch in sorted(batches, key=lambda batch: batch.batch.ts):
+            auditor.receive(batch, batch.batch.ts)
+        run("record", tmp_path / "fleet", "--worker", named, "--replay", "--seconds", 0.01)
+    live = auditor.report(time.time())
+    paths = [tmp_path / f"fleet-vllm-0-{dp_rank}.frames" for dp_rank in range(2)]
+    recorded = run("audit", "--json", "--with-replayed", *paths).json
+    assert [rank["rank"] for rank in recorded["ranks"]] == [rank.rank for rank in live.ranks]
+    assert recorded["tokens"] == msgspec.to_builtins(live.tokens)
+    assert (live.tokens.same_worker, live.tokens.other_worker) == (160, 0)
 
 
 class BusyStream:

@@ -14,6 +14,7 @@ from kvindex import EventStream
 from kvindex.subscribe import RankBatch
 from kvindex.testing import FakeEngine, Faults, FaultyLink, LaneFaults
 from kvindex.tools.cli import output
+from kvindex.wire import read_recording
 from tests.live import PATIENCE, worker_of
 from tests.tools.commands import PROMPT, Ran, Run, at, output_of, started
 
@@ -190,7 +191,16 @@ def test_every_rank_is_recorded_to_a_file_of_its_own(tmp_path: Path, run: Run) -
     paths = sorted(tmp_path.iterdir())
     assert [path.name for path in paths] == ["x-a-0.frames", "x-a-1.frames"]
     ranks = run("replay", "--json", "--with-replayed", *paths).json["ranks"]
-    assert {name: rank["blocks"] for name, rank in ranks.items()} == {"x-a-0/0": 6, "x-a-1/1": 3}
+    assert {name: rank["blocks"] for name, rank in ranks.items()} == {"a/0": 6, "a/1": 3}
+
+
+def test_an_endpoint_without_a_name_is_the_worker_that_the_recording_is_called(
+    engine: FakeEngine, tmp_path: Path, run: Run
+) -> None:
+    paths = [tmp_path / "here.frames", tmp_path / "there.frames"]
+    for path in paths:
+        run("record", path, "--seconds", 0.01, "--endpoint", engine.endpoint)
+    assert list(run("replay", "--json", *paths).json["ranks"]) == ["here/0", "there/0"]
 
 
 def test_a_recording_is_never_overwritten(engine: FakeEngine, tmp_path: Path, run: Run) -> None:
@@ -200,7 +210,7 @@ def test_a_recording_is_never_overwritten(engine: FakeEngine, tmp_path: Path, ru
     assert "exists" in run(*argv, code=2).err
     assert path.read_text() == "precious"
     run(*argv, "--force")
-    assert path.read_bytes() == b""
+    assert [message.kind for message in read_recording(path)] == ["publisher"]
 
 
 RECORD_FAILS: dict[str, tuple[int, str, list[str]]] = {
@@ -211,7 +221,7 @@ RECORD_FAILS: dict[str, tuple[int, str, list[str]]] = {
     ),
     "no replay endpoint": (
         2,
-        "no engine has a replay endpoint",
+        "no replay endpoint is named",
         ["--replay", "--endpoint", "tcp://127.0.0.1:1"],
     ),
     "no place to bind": (2, "cannot bind to", ["--endpoint", "ipc:///no/such/x", "--bind"]),

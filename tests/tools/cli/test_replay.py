@@ -26,7 +26,7 @@ CAPTURES = Path(__file__).parents[2] / "data" / "captures"
 BLOCK = 4
 
 
-def stored(number: int, *, ts: float | None = None, dp_rank: int = 0) -> bytes:
+def stored(number: int, *, ts: float | None = None, dp_rank: int | None = 0) -> bytes:
     """A batch that stores block `number` of one prompt, after the block before it."""
     event = BlockStored(
         block_hashes=[100 + number],
@@ -56,6 +56,11 @@ class Recording:
             else:
                 seq, payload = record if isinstance(record, tuple) else (record, stored(record))
                 self._writer.write("live", live_frames(b"", seq, payload))
+        return self
+
+    def of(self, *frames: bytes) -> Recording:
+        """Say whose messages follow."""
+        self._writer.write("publisher", frames)
         return self
 
     def raw(self, frames: list[bytes]) -> Recording:
@@ -260,6 +265,44 @@ def test_two_files_of_one_name_exit_2(tmp_path: Path, run: Run) -> None:
     (tmp_path / "other").mkdir()
     paths = [Recording(p / "a.frames").add(0).saved() for p in (tmp_path, tmp_path / "other")]
     assert "both be the worker 'a'" in run("replay", *paths, code=2).err
+
+
+@pytest.mark.parametrize(
+    ("named", "ranks"),
+    [
+        ((None, None), ["v-0/0", "v-0/1"]),  # by their ports
+        ((1, 0), ["v-0/1", "v-0/0"]),  # ports that were exchanged
+        ((3, None), ["v-0/3", "v-0/1"]),
+        ((0, 0), ["v-0/0", "v-0/1"]),  # never one rank of two caches
+    ],
+)
+def test_recordings_that_say_their_rank_are_named_as_a_subscription_names_them(
+    named: tuple[int | None, ...], ranks: list[str], tmp_path: Path, report: Any
+) -> None:
+    paths = [
+        Recording(tmp_path / f"{port}.frames")
+        .of(b"v-0", b"%d" % port)
+        .raw([b"no batch"])
+        .add((0, stored(0, dp_rank=dp_rank)))
+        .saved()
+        for port, dp_rank in enumerate(named)
+    ]
+    assert [file["ranks"] for file in report(*paths)["files"]] == [[rank] for rank in ranks]
+
+
+def test_two_recordings_of_one_rank_exit_2(tmp_path: Path, run: Run) -> None:
+    names = (tmp_path / "monday.frames", tmp_path / "tuesday.frames")
+    paths = [Recording(name).of(b"a", b"0").add(0).saved() for name in names]
+    assert "both hold 'a/0'" in run("replay", *paths, code=2).err
+    other = Recording(tmp_path / "a.frames").add(0).saved()  # perhaps that rank: it does not say
+    assert "both be the worker 'a'" in run("replay", paths[0], other, code=2).err
+
+
+@pytest.mark.parametrize("frames", [(), (b"a",), (b"a", b"x"), (b"\xff", b"0")])
+def test_a_record_that_names_no_rank_exits_2(
+    frames: tuple[bytes, ...], recording: Recording, run: Run
+) -> None:
+    assert "names no rank" in run("replay", recording.of(*frames).add(0).saved(), code=2).err
 
 
 @pytest.mark.parametrize("name", ["vllm-0.9.2", "vllm-0.33.0-bytes", "sglang-0.5.23"])

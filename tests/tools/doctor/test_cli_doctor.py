@@ -47,7 +47,7 @@ def test_a_target_has_every_form(
     assert report["targets"][1]["ranks"] == {"0": engine.endpoint}
 
     report = examined(engine.endpoint, code=1)
-    assert [finding["id"] for finding in report["findings"]] == ["replay-missing"]
+    assert [finding["id"] for finding in report["findings"]] == ["replay-not-named"]
     assert report["targets"][0]["name"] == engine.endpoint.removeprefix("tcp://")
 
     report = examined(worker, "--engine", server.url, "--seconds", "10")
@@ -133,6 +133,7 @@ def test_the_routers_tokens_are_compared(
         (["http://h:1", "--engine", "http://h:2"], "--engine belongs to one TARGET"),
         (["http://h:1", "--prompt", "@/nowhere"], "cannot read a prompt"),
         (["http://h:1", "--seconds", "9999"], "up to 3600 s"),
+        (["https://h:1", "--cacert", "/nowhere"], "--cacert /nowhere: "),
     ],
 )
 def test_arguments_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvindex import Worker
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
 from kvindex.tools.doctor import Limits, Report, Target, ports
+from kvindex.tools.doctor.engine import EngineHttp, EngineMetrics
 from tests.live import link_to, worker_of
 from tests.tools.doctor.doctored import (
     HEARING,
@@ -96,6 +97,32 @@ def test_what_an_engine_states_is_judged_without_a_prompt(case: str) -> None:
     engine, options, expected = STATED[case]
     with FakeEngine(**engine) as fake, HttpEngine(fake, options=HttpOptions(**options)) as server:
         assert ids(look_at(server.url, passive=True)) == expected
+
+
+EXTERNAL = "vllm:external_prefix_cache_hits_total 412.0"
+NIXL = 'vllm:nixl_xfer_time_seconds_count{engine="0"} 9.0'
+BY_SOURCE = 'vllm:prompt_tokens_cached_by_source_total{{source="{}"}} 412.0'.format
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        ([EXTERNAL], True),
+        ([EXTERNAL, NIXL], False),
+        ([EXTERNAL, BY_SOURCE("device"), BY_SOURCE("p2p")], False),
+        ([EXTERNAL, BY_SOURCE("external_unspecified"), NIXL], False),
+        ([EXTERNAL, BY_SOURCE("external_unspecified")], True),
+        ([EXTERNAL, BY_SOURCE("host"), NIXL], True),
+        ([EXTERNAL, BY_SOURCE("disk")], True),
+    ],
+)
+def test_what_a_prefill_engine_sent_is_no_cache_without_events(
+    metrics: list[str], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineHttp, "metrics", lambda _: EngineMetrics("\n".join(metrics)))
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        report = finds(["offload-unseen"] * found, server.url, passive=True)
+        assert all(finding.evidence["external"] == 412 for finding in report.findings)
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.22"])

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from kvindex import ConfigurationError, Curve, Worker, ZmqEventPublisher, connect
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions, ManualClock
-from kvindex.tools.doctor import Peer, look, ports, zmtp
+from kvindex.tools.doctor import Peer, Target, look, ports, zmtp
 from tests.live import PATIENCE, worker_of
 from tests.tools.doctor.doctored import (
     BRIEFLY,
@@ -132,13 +132,15 @@ def test_a_tls_server_is_recognized_by_its_handshake(tmp_path: Path) -> None:
 def test_a_port_where_nobody_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, ports, "_who_dials")
     with unused() as endpoint:
-        report = finds(["publisher-refused", "replay-missing"], Worker("a", endpoint))
+        report = finds(["publisher-refused", "replay-not-named"], Worker("a", endpoint))
         assert report.exit_code == 1
 
 
 def test_a_publisher_that_connects_is_caught_by_listening_there() -> None:
     with unused() as endpoint, ZmqEventPublisher(0, endpoint, None):
-        report = finds(["publisher-connects", "replay-missing"], Worker("a", endpoint), limits=LIVE)
+        report = finds(
+            ["publisher-connects", "replay-not-named"], Worker("a", endpoint), limits=LIVE
+        )
         assert the(report, "publisher-connects").evidence["socket_type"] == "PUB"
 
 
@@ -154,7 +156,7 @@ def test_a_subscriber_that_dials_a_dead_port_is_no_engine(monkeypatch: pytest.Mo
     monkeypatch.setattr(ports, "greet", greet_last)
     monkeypatch.setattr(ports, "time", SimpleNamespace(monotonic=clock))
     with unused() as endpoint, connect([Worker("other", endpoint)]):
-        report = finds(["subscriber-dials", "replay-missing"], Worker("a", endpoint))
+        report = finds(["subscriber-dials", "replay-not-named"], Worker("a", endpoint))
         assert the(report, "subscriber-dials").evidence["socket_type"] == "SUB"
 
 
@@ -162,7 +164,7 @@ def test_a_publisher_is_found_among_subscribers_that_dial_the_same_port() -> Non
     with unused() as endpoint, connect([Worker("other", endpoint)]):
         with ZmqEventPublisher(0, endpoint, None):
             report = look_at(Worker("a", endpoint), limits=LIVE)
-        assert ids(report) == ["publisher-connects", "replay-missing"]
+        assert ids(report) == ["publisher-connects", "replay-not-named"]
 
 
 def test_a_connection_to_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,24 +210,27 @@ def test_another_server_at_the_port_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_proxy_without_a_server_is_recognized_by_its_reset() -> None:
     with stranger(socket.socket.close) as endpoint:
-        assert ids(look_at(Worker("a", endpoint))) == ["port-reset", "replay-missing"]
+        assert ids(look_at(Worker("a", endpoint))) == ["port-reset", "replay-not-named"]
 
 
 def test_a_silent_port_is_found() -> None:
     with stranger(lambda connection: None) as endpoint:
         report = look_at(Worker("a", endpoint), limits=replace(NEVER_LIVE, handshake=BRIEFLY))
-        assert ids(report) == ["port-silent", "replay-missing"]
+        assert ids(report) == ["port-silent", "replay-not-named"]
 
 
 def test_a_publisher_that_demands_a_key_is_found() -> None:
     server = Curve.generate()
     with ZmqEventPublisher(0, "tcp://*:0", None, curve=server) as publisher:
-        assert ids(look_at(Worker("a", publisher.endpoint))) == ["port-encrypted", "replay-missing"]
+        assert ids(look_at(Worker("a", publisher.endpoint))) == [
+            "port-encrypted",
+            "replay-not-named",
+        ]
         right = Worker("a", publisher.endpoint, curve=Curve.generate(server.public_key))
-        assert ids(look_at(right, limits=LIVE)) == ["replay-missing"]
+        assert ids(look_at(right, limits=LIVE)) == ["replay-not-named"]
         other = Curve.generate(Curve.generate().public_key)
         wrong = look_at(Worker("a", publisher.endpoint, curve=other))
-        assert ids(wrong) == ["stream-not-live", "replay-missing"]
+        assert ids(wrong) == ["stream-not-live", "replay-not-named"]
 
 
 def test_exchanged_endpoints_are_recognized_by_their_kinds() -> None:
@@ -251,8 +256,17 @@ def test_ports_that_collide_between_ranks_are_found() -> None:
 
 
 def test_a_replay_endpoint_that_is_missing_is_pointed_out() -> None:
-    with FakeEngine(replay=False) as engine:
-        assert ids(look_at(worker_of(engine), limits=LIVE)) == ["replay-missing"]
+    with FakeEngine(replay=False) as engine, HttpEngine(engine) as server:
+        assert ids(look_at(server.url, passive=True, limits=LIVE)) == ["replay-missing"]
+
+
+def test_a_replay_endpoint_that_was_not_named_is_not_said_to_be_missing_in_the_engine() -> None:
+    with FakeEngine() as engine:
+        report = finds(["replay-not-named"], Worker("a", engine.endpoint), limits=LIVE)
+        assert "replay=tcp://" in the(report, "replay-not-named").remedy
+        with HttpEngine(engine, options=HttpOptions(sources=None)) as server:  # it does not say
+            target = Target(url=server.url, worker=Worker("a", engine.endpoint))
+            assert ids(look_at(target, passive=True, limits=LIVE)) == ["replay-not-named"]
 
 
 def test_a_replay_port_where_nobody_listens_is_found() -> None:

@@ -193,8 +193,17 @@ def test_a_topic_filter_that_lets_nothing_through_names_what_was_received() -> N
         with meanwhile(lambda number: engine.serve([number, *range(20)])):
             worker = worker_of(engine, topic="kv-events")
             report = look_at(worker, limits=msgspec.structs.replace(HEARING, live=0.3))
-    assert ids(report) == ["topic-filtered", "replay-missing"]
+    assert ids(report) == ["topic-filtered", "replay-not-named"]
     assert the(report, "topic-filtered").evidence["topics"] == ["kv@pod@m"]
+
+
+def test_a_topic_filter_is_found_without_waiting_for_replays_that_go_on_and_on() -> None:
+    with FakeEngine(topic="kv@pod@m") as engine:
+        with meanwhile(lambda number: engine.serve([number, *range(20)])):
+            limits = msgspec.structs.replace(HEARING, live=0.3)
+            report = look_at(worker_of(engine, topic="kv-events"), limits=limits)
+    assert ids(report)[0] == "topic-filtered"
+    assert report.seconds < limits.replay
 
 
 def test_an_engine_that_serves_and_publishes_nothing_is_found() -> None:
