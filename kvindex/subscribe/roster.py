@@ -205,10 +205,11 @@ class Roster:
             self._rename(feeds, names)
 
     def _rename(self, feeds: list[Feed], names: dict[Rank, Rank]) -> None:
+        self._board.hold(names)  # two may change places: then neither's status is the other's
         moved = [self.feeds.pop(rank) for rank in names]
         for feed in moved:
             feed.rename(names[feed.rank])
             self.feeds[feed.rank] = feed
-        # The index first, which may be busy for long: until then the board shows the old names.
+        # The index may be busy for long: until then the board shows the old names.
         self._outlet.put(RanksRenamed(tuple(names.items())))
         self._publish_named(names, feeds, moved)

@@ -88,6 +88,16 @@ class StatusBoard:
             changed += self._take_away(ranks, _REMOVED)
             self._names = {r: n for r, n in self._names.items() if n not in ranks}
 
+    def hold(self, ranks: Iterable[Rank]) -> None:
+        """Show ranks as not live until `rename`: the index exchanges what they hold before that."""
+        with self._lock:
+            held = [
+                msgspec.structs.replace(self._statuses[rank], state=State.SYNCING, reason=_RENAMED)
+                for rank in ranks
+                if rank in self._statuses
+            ]
+        self.show(held)
+
     # A rank's new name comes with its status: nobody sees the board without the rank.
 
     def rename(

@@ -183,7 +183,7 @@ def test_cursors_of_nobody_are_counted_and_those_of_later_workers_wait_to_be_giv
         assert subscriber.statistics()["thread"]["cursors_unused"] == 4
 
 
-def test_a_rank_is_found_under_its_old_name_until_the_sink_has_renamed_it() -> None:
+def test_a_rank_is_found_and_not_live_until_the_sink_has_renamed_it() -> None:
     """A busy index holds up the sink: meanwhile nothing was there, so nothing seemed to be late."""
     seen: list[tuple[tuple[Rank, ...], Rank, bool]] = []
 
@@ -198,7 +198,7 @@ def test_a_rank_is_found_under_its_old_name_until_the_sink_has_renamed_it() -> N
         engine.serve(range(100))
         assert subscriber.wait_for(lambda statuses: engine.rank in statuses, PATIENCE)
         assert subscriber.status("named/0").rank == engine.rank
-    assert seen == [((Rank("named", 0),), Rank("named", 0), True)]
+    assert seen == [((Rank("named", 0),), Rank("named", 0), False)]
 
 
 @pytest.mark.parametrize("timeout", [None, math.inf, 1e300])
