@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -416,7 +417,8 @@ class Connection:
             for socket in self._sockets:
                 self._watch.remove(socket)
         if self.monitor is not None:
-            self.socket.disable_monitor()
+            with suppress(zmq.ZMQError):  # its owner may have ended the context
+                self.socket.disable_monitor()
             self.monitor.close(0)
             self.monitor = None
         self.socket.close(0)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from typing import TYPE_CHECKING
 
 from kvindex.subscribe.delivery import StreamItem
-from kvindex.subscribe.following import Following, LoopBell
+from kvindex.subscribe.following import Following, LoopBell, seconds_of
 from kvindex.subscribe.sequencer import RankBatch
 from kvindex.subscribe.subscriber import FORKED, StreamOptions, Subscriber
 from kvindex.subscribe.worker import Worker
@@ -58,7 +58,7 @@ class _Waiting:
     def take(self, timeout: float | None) -> StreamItem | None:
         """Return the next item, as `EventStream.get`; None when none is left and it ended."""
         with self._lock:
-            if not self._changed.wait_for(self._is_ready, timeout):
+            if not self._changed.wait_for(self._is_ready, seconds_of(timeout)):
                 raise TimeoutError(f"no item within {timeout} s")
             return self._take()
 

@@ -10,11 +10,29 @@ from typing import TypeVar
 
 from kvindex.subscribe.delivery import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.wire.errors import NotLiveError
+from kvindex.wire.errors import ConfigurationError, NotLiveError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName
 
 _Self = TypeVar("_Self", bound="Following")
+
+
+_LONGEST = threading.TIMEOUT_MAX / 2  # centuries: half, so that no sum of times overflows
+
+
+def seconds_of(timeout: float | None) -> float:
+    """Return a longest wait in seconds: None and what no clock can count stand for ever.
+
+    Raises:
+        ConfigurationError: it is no number of seconds.
+    """
+    if timeout is None:
+        return _LONGEST
+    if not isinstance(timeout, int | float) or timeout != timeout:
+        raise ConfigurationError(
+            f"timeout must be a number of seconds, or None to wait for ever, not {timeout!r}"
+        )
+    return min(timeout, _LONGEST)
 
 
 class LoopBell:
@@ -152,7 +170,7 @@ class Following(ABC):
 
     def wait_live(
         self,
-        timeout: float = 5.0,
+        timeout: float | None = 5.0,
         *,
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
@@ -160,7 +178,7 @@ class Following(ABC):
         """Return once every rank (or each of those given) is live.
 
         Args:
-            timeout: longest wait, in seconds.
+            timeout: longest wait, in seconds; None to wait for ever.
             ranks: wait for these only.
             complete: insist on every batch since the publisher's first having been applied, which
                 takes a replay endpoint whose buffer still has all.
@@ -171,41 +189,41 @@ class Following(ABC):
             UnknownRankError: one of `ranks` is not subscribed to.
             ClosedError: this is closed, or was closed meanwhile.
         """
-        self._board.wait_live(ranks, timeout, complete=complete)
+        self._board.wait_live(ranks, seconds_of(timeout), complete=complete)
 
     def wait_for(
-        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
+        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float | None
     ) -> bool:
         """Wait until the ranks' statuses meet a condition; return whether they did in time.
 
         Args:
             condition: called with the latest statuses, whenever one has changed; it must not
                 call this object.
-            timeout: longest wait, in seconds.
+            timeout: longest wait, in seconds; None to wait for ever.
 
         Raises:
             ClosedError: this is closed, or was closed meanwhile.
         """
-        return self._board.wait_for(condition, timeout)
+        return self._board.wait_for(condition, seconds_of(timeout))
 
     async def wait_live_async(
         self,
-        timeout: float = 5.0,
+        timeout: float | None = 5.0,
         *,
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
     ) -> None:
         """Return as `wait_live`, for asyncio: no thread waits, and cancelling leaves nothing."""
-        board = self._board
+        board, seconds = self._board, seconds_of(timeout)
         wanted = board.named(ranks)
 
         def is_over() -> bool:
             return board.ended is not None or not board.late(wanted, complete)
 
-        await wait_until(is_over, timeout, lambda ring: board.listen(lambda _: ring())[1])
+        await wait_until(is_over, seconds, lambda ring: board.listen(lambda _: ring())[1])
         board.check_open()
         if late := board.late(wanted, complete):
-            raise NotLiveError(timeout, late)
+            raise NotLiveError(seconds, late)
 
     async def watch(self) -> AsyncGenerator[RankStatus, None]:
         """Yield every rank's status, and again whenever its state, completeness or epoch changes.

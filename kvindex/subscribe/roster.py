@@ -6,7 +6,7 @@ Owned by the subscriber's thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from kvindex.subscribe.delivery import RankAdded, RankRemoved, RanksRenamed
@@ -60,6 +60,14 @@ class Roster:
         """Show others the new statuses of these feeds."""
         statuses = [feed_status(feed, now) for feed in feeds if self.feeds.get(feed.rank) is feed]
         self._board.show(statuses)
+        self._outlet.put_statuses(statuses)
+
+    def _publish_renamed(
+        self, gone: Iterable[Rank], names: Mapping[Rank, Rank], feeds: Iterable[Feed], now: float
+    ) -> None:
+        """Show the statuses of feeds together with their new names."""
+        statuses = [feed_status(feed, now) for feed in feeds]
+        self._board.rename(gone, names, statuses)
         self._outlet.put_statuses(statuses)
 
     def cursor(self, rank: RankName) -> bytes | None:
@@ -132,8 +140,7 @@ class Roster:
         for feed, resumption in zip(feeds, plan, strict=True):
             self.guard(feed, partial(feed.start, resumption), now)
             self.deadlines.set(feed, feed.deadline)
-        self._board.rename((), _names_by_port(feeds))
-        self.publish(feeds, now)
+        self._publish_renamed((), _names_by_port(feeds), feeds, now)
 
     def note_strangers(self, cursors: Iterable[Rank]) -> None:
         """Count the cursors of workers that are not subscribed to."""
@@ -198,13 +205,13 @@ class Roster:
             self._rename(feeds, names)
 
     def _rename(self, feeds: list[Feed], names: dict[Rank, Rank]) -> None:
+        self._board.hold(names)  # two may change places: neither's status is the other's
         moved = [self.feeds.pop(rank) for rank in names]
         for feed in moved:
             feed.rename(names[feed.rank])
             self.feeds[feed.rank] = feed
-        self._board.rename(names, _names_by_port(feeds))
-        self._outlet.put(RanksRenamed(tuple(names.items())))
-        self.publish(moved, self._clock())
+        self._outlet.put(RanksRenamed(tuple(names.items())))  # may wait long for the index
+        self._publish_renamed(names, _names_by_port(feeds), moved, self._clock())
 
 
 def _names_by_port(feeds: list[Feed]) -> dict[Rank, Rank]:

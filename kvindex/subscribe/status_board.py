@@ -80,15 +80,18 @@ class StatusBoard:
     def show(self, statuses: Iterable[RankStatus]) -> None:
         """Replace these ranks' snapshots."""
         with self._writing() as changed:
-            for status in statuses:
-                before = self._statuses.get(status.rank)
-                if before is None or before.state is not status.state:
-                    self._trusts = self._standing = None
-                elif (before.complete, before.lag) != (status.complete, status.lag):
-                    self._trusts = None
-                if self._listeners and (before is None or _phase(before) != _phase(status)):
-                    changed.append(status)
-                self._statuses[status.rank] = status
+            changed += self._put(statuses)
+
+    def _put(self, statuses: Iterable[RankStatus]) -> Iterator[RankStatus]:
+        for status in statuses:
+            before = self._statuses.get(status.rank)
+            if before is None or before.state is not status.state:
+                self._trusts = self._standing = None
+            elif (before.complete, before.lag) != (status.complete, status.lag):
+                self._trusts = None
+            self._statuses[status.rank] = status
+            if self._listeners and (before is None or _phase(before) != _phase(status)):
+                yield status
 
     def remove(self, ranks: Collection[Rank]) -> None:
         """Forget ranks."""
@@ -96,20 +99,39 @@ class StatusBoard:
             changed += self._take_away(ranks, _REMOVED)
             self._names = {r: n for r, n in self._names.items() if n not in ranks}
 
-    def rename(self, gone: Iterable[Rank], names: Mapping[Rank, Rank]) -> None:
-        """Remove names, and note under which name a port's own rank is found now."""
+    def hold(self, ranks: Iterable[Rank]) -> None:
+        """Show ranks as not live while their names change: what an index holds has others first."""
+        with self._lock:
+            held = [
+                msgspec.structs.replace(self._statuses[rank], state=State.SYNCING, reason=_RENAMED)
+                for rank in ranks
+                if rank in self._statuses
+            ]
+        self.show(held)
+
+    def rename(
+        self, gone: Iterable[Rank], names: Mapping[Rank, Rank], statuses: Iterable[RankStatus]
+    ) -> None:
+        """Show ranks in place of those gone, and note how a port's own rank is named now.
+
+        It is one step: in between a rank would be on no board, and none to wait for.
+        """
         with self._writing() as changed:
             changed += self._take_away(gone, _RENAMED)
             self._names.update(names)
+            changed += self._put(statuses)
 
-    def keep(self, ranks: Collection[Rank], names: Mapping[Rank, Rank]) -> None:
-        """Forget all other ranks and names: the result of any number of changes."""
+    def keep(
+        self, ranks: Collection[Rank], names: Mapping[Rank, Rank], statuses: Iterable[RankStatus]
+    ) -> None:
+        """Show statuses, and forget all ranks and names but these, as the result of any changes."""
         with self._writing() as changed:
             renamed = {rank for port, rank in self._names.items() if port in names}
             gone = self._statuses.keys() - ranks
             changed += self._take_away(gone & renamed, _RENAMED)
             changed += self._take_away(gone - renamed, _REMOVED)
             self._names = dict(names)
+            changed += self._put(statuses)
 
     def _take_away(self, ranks: Iterable[Rank], reason: str) -> Iterator[RankStatus]:
         self._trusts = self._standing = None

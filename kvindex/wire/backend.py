@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from functools import cache
 from importlib import import_module
@@ -30,6 +31,27 @@ SLOWER: Final = "more than 100 times slower than the native one"
 
 _VARIABLE = "KVINDEX_BACKEND"
 _MODULE = "kvindex.wire._native"
+
+
+def refuse_sub_interpreter() -> None:
+    """Raise ImportError in a sub-interpreter, before native code is loaded there.
+
+    The native index would be initialized a second time, and fail in the main interpreter.
+    """
+    if sys.implementation.name != "cpython":
+        return
+    import ctypes
+
+    here = ctypes.pythonapi.PyInterpreterState_Get
+    main = ctypes.pythonapi.PyInterpreterState_Main
+    here.restype = main.restype = ctypes.c_void_p
+    if here() != main():
+        raise ImportError(
+            "kvindex works in the main interpreter of a process only, and this is a"
+            " sub-interpreter. With mod_wsgi set WSGIApplicationGroup %{GLOBAL}, with uWSGI"
+            " single-interpreter = true; else use a process of its own",
+            name="kvindex",
+        )
 
 
 def choose_backend(wanted: str | None) -> Backend:
@@ -125,6 +147,7 @@ def _is_absent(error: ImportError) -> bool:
     return isinstance(error, ModuleNotFoundError) and error.name == _MODULE
 
 
+refuse_sub_interpreter()
 BACKEND: Final[Backend] = choose_backend(os.environ.get(_VARIABLE))
 """Which implementation of the index runs in this process: "native" (C++) or "python".
 

@@ -1,5 +1,6 @@
 #include "core/lane.hpp"
 
+#include <cerrno>
 #include <utility>
 
 #include "core/big_endian.hpp"
@@ -23,18 +24,21 @@ constexpr size_t kMostKept = size_t{4} << 20;  // bytes of the decoded batch bet
 
 }  // namespace
 
-bool ZmqMessage::receive(void* socket) {
+ZmqMessage::Receipt ZmqMessage::receive(void* socket) {
   clear();
   do {
     Frame& frame = frames_.emplace_back();
     zmq_->msg_init(&frame);
     if (zmq_->msg_recv(&frame, socket, kDontWait) < 0) {
+      const int error = errno;
       zmq_->msg_close(&frame);
       frames_.pop_back();
-      break;  // a message that breaks off has too few frames, which is noticed
+      // A message that breaks off has too few frames, which is noticed.
+      if (!frames_.empty()) return Receipt::message;
+      return error == EAGAIN ? Receipt::none : Receipt::failed;
     }
   } while (zmq_->msg_more(&frames_.back()) != 0);
-  return !frames_.empty();
+  return Receipt::message;
 }
 
 void ZmqMessage::clear() {
@@ -66,13 +70,11 @@ Lane::Outcome Lane::take(Clock::time_point until) {
   std::deque<ZmqMessage> chunk;
   for (size_t messages = 0, bytes = 0; messages < kMostMessages && bytes < kMostBytes;) {
     size_t count = 0;
-    bool is_drained = false;
+    auto receipt = ZmqMessage::Receipt::message;
     for (const size_t end = bytes + kChunkBytes; count < kChunk && bytes < end; ++count) {
       if (count == chunk.size()) chunk.emplace_back(*zmq_);
-      if (!chunk[count].receive(socket_)) {
-        is_drained = true;
-        break;
-      }
+      receipt = chunk[count].receive(socket_);
+      if (receipt != ZmqMessage::Receipt::message) break;
       bytes += chunk[count].bytes();
       taken_.bytes += chunk[count].bytes();
     }
@@ -83,11 +85,11 @@ Lane::Outcome Lane::take(Clock::time_point until) {
       is_odd = is_odd || !apply(chunk[i]);
       if (is_odd) leave(chunk[i]);
     }
-    if (is_odd) {
+    if (is_odd || receipt == ZmqMessage::Receipt::failed) {
       disarm();
       return Outcome::odd;
     }
-    if (is_drained) return Outcome::drained;
+    if (receipt == ZmqMessage::Receipt::none) return Outcome::drained;
     messages += count;
     if (Clock::now() >= until) break;
   }

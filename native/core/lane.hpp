@@ -40,8 +40,10 @@ class ZmqMessage {
   ZmqMessage(const ZmqMessage&) = delete;
   ZmqMessage& operator=(const ZmqMessage&) = delete;
 
-  // Receive the next message without waiting; false if there is none.
-  bool receive(void* socket);
+  enum class Receipt : uint8_t { message, none, failed };  // failed: the context has ended, or so
+
+  // Receive the next message without waiting.
+  Receipt receive(void* socket);
   void clear();
 
   size_t frames() const { return frames_.size(); }

@@ -99,8 +99,7 @@ async def test_a_rank_that_is_removed_or_renamed_is_told_as_closed(followed: Fol
     reported = await anext(changes)
     assert (reported.rank, reported.state, reported.connected) == (A, State.CLOSED, False)
     assert reported.reason == "it is not subscribed to any more"
-    followed.board.rename([B], {B: C})
-    followed.board.show([status(C)])
+    followed.board.rename([B], {B: C}, [status(C)])
     reported = await anext(changes)
     assert (reported.rank, reported.state) == (B, State.CLOSED)
     assert (await anext(changes)).rank == C

@@ -76,14 +76,16 @@ def test_a_change_that_matters_makes_new_trusts_and_leaves_the_old_as_they_were(
 
 
 def test_ranks_that_come_go_live_die_or_are_renamed_show_at_once(board: Board) -> None:
-    c = [Rank("c", 0), Rank("c", 1)]
+    b1, c = Rank("b", 1), [Rank("c", 0), Rank("c", 1)]
     changes: list[tuple[Callable[[], None], set[Rank], set[Rank]]] = [
         (lambda: None, {A, B}, {A}),
         (lambda: board.show([status(B)]), {A, B}, {A, B}),
         (lambda: board.show([status(A, state=State.REPAIRING)]), {A, B}, {B}),
         (lambda: board.show([status(rank) for rank in c]), {A, B, *c}, {B, *c}),
         (lambda: board.remove(c), {A, B}, {B}),
-        (lambda: board.rename([B], {B: Rank("b", 1)}), {A}, set()),
+        (lambda: board.hold([B]), {A, B}, set()),
+        (lambda: board.rename([B], {B: b1}, [status(b1)]), {A, b1}, {b1}),
+        (lambda: board.remove([b1]), {A}, set()),
         (lambda: board.show([status(A)]), {A}, {A}),
         (lambda: board.end("closed"), {A}, set()),
     ]
@@ -119,8 +121,7 @@ def test_a_rank_is_found_by_its_text_its_ports_name_and_its_worker_if_that_has_o
         assert board.get(name).rank == A
         board.wait_live([name], timeout=0.0)
     moved = Rank("a", 3)
-    board.rename([A], {A: moved})
-    board.show([status(moved)])
+    board.rename([A], {A: moved}, [status(moved)])
     for name in (A, "a/0", "a/3", "a"):
         assert board.get(name).rank == moved
 
@@ -129,21 +130,21 @@ def test_ranks_and_names_that_a_board_does_not_keep_are_unknown_and_leave_nothin
     board: Board,
 ) -> None:
     moved = Rank("a", 3)
-    board.rename((), {A: A, B: B})
+    board.rename((), {A: A, B: B}, ())
     reported: list[RankStatus] = []
     _, stop = board.listen(reported.extend)
-    board.keep([moved], {A: moved})
+    board.keep([moved], {A: moved}, [status(moved)])
     stop()
-    assert {s.rank: s.reason.split()[-1] for s in reported} == {A: "name", B: "more"}
-    for name in ("a/0", "a/3"):  # its status comes later
-        with pytest.raises(UnknownRankError):
-            board.get(name)
-    board.show([status(moved)])
+    assert {s.rank: s.reason.split()[-1:] for s in reported} == {
+        A: ["name"],
+        B: ["more"],
+        moved: [],
+    }
     assert board.get("a/0").rank == moved
     with pytest.raises(UnknownRankError):
         board.wait_live([B.worker], LATEST)
     for number in range(100):
-        board.keep([moved], {A: moved, Rank("b", number): Rank("b", number)})
+        board.keep([moved], {A: moved, Rank("b", number): Rank("b", number)}, ())
     assert len(board._names) == 2
 
 

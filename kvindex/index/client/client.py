@@ -27,6 +27,7 @@ from kvindex.subscribe import (
     Tap,
     Worker,
 )
+from kvindex.subscribe.following import seconds_of
 from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
@@ -224,7 +225,7 @@ class Client(Answering):
 
     def wait_live(
         self,
-        timeout: float = 5.0,
+        timeout: float | None = 5.0,
         *,
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
@@ -234,17 +235,18 @@ class Client(Answering):
         Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`,
         those that are not found yet, and why.
         """
-        until, ranks = time.monotonic() + timeout, _listed(ranks)
+        seconds, ranks = seconds_of(timeout), _listed(ranks)
+        until = time.monotonic() + seconds
         missing = {}
         if self.discovery is not None:
-            missing = self.discovery.wait_found(timeout, partial(self._knows, ranks))
-        with _naming_missing(timeout, missing if ranks is None else {}):
+            missing = self.discovery.wait_found(seconds, partial(self._knows, ranks))
+        with _naming_missing(seconds, missing if ranks is None else {}):
             left = max(until - time.monotonic(), 0.0)
             super().wait_live(left, ranks=ranks, complete=complete)
 
     async def wait_live_async(
         self,
-        timeout: float = 5.0,
+        timeout: float | None = 5.0,
         *,
         ranks: Iterable[RankName] | str | None = None,
         complete: bool = False,
@@ -253,11 +255,12 @@ class Client(Answering):
 
         The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
         """
-        until, ranks = time.monotonic() + timeout, _listed(ranks)
+        seconds, ranks = seconds_of(timeout), _listed(ranks)
+        until = time.monotonic() + seconds
         missing = {}
         if self.discovery is not None:
-            missing = await self.discovery.wait_found_async(timeout, partial(self._knows, ranks))
-        with _naming_missing(timeout, missing if ranks is None else {}):
+            missing = await self.discovery.wait_found_async(seconds, partial(self._knows, ranks))
+        with _naming_missing(seconds, missing if ranks is None else {}):
             left = max(until - time.monotonic(), 0.0)
             await super().wait_live_async(left, ranks=ranks, complete=complete)
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
+
 from kvindex.index import Index, read_batch
 from kvindex.index.client.feeding import follow_item
 from kvindex.index.replicas.messages import (
@@ -37,7 +39,7 @@ from kvindex.index.replicas.messages import (
 )
 from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed, RankStatus
 from kvindex.wire.errors import DecodeError
-from kvindex.wire.rank import Rank
+from kvindex.wire.rank import Rank, State
 
 
 class Catchup:
@@ -183,5 +185,15 @@ class Copy:
             if isinstance(entry, RankRemoved):
                 self.statuses.pop(entry.rank, None)
             elif isinstance(entry, RanksRenamed):
-                for old, _ in entry.names:
-                    self.statuses.pop(old, None)
+                self._rename(dict(entry.names))
+
+    def _rename(self, names: dict[Rank, Rank]) -> None:
+        """Move statuses to new names, as not live until the server has sent them anew."""
+        moved = [
+            (new, self.statuses.pop(old)) for old, new in names.items() if old in self.statuses
+        ]
+        for rank, status in moved:
+            self.statuses[rank] = msgspec.structs.replace(
+                status, rank=rank, state=State.SYNCING, reason="its batches give it another name"
+            )
+            self.changed.add(rank)

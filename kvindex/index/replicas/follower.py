@@ -211,7 +211,7 @@ class Follower:
         copy, board = self.copy, self.board
         if copy.renewed:
             copy.renewed = False
-            board.keep(copy.statuses, copy.names)
+            board.keep(copy.statuses, copy.names, copy.take_changes())
         board.sign(copy.sent_at)
         board.show(copy.take_changes())
 

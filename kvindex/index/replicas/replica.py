@@ -158,7 +158,7 @@ class Replica(Answering):
         )
         self._follower.copy = copy
         board = StatusBoard(time.monotonic, math.inf)  # another thread may have held the old one's
-        board.rename((), copy.names)
+        board.rename((), copy.names, ())
         board.end(self._disowned)
         board.show(
             msgspec.structs.replace(

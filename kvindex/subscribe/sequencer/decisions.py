@@ -86,7 +86,8 @@ def judge_damaged(stream: StreamState, seq: int | None) -> None:
         stream.replay.wanted = True
         if not connecting:
             stream.notice_gap()
-    elif seq is not None and next_seq is not None and not stream.applied.unproven:
+    elif seq is not None and seq == next_seq and not stream.applied.unproven:
+        # A higher number may be damaged, too: the next batch that can be read shows any gap.
         stream.note_damaged(seq)
         if not connecting:
             stream.lose_damaged()

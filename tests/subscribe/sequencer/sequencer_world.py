@@ -42,6 +42,8 @@ class Faults:
     duplicate: float = 0.0
     reorder: float = 0.0
     damage: float = 0.0
+    far_damage: float = 0.0
+    """The part of damaged messages whose number is damaged, too."""
     replay_hole: float = 0.0
     replay_sure: int = 1
     """So many first replies are never dropped: a ROUTER drops only when its queue is full."""
@@ -201,6 +203,8 @@ class World:
             return
         if damaged:
             seq = batch.seq if self.random.random() < 0.5 else None
+            if self.random.random() < self.faults.far_damage:
+                seq = batch.seq + self.random.choice([1, 5, 1_000, 10**9, 10**15])
             self.obey(self.sequencer.damaged(seq, self.now))
         else:
             self.obey(self.sequencer.live(batch, self.now))

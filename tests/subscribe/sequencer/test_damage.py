@@ -50,6 +50,30 @@ def test_damage_without_replay_is_a_loss_at_once() -> None:
     assert script.live(2).delivered == [2]
 
 
+@pytest.mark.parametrize("seq", [51, 60, 50 + 10**9, MAX_SEQ])
+def test_an_unreadable_message_with_a_far_number_makes_no_rank_deaf(seq: int) -> None:
+    script = without_replay(*range(50))
+    script.damaged(seq)
+    script.pass_time(LONG)
+    assert script.is_in(State.LIVE)
+    assert script.live(*range(50, 100)).delivered == list(range(50, 100))
+    assert script.actions.lost == []
+    assert script.actions.restarts == []
+    assert script.count["damaged"] == 1
+
+
+@pytest.mark.parametrize("seq", [52, 50 + 10**9])
+def test_a_gap_before_an_unreadable_message_is_declared_by_the_next_that_can_be_read(
+    seq: int,
+) -> None:
+    script = without_replay(*range(50))
+    script.damaged(seq)
+    script.live(53)
+    script.pass_time(TIMEOUT)
+    assert script.actions.lost == [("gap_without_replay", 50, 52)]
+    assert script.live(54).delivered == [54]
+
+
 def test_the_count_of_lost_batches_stops_where_64_bits_can_still_hold_it() -> None:
     script = without_replay()
     for life in range(4):
@@ -60,11 +84,10 @@ def test_the_count_of_lost_batches_stops_where_64_bits_can_still_hold_it() -> No
 
 
 def cost_of_losing(holes: int) -> int:
-    """Return how many calls it takes to declare holes lost, half of them by damage."""
+    """Return how many calls it takes to declare holes lost."""
     script = without_replay(0)
-    for number in range(0, holes, 2):
-        script.damaged(2 + 2 * number)
-        script.live(4 + 2 * number)
+    for number in range(holes + 1):
+        script.live(2 + 2 * number)
     calls = 0
 
     def count(_frame: object, event: str, _function: object) -> None:

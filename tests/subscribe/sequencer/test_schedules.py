@@ -29,7 +29,13 @@ AMPLE = 10_000
 
 often = st.sampled_from([0.0, 0.05, 0.2, 0.5])
 sometimes = st.sampled_from([0.0, 0.0, 0.1, 0.3])
-live_faults = {"drop": often, "duplicate": often, "reorder": often, "damage": sometimes}
+live_faults = {
+    "drop": often,
+    "duplicate": often,
+    "reorder": often,
+    "damage": sometimes,
+    "far_damage": often,
+}
 repairable = {**live_faults, "replay_hole": sometimes, "replay_sure": st.just(2)}
 stragglers = {"stragglers": st.booleans()}
 unanswered = {"replay_silent": often, "replay_late": sometimes, "end_lost": sometimes}
