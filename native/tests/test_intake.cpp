@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -42,6 +43,7 @@ class FakeSocket {
     if (frames_.empty()) {
       eventfd_t ignored;
       eventfd_read(descriptor_, &ignored);
+      errno = error;
       return false;
     }
     frame = std::move(frames_.front().first);
@@ -53,6 +55,8 @@ class FakeSocket {
     const std::lock_guard held(lock_);
     return !frames_.empty();
   }
+
+  std::atomic<int> error = EAGAIN;  // of a receive without a message
 
  private:
   std::mutex lock_;
@@ -204,6 +208,15 @@ void leaves_all_when_the_monitor_reports() {
   EXPECT(world.index.size(world.rank) == 0);
 }
 
+// As in a context that was terminated: Python must see the error, and close the socket.
+void leaves_a_socket_that_fails() {
+  World world;
+  world.socket.error = ENOTSOCK;
+  world.socket.send(message(0));
+  EXPECT(world.must_look());
+  EXPECT(world.taken() == 1 && !world.lane.is_armed());
+}
+
 void takes_no_more_than_others_can_wait_for() {
   World world;
   for (uint64_t seq = 0; seq < 1000; ++seq) world.socket.send(message(seq));
@@ -283,6 +296,7 @@ int main() {
   takes_what_is_expected();
   leaves_what_is_not_expected();
   leaves_all_when_the_monitor_reports();
+  leaves_a_socket_that_fails();
   takes_no_more_than_others_can_wait_for();
   busy_lanes_let_others_have_their_turn();
   leaves_what_a_removed_rank_sends();

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import socket
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
+import zmq
 
 import kvindex.subscribe.subscriber as subscriber_module
 import kvindex.subscribe.subscriber_thread as thread_module
 from kvindex import (
     BusyError,
     ClosedError,
+    ConfigurationError,
     EventStream,
     Rank,
+    RanksRenamed,
     State,
     Worker,
     ZmqEventPublisher,
@@ -188,6 +193,57 @@ def test_waiting_for_a_rank_that_is_renamed_waits_for_it_under_its_new_name() ->
             client.wait_live(PATIENCE, ranks=[client.ranks[0]])
             assert client.status(RANK).rank == Rank("engine", 3)
             assert client.status(RANK).state is State.LIVE
+
+
+def test_a_rank_that_is_being_renamed_is_on_the_board_and_not_live() -> None:
+    seen: list[tuple[tuple[Rank, ...], State, list[Rank]]] = []
+
+    def sink(item: StreamItem) -> None:  # it may take long, as an index that waits for its lock
+        if isinstance(item, RanksRenamed):
+            late = subscriber.board.late(None, complete=False)
+            seen.append((subscriber.ranks, subscriber.status(RANK).state, list(late)))
+
+    with publisher_of(3) as publisher, Subscriber(sink=sink, replay_policy=REPLAYS) as subscriber:
+        publisher.publish(stored(1))
+        subscriber.add(Worker("engine", publisher.endpoint, replay=publisher.replay_endpoint))
+        assert subscriber.wait_for(lambda s: Rank("engine", 3) in s, PATIENCE)
+    assert seen == [((RANK,), State.SYNCING, [RANK])]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "inproc"])
+def test_a_context_that_its_owner_ends_early_ends_and_its_ranks_say_why(transport: str) -> None:
+    context: Context = zmq.Context()
+    other: Context = context if transport == "inproc" else zmq.Context()
+    publisher = other.socket(zmq.PUB)
+    publisher.bind("inproc://early" if transport == "inproc" else "tcp://127.0.0.1:*")
+    endpoint = publisher.last_endpoint.decode() if transport == "tcp" else "inproc://early"
+    with connect(Worker("engine", endpoint), context=context) as client:
+        client.wait_live(PATIENCE)
+        publisher.close(0)
+        ending = threading.Thread(target=context.term, daemon=True)
+        ending.start()
+        ending.join(PATIENCE)
+        assert not ending.is_alive()
+        wait_status(client, RANK, state=State.CLOSED)
+        assert "ContextTerminated" in client.status(RANK).reason
+    other.term()
+
+
+@pytest.mark.parametrize("timeout", [None, math.inf, 1e10, 1e300])
+def test_a_wait_may_last_for_ever(timeout: float | None) -> None:
+    with publisher_of(0) as publisher:
+        with client_of(Worker("engine", publisher.endpoint)) as client:
+            client.wait_live(timeout)
+            asyncio.run(client.wait_live_async(timeout))
+            assert client.wait_for(lambda _: True, timeout)
+
+
+@pytest.mark.parametrize("timeout", ["5", math.nan, [1.0]])
+def test_a_timeout_that_is_no_number_is_refused_at_the_call(timeout: Any) -> None:
+    with connect() as client:
+        for wait in (client.wait_live, lambda t: client.wait_for(lambda _: True, t)):
+            with pytest.raises(ConfigurationError, match="number of seconds, or None"):
+                wait(timeout)
 
 
 def test_a_hostile_topic_is_named_in_a_few_words(context: Context) -> None:

@@ -166,3 +166,29 @@ def test_the_first_index_of_a_process_warns_once_that_python_runs(
     assert ended.stdout == "python\n"
     assert ended.stderr.count("Python index") == warnings
     assert ended.stderr.count("\n") == warnings
+
+
+IN_A_SUB_INTERPRETER = """
+import sys, kvindex
+try:
+    import _interpreters as interpreters
+    created = interpreters.create("legacy")
+except ImportError:
+    import _xxsubinterpreters as interpreters
+    created = interpreters.create()
+index = kvindex.Index()
+index.add(kvindex.Rank("a"))
+try:
+    failed = interpreters.run_string(created, f"import sys; sys.path[:] = {sys.path}; import kvindex")
+except Exception as error:
+    failed = error
+assert "main interpreter" in str(failed), failed
+kvindex.Index().add(kvindex.Rank("b"))
+assert index.match([1, 2]).best is None
+"""
+
+
+def test_a_sub_interpreter_is_refused_and_the_main_one_goes_on() -> None:
+    command = [sys.executable, "-c", IN_A_SUB_INTERPRETER]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
