@@ -179,8 +179,9 @@ except ImportError:
 index = kvindex.Index()
 index.add(kvindex.Rank("a"))
 try:
-    failed = interpreters.run_string(created, f"import sys; sys.path[:] = {sys.path}; import kvindex")
-except Exception as error:
+    code = f"import sys; sys.path[:] = {sys.path}; import kvindex"
+    failed = interpreters.run_string(created, code)
+except BaseException as error:
     failed = error
 assert "main interpreter" in str(failed), failed
 kvindex.Index().add(kvindex.Rank("b"))
