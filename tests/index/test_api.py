@@ -230,4 +230,4 @@ def test_adding_ranks_costs_in_proportion_to_their_number() -> None:
             assert len(index.ranks) == ranks
         return best
 
-    assert seconds(4_000) < 32 * seconds(500)
+    assert seconds(4_000) < 24 * seconds(500)
