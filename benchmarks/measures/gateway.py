@@ -53,7 +53,7 @@ class _Account(NamedTuple):
 def run(bench: Bench) -> list[Result]:
     """Return the figures; none if the extra `gateway` is missing."""
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
-        print("\n`gateway` is left out: it needs `pip install 'kvindex[gateway]'`")
+        print("\n`gateway` is left out: it needs `pip install -e '.[gateway]'`")
         return []
     with started(bench) as (fronts, urls):
         seeds = iter(range(bench.seed, 1_000_000))
