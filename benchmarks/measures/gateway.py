@@ -41,7 +41,7 @@ _NOTE: Final = (
     f"{AT_ONCE} connections; all processes share the machine's cores. CPU is that of the "
     "gateway's processes. Only kvindex counts tokens (by the engines' /render) and follows "
     "events. Envoy has one thread and sends to the engine with the fewest requests; vllm-router "
-    "runs cache_aware."
+    "runs cache_aware; its kv_aware, which follows events, was not measured."
 )
 
 
