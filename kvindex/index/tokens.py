@@ -121,7 +121,8 @@ class Prompt:
                 self._packed = source.cast("B")
         else:
             # So that a prompt of floats or words is refused, however little of it is read.
-            self._packed = bytearray(pack_tokens(source[: min(_CHUNK, self.length)], text=text))
+            head = pack_tokens(source[: min(_CHUNK, max(self.length, 1))], text=text)
+            self._packed = bytearray(head[: self.length * TOKEN_BYTES])
 
     def whole(self) -> array[int]:
         """Return all tokens that take part, as signed ints of 64 bits."""

@@ -58,8 +58,13 @@ PromptTokens::Scratch& PromptTokens::scratch() {
 PromptTokens::PromptTokens(nb::handle token_ids, size_t left_out) {
   if (PyList_Check(token_ids.ptr()) || PyTuple_Check(token_ids.ptr())) {
     sequence_ = token_ids.ptr();
+#ifdef Py_GIL_DISABLED
+    nb::ft_object_guard guard(sequence_);
+#endif
     view_.length = static_cast<size_t>(Py_SIZE(sequence_));
-    read_ = true;
+    // Where all is left out, the first item still shows whether these are tokens.
+    const bool looks = view_.length != 0 && left_out >= view_.length;
+    read_ = !looks || PyLong_Check(PySequence_Fast_GET_ITEM(sequence_, 0));
   } else if (PyObject_CheckBuffer(token_ids.ptr())) {
     open_buffer(token_ids);
   }

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from kvindex import AllBlocksCleared, EventBatch, Index
+from kvindex.index import reference
+from kvindex.index.api import BaseIndex
 from kvindex.index.reference.keys import KeyMaker
 from kvindex.index.tokens import Prompt, pack_tokens
 from kvindex.wire import text_token
@@ -18,6 +20,7 @@ from kvindex.wire.errors import TokenError
 from tests.index.index_events import (
     A,
     B,
+    apply,
     apply_together,
     counts_of,
     index_of,
@@ -135,6 +138,23 @@ def test_signed_and_unsigned_buffers_of_one_value_agree(signed: str) -> None:
 def test_what_is_no_prompt_is_refused_with_a_reason(refused: Any, why: str) -> None:
     with pytest.raises(TokenError, match=why):
         index_of(stored(0)).match(refused)
+
+
+@pytest.mark.parametrize("item", [{"role": "user"}, "a whole prompt", [1, 2], 1.5, None])
+@pytest.mark.parametrize("recomputed", [0, 1, 5])
+@pytest.mark.parametrize("kind", [Index, reference.Index])
+def test_one_item_that_is_no_token_is_refused_though_it_takes_no_part(
+    kind: type[BaseIndex], recomputed: int, item: Any
+) -> None:
+    """A chat's first turn is one message, and routers leave out one token."""
+    index = kind()
+    apply(index, A, stored(0))
+    for ask in (index.match, index.explain):
+        with pytest.raises(TokenError, match="token ids must be ints"):
+            ask([item], recomputed=recomputed)
+    with pytest.raises(TokenError):
+        index.match_many([[7], [item]], recomputed=recomputed)
+    assert not index.match([7], recomputed=recomputed).best
 
 
 @pytest.mark.parametrize("empty", [True, False])
