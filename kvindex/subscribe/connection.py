@@ -196,6 +196,7 @@ class Connection:
         self.endpoint = endpoint
         self.host = HostCheck(endpoint) if host is None else host
         self.retries = 0
+        self._retries_in_row = 0
         self.refused_handshakes = 0
         self.drained = False
         self._watch = watch
@@ -345,9 +346,15 @@ class Connection:
             return self._note_handshake()
         if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
             self._open.add(value)
+            self._retries_in_row = 0
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._retrying = True
             self.retries += 1
+            self._retries_in_row += 1
+            # The first one after a connection only announces the next attempt; the second one says
+            # that it was refused: whatever answered there before is gone.
+            if self._retries_in_row >= 2:
+                self.refused_handshakes = 0
         elif event & _HANDSHAKE_FAILED:
             self.refused_handshakes += 1
         elif event == zmq.EVENT_DISCONNECTED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+from contextlib import ExitStack
 
 import pytest
 
@@ -73,6 +74,19 @@ def test_wrong_port_where_something_else_listens() -> None:
         port = server.getsockname()[1]
         with client_of(Worker("engine", f"tcp://127.0.0.1:{port}")) as client:
             complains(client, "has not shaken hands as ZeroMQ does")
+
+
+def test_a_dead_engine_is_not_called_a_wrong_port_because_of_what_once_answered_there() -> None:
+    """`kvindex doctor` listens at a dead engine's port for a moment, as port scanners connect."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.settimeout(PATIENCE)
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        client = stack.enter_context(client_of(Worker("engine", endpoint)))
+        server.accept()[0].close()
+        complains(client, "not as the expected ZeroMQ socket")
+        server.close()
+        complains(client, f"nothing listens at {endpoint}")
 
 
 def test_topic_that_filters_everything_is_named_beside_the_one_that_is_sent() -> None:
