@@ -1,6 +1,6 @@
 """Ray Serve: replicas with fake engines behind kvindex's request router, and behind Ray's own.
 
-python examples/11_ray_serve.py    # pip install 'kvindex[ray]'; it starts a Ray of its own, on CPU
+python examples/11_ray_serve.py    # pip install -e '.[ray]'; it starts a Ray of its own, on CPU
 """
 
 import time

@@ -1,6 +1,6 @@
 """LiteLLM's router with kvindex: hit rates of its own strategy, and with the callback.
 
-It needs LiteLLM: pip install 'kvindex[litellm]'.
+It needs LiteLLM: pip install -e '.[litellm]'.
 """
 
 import asyncio

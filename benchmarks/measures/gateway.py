@@ -41,7 +41,7 @@ _NOTE: Final = (
     f"{AT_ONCE} connections; all processes share the machine's cores. CPU is that of the "
     "gateway's processes. Only kvindex counts tokens (by the engines' /render) and follows "
     "events. Envoy has one thread and sends to the engine with the fewest requests; vllm-router "
-    "runs cache_aware."
+    "runs cache_aware; its kv_aware, which follows events, was not measured."
 )
 
 
@@ -53,7 +53,7 @@ class _Account(NamedTuple):
 def run(bench: Bench) -> list[Result]:
     """Return the figures; none if the extra `gateway` is missing."""
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
-        print("\n`gateway` is left out: it needs `pip install 'kvindex[gateway]'`")
+        print("\n`gateway` is left out: it needs `pip install -e '.[gateway]'`")
         return []
     with started(bench) as (fronts, urls):
         seeds = iter(range(bench.seed, 1_000_000))

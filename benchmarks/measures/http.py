@@ -42,7 +42,7 @@ class _Party(NamedTuple):
 def run(bench: Bench) -> list[Result]:
     """Return the figures for each number of ranks; none if the extra `server` is missing."""
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
-        print("\n`http` is left out: it needs `pip install 'kvindex[server]'`")
+        print("\n`http` is left out: it needs `pip install -e '.[server]'`")
         return []
     return [result for ranks in bench.scale.http_entries for result in _at(bench, ranks)]
 

@@ -93,7 +93,8 @@ _WEIGHTS: Final = {
     "dynamo-agentic": _DYNAMO._replace(
         device=2.0, new=4.0, queued=4.0, request=64.0 * _AGENTIC_BLOCK
     ),
-    # llm-d's optimized baseline: a filter, then the fewest tokens in flight.
+    # llm-d-router ebab687 (2026-08-21), its optimized baseline: a filter, then the fewest tokens in
+    # flight.
     "llm-d": Weights(
         host=1.0,
         storage=1.0,

@@ -19,6 +19,7 @@ from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
 from kvindex.service.http import Beside, Guard, HttpServer, Reply, Request, Route, Site, json_reply
+from kvindex.wire.errors import how_to_install
 
 if TYPE_CHECKING:
     from kvindex.gateway.local import LocalTokens
@@ -166,7 +167,7 @@ def _local_tokens(folders: Mapping[str, str]) -> dict[str, LocalTokens]:
         if (error.name or "").startswith("kvindex"):
             raise
         raise ConfigurationError(
-            f"a tokenizer needs the package {error.name}: pip install 'kvindex[gateway]'"
+            f"a tokenizer needs the package {error.name}: {how_to_install('gateway')}"
         ) from error
     loaded = {folder: LocalTokens(folder) for folder in set(folders.values())}
     return {model: loaded[folder] for model, folder in folders.items()}

@@ -84,10 +84,12 @@ class Index(BaseIndex):
         words = secret_words(self._seed, SECRET_BYTES, b"kvindex keys")
         self._core = Core(words, total, of_rank, min(max_orphans, 2**63 - 1))
         self._core_apply = self._core.apply
-        self._ids: Mapping[Rank, int] = {}  # the directory's, at hand
-        self._encoded_ids: tuple[Mapping[Rank, int], dict[bytes, int]] = (self._ids, {})
-        self._directory = Directory(self._ids, {}, ())
-        self._guard = Guard(self._core)  # of the directory, while it is replaced
+        self._ids: dict[Rank, int] = {}  # read without the lock, but never iterated over
+        # Made of `_ids` when a question needs it: so adding a rank costs the same however many
+        # there are.
+        self._made: Directory | None = None
+        self._encoded_ids: tuple[Mapping[Rank, int], dict[bytes, int]] = ({}, {})
+        self._guard = Guard(self._core)  # of `_ids` and `_made`, while they are changed
 
     # Ranks -----------------------------------------------------------------------------------
 
@@ -100,19 +102,18 @@ class Index(BaseIndex):
 
     def remove(self, rank: Rank) -> None:
         with self._guard.lock:
-            ids = dict(self._directory.ids)
-            rank_id = ids.pop(rank, None)
+            rank_id = self._ids.pop(rank, None)
             if rank_id is not None:
-                self._replace(ids)
+                self._made = None
                 self._core.remove(rank_id)
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         with self._guard.lock:
-            ids = dict(self._directory.ids)
+            ids = dict(self._ids)
             moved = {new: ids.pop(old) for old, new in names.items() if old in ids}
             replaced = [ids.pop(rank) for rank in moved if rank in ids]
             ids.update(moved)
-            self._replace(ids)
+            self._ids, self._made = ids, None
             for rank_id in replaced:
                 self._core.remove(rank_id)
 
@@ -167,8 +168,8 @@ class Index(BaseIndex):
             first one on that needs Python. None: these are no entries.
         """
         ids, encoded = self._encoded_ids
-        if ids is not self._ids:
-            ids = self._ids
+        if ids is not self._directory.ids:
+            ids = self._directory.ids
             encoded = {_encode(rank): rank_id for rank, rank_id in ids.items()}
             self._encoded_ids = ids, encoded
         return self._core.apply_entries(encoded, entries)
@@ -187,7 +188,7 @@ class Index(BaseIndex):
         for name, value in options.items():
             if value is not None and name != "recomputed":
                 return self._answer(token_ids, self._question(options), trust)
-        directory = self._directory
+        directory = self._made or self._directory
         answer = self._core.match(token_ids, recomputed)
         if answer is None:
             answer = self._core.match(self._readable(token_ids, recomputed), 0)
@@ -236,16 +237,14 @@ class Index(BaseIndex):
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
         body = open_section(section, self._identity())
         with self._guard.lock:
-            ids = dict(self._directory.ids)
-            rank_id = ids.get(rank)
+            rank_id = self._ids.get(rank)
             restored = self._core.restore(rank_id, body)
             if isinstance(restored, str):
                 raise SnapshotError(restored, reason="content")
             if isinstance(restored, tuple):
                 raise no_room(*restored)
             if rank_id is None:
-                ids[rank if type(rank) is Rank else Rank(*rank)] = restored
-                self._replace(ids)
+                self._ids[Rank(*rank)], self._made = restored, None
 
     def _identity(self) -> Identity:
         return Identity(self._seed, self._core.key_check().to_bytes(8, "little"))
@@ -298,22 +297,30 @@ class Index(BaseIndex):
 
     def _add(self, rank: Rank) -> int:
         """Return a rank's number, and make the rank known if needed."""
-        rank_id = self._directory.ids.get(rank)
+        rank_id = self._ids.get(rank)
         if rank_id is not None:
             return rank_id
 
         with self._guard.lock:
-            ids = dict(self._directory.ids)
-            if rank not in ids:
-                ids[rank if type(rank) is Rank else Rank(*rank)] = self._core.add()
-                self._replace(ids)
-            return ids[rank]
+            rank_id = self._ids.get(rank)
+            if rank_id is None:
+                self._ids[Rank(*rank)] = rank_id = self._core.add()
+                self._made = None
+            return rank_id
 
-    def _replace(self, ids: Mapping[Rank, int]) -> None:
-        ranks = {rank_id: rank for rank, rank_id in ids.items()}
-        order = tuple(sorted(ids))
-        self._ids, self._directory = ids, Directory(ids, ranks, order)
-        self._core.set_order([ids[rank] for rank in order])
+    @property
+    def _directory(self) -> Directory:
+        if (made := self._made) is not None:
+            return made
+        with self._guard.lock:
+            made = self._made
+            if made is None:
+                ids = dict(self._ids)
+                order = tuple(sorted(ids))
+                made = Directory(ids, {rank_id: rank for rank, rank_id in ids.items()}, order)
+                self._core.set_order([ids[rank] for rank in order])
+                self._made = made
+            return made
 
     def _readable(self, token_ids: TokenIds, recomputed: int) -> array[int]:
         """Return the tokens that take part as a buffer, where the core cannot read the given ones.

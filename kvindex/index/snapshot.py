@@ -46,7 +46,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from kvindex.index.snapshot_section import NATIVE, bytes_of, check_backend
-from kvindex.wire.backend import BACKEND, Backend
+from kvindex.wire.backend import BACKEND, Backend, why_not_native
 from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
 from kvindex.wire.rank import Rank
 
@@ -84,9 +84,7 @@ def needs_native(what: Literal["snapshots", "prefixes"]) -> ConfigurationError:
     """Return the error for a feature that the Python index does not have."""
     uses = {"snapshots": "saving, loading, warm restarts and replicas", "prefixes": "they"}[what]
     return ConfigurationError(
-        f"the Python index has no {what}: {uses} need the native module. Unset KVINDEX_BACKEND if"
-        " it is python; else install a C++20 compiler, then kvindex again with"
-        " `pip install --no-cache-dir --force-reinstall`"
+        f"the Python index has no {what}: {uses} need the native module: {why_not_native()}"
     )
 
 

@@ -9,7 +9,13 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.wire.errors import ConfigurationError, DecodeError, PeerDiedError, QueueTimeoutError
+from kvindex.wire.errors import (
+    ConfigurationError,
+    DecodeError,
+    PeerDiedError,
+    QueueTimeoutError,
+    how_to_install,
+)
 
 _MAX_OBJECT_BYTES: Final = 64 << 20
 _TIMED_OUT: Final = ("timed out", "timeout")
@@ -43,8 +49,8 @@ class TorchProcessGroup:
             import torch.distributed as dist
         except ImportError as error:
             raise ConfigurationError(
-                "TorchProcessGroup needs torch: pip install 'kvindex[torch]', or pass a group of "
-                "your own with the methods of ProcessGroup"
+                f"TorchProcessGroup needs torch: {how_to_install('torch')}. Or pass a group of your"
+                " own with the methods of ProcessGroup"
             ) from error
         self._torch: Any = torch
         self._dist: Any = dist

@@ -33,6 +33,8 @@ class Roster:
 
     def __init__(self, settings: FeedSettings, watch: Watch, board: StatusBoard) -> None:
         self.feeds: dict[Rank, Feed] = {}
+        self._by_worker: dict[str, list[Feed]] = {}  # in the order of their ports
+        self._by_endpoint: dict[str, list[Feed]] = {}
         self.deadlines: Deadlines[Feed] = Deadlines()
         self._settings = settings
         self._watch = watch
@@ -116,11 +118,11 @@ class Roster:
                 worker.name,
                 endpoint,
             )
-        endpoints = {address.endpoint for address in worker.publishers()}
         others = [
             feed
-            for feed in self.feeds.values()
-            if feed.address.endpoint in endpoints and feed.worker.topic == worker.topic
+            for address in worker.publishers()
+            for feed in self._by_endpoint.get(address.endpoint, ())
+            if feed.worker.topic == worker.topic
         ]
         if others:  # one line, however many there are
             logger.warning(
@@ -136,7 +138,11 @@ class Roster:
         for feed, resumption in zip(feeds, plan, strict=True):
             feed.rename(Rank(feed.worker.name, resumption.dp_rank))
             self.feeds[feed.rank] = feed
+            self._by_endpoint.setdefault(feed.address.endpoint, []).append(feed)
             self._outlet.put(RankAdded(feed.rank, feed.worker.cache))
+        of_worker = [*self._feeds_of(feeds[0].worker.name), *feeds]
+        of_worker.sort(key=lambda feed: feed.address.dp_rank)
+        self._by_worker[feeds[0].worker.name] = of_worker
         for feed, resumption in zip(feeds, plan, strict=True):
             self.guard(feed, partial(feed.start, resumption), now)
             self.deadlines.set(feed, feed.deadline)
@@ -158,7 +164,7 @@ class Roster:
         Raises:
             UnknownRankError: there is none of that name.
         """
-        gone = isinstance(name, str) and self._feeds_of(name)
+        gone = list(self._feeds_of(name)) if isinstance(name, str) else []
         gone = gone or [self.feeds[rank] for rank in self._board.named([name]) or ()]
         now = self._clock()
         for feed in gone:
@@ -166,14 +172,20 @@ class Roster:
             del self.feeds[feed.rank]
             self.deadlines.forget(feed)
             self._outlet.put(RankRemoved(feed.rank))
+            sharing = self._by_endpoint[feed.address.endpoint]
+            sharing.remove(feed)
+            if not sharing:
+                del self._by_endpoint[feed.address.endpoint]
         self._board.remove([feed.rank for feed in gone])
-        for left in self._feeds_of(gone[0].worker.name)[:1]:
-            self._settle_names(left)
+        worker, removed = gone[0].worker.name, set(gone)
+        left = [feed for feed in self._by_worker.pop(worker) if feed not in removed]
+        if left:
+            self._by_worker[worker] = left
+            self._settle_names(left[0])
 
     def _feeds_of(self, worker: str) -> list[Feed]:
         """Return a worker's feeds, in the order of their ports."""
-        feeds = [feed for feed in self.feeds.values() if feed.worker.name == worker]
-        return sorted(feeds, key=lambda feed: feed.address.dp_rank)
+        return self._by_worker.get(worker, [])
 
     def close(self, now: float) -> None:
         """Close every feed; a failure is logged, and the other feeds close all the same."""

@@ -74,9 +74,8 @@ def choose_backend(wanted: str | None) -> Backend:
     except ImportError as error:
         if wanted == "native":
             raise ImportError(
-                f"{_VARIABLE} is native, but {_MODULE} cannot be loaded ({error}). Install kvindex"
-                " where a C++20 compiler is (with KVINDEX_STRICT_BUILD=1 a failing build says why),"
-                f" or unset {_VARIABLE} to run the Python index",
+                f"{_VARIABLE} is native, but {why_not_native()}. Or unset {_VARIABLE} to run the"
+                " Python index",
                 name=_MODULE,
             ) from error
         if not _is_absent(error):
@@ -99,24 +98,31 @@ def explain_fallback(wanted: str | None) -> str:
         return ""
     try:
         import_module(_MODULE)
+    except ImportError:
+        return f"{why_not_native()}. {_VARIABLE}=python accepts this"
+    return ""
+
+
+def why_not_native() -> str:
+    """Return why native code does not run here, and what to do about it."""
+    try:
+        import_module(_MODULE)
     except ImportError as error:
-        here = Path(__file__).parent
         hidden = hidden_native_build()
         if not _is_absent(error):
-            cause = f"{_MODULE} cannot be loaded ({error})."
-        elif hidden is not None:
-            cause = (
-                f"the sources in {here} have no native module and hide the native build in"
-                f" {hidden}. Work in another directory, or install the sources with"
-                " `pip install -e .`."
+            return f"{_MODULE} cannot be loaded ({error}). Install kvindex on this machine"
+        if hidden is not None:
+            return (
+                f"the sources in {Path(__file__).parents[1]} have no native module and hide the"
+                f" native build in {hidden}. Start Python in another directory, or install the"
+                " sources with `pip install -e .`"
             )
-        else:
-            cause = (
-                "the native module was not built. Install a C++20 compiler, then install kvindex"
-                " again with `pip install --no-cache-dir --force-reinstall`."
-            )
-        return f"{cause} {_VARIABLE}=python accepts this"
-    return ""
+        return (
+            "the native module was not built. Install a C++20 compiler, then kvindex again: in its"
+            " checkout, `pip install --no-cache-dir --force-reinstall -e .` (with"
+            " KVINDEX_STRICT_BUILD=1 a build that fails says why)"
+        )
+    return f"the Python index was chosen. Unset {_VARIABLE}"
 
 
 def hidden_native_build() -> Path | None:

@@ -51,6 +51,11 @@ __all__ = [
 ]
 
 
+def how_to_install(extra: str) -> str:
+    """Return what brings the packages of an extra, for a message that names a missing one."""
+    return f"in kvindex's checkout, `pip install -e '.[{extra}]'`"
+
+
 class KVIndexError(Exception):
     """Base of every error raised by kvindex; all of them pickle, attributes included."""
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import msgspec
 
-from kvindex.wire.errors import ConfigurationError, NatsError
+from kvindex.wire.errors import ConfigurationError, NatsError, how_to_install
 from kvindex.wire.forks import prepare_forks
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def require_nats() -> None:
         import nats  # noqa: F401
     except ImportError:
         raise ConfigurationError(
-            "nats-py is missing: install it with `pip install 'kvindex[nats]'`"
+            f"the package nats-py is missing: {how_to_install('nats')}"
         ) from None
 
 

@@ -1,6 +1,7 @@
 #include "core/index.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "core/invariant.hpp"
@@ -147,7 +148,12 @@ Index::RankId Index::make_rank() {
   const auto rank = static_cast<RankId>(slot_of_.size());
   slots_[slot] = {std::make_unique<RankBlocks>(shared_, slot), rank, kLastInOrder};
   slot_of_.push_back(slot);
-  shared_.sizes.reset();
+  if (shared_.sizes != nullptr && shared_.sizes.use_count() == 1) {  // no answer keeps them
+    std::atomic_thread_fence(std::memory_order_acquire);
+    shared_.sizes->push_back({rank, 0, 0, false});
+  } else {
+    shared_.sizes.reset();
+  }
   return rank;
 }
 

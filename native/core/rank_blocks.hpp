@@ -77,8 +77,8 @@ struct Shared {
   Budget budget;
   size_t max_orphans = 0;
   std::vector<RankSummary> summaries;  // by slot
-  // Replaced as a whole, so that answers can keep it; null from a change of it to the end of that.
-  std::shared_ptr<const RankSizes> sizes;
+  // Replaced as a whole while an answer keeps it; null from a change of it to the end of that.
+  std::shared_ptr<RankSizes> sizes;
   // Of the event that is applied; put aside while another one goes first.
   struct Scratch {
     std::vector<Stretch> chain;  // of `place`

@@ -291,3 +291,17 @@ def test_the_router_of_the_quickstart_sends_nothing_to_a_dead_engine(
             assert names["choose"](PROMPT, busy) == left
     finally:
         names["client"].close()
+
+
+def test_no_line_installs_kvindex_by_a_name_that_is_on_no_index() -> None:
+    """Whoever registers the name would get the machines; a checkout or a wheel has a path."""
+    by_name = re.compile(r"pip install(?: -\S+)* '?kvindex\b(?! @ git)")
+    files = [
+        path
+        for folder in ("docs", "deploy", "examples", "kvindex", "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".md", ".py", ".service", ".yaml"} or path.name == "Containerfile"
+    ]
+    assert len(files) > 300
+    found = [path for path in (README, *files) if by_name.search(path.read_text())]
+    assert found == []

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import kvindex
-from kvindex.wire.backend import choose_backend, explain_fallback
+from kvindex.wire.backend import choose_backend, explain_fallback, why_not_native
 from kvindex.wire.errors import ConfigurationError
 
 pytestmark = pytest.mark.unit
@@ -68,7 +68,8 @@ def test_native_runs_where_it_is_built_unless_python_is_wanted(
 
 
 @pytest.mark.usefixtures("missing")
-def test_native_wanted_but_missing_says_how_to_get_it() -> None:
+def test_native_wanted_but_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.distribution", not_installed)
     with pytest.raises(ImportError, match=r"C\+\+20 compiler.*unset KVINDEX_BACKEND") as caught:
         choose_backend("native")
     assert caught.value.name == NATIVE
@@ -121,6 +122,8 @@ def test_sources_that_hide_an_installed_native_build_are_told(
     reason = explain_fallback("")
     assert f"hide the native build in {built.parent}" in reason
     assert "pip install -e ." in reason
+    with pytest.raises(ImportError, match="hide the native build"):
+        choose_backend("native")
     built.unlink()  # a record of a file that is gone hides nothing
     assert "hide" not in explain_fallback("")
 
@@ -193,3 +196,29 @@ def test_a_sub_interpreter_is_refused_and_the_main_one_goes_on() -> None:
     command = [sys.executable, "-c", IN_A_SUB_INTERPRETER]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_services_queries_name_the_cause_when_sources_hide_the_native_module() -> None:
+    program = """
+import sys
+sys.modules["kvindex.wire._native"] = None
+from kvindex.wire import backend
+backend.hidden_native_build = lambda: "/venv/kvindex"
+from kvindex.shm import ShmRingBuffer
+for use in (lambda: __import__("kvindex.service.queries"), lambda: ShmRingBuffer(1, 64, 4)):
+    try:
+        use()
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    query, ring = done.stdout.splitlines()
+    for line, error in ((query, "ImportError"), (ring, "SegmentError")):
+        assert line.startswith(error), done.stderr
+        assert "hide the native build in /venv/kvindex" in line
+        assert "C++20 compiler" not in line
+
+
+def test_the_python_index_that_was_chosen_is_no_missing_compiler() -> None:
+    if kvindex.BACKEND == "native":
+        assert why_not_native() == "the Python index was chosen. Unset KVINDEX_BACKEND"

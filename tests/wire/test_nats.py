@@ -160,4 +160,4 @@ except kvindex.ConfigurationError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "pip install 'kvindex[nats]'" in done.stdout, done.stderr
+    assert "pip install -e '.[nats]'" in done.stdout, done.stderr

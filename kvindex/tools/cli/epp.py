@@ -1,4 +1,4 @@
-"""`kvindex epp`: the endpoint picker of a gateway such as Envoy Gateway, kgateway or Istio.
+"""`kvindex epp`: the endpoint picker of a gateway such as agentgateway, Envoy AI Gateway or Istio.
 
 Answer a gateway's ext_proc streams with the engine that holds most of each prompt and has least to
 do, as the Gateway API Inference Extension's endpoint picker protocol wants it. Request and response

@@ -25,7 +25,7 @@ from kvindex.service.overview import Fleet, overview
 from kvindex.subscribe.discovery.web import Web
 from kvindex.tools.cli.arguments import add_cacert_option, count, option, seconds, trusting
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of, names_engines
-from kvindex.wire.errors import DiscoveryError
+from kvindex.wire.errors import DiscoveryError, how_to_install
 from kvindex.wire.waker import Waker
 
 SORTS: Final = {
@@ -40,7 +40,7 @@ SORTS: Final = {
 }
 """What ranks can be sorted by, and the key for it."""
 
-_MISSING: Final = "kvindex top needs the package rich: pip install 'kvindex[server]'"
+_MISSING: Final = f"kvindex top needs the package rich: {how_to_install('server')}"
 _FLEET: Final = "/api/fleet"
 _TIMEOUT: Final = 10.0  # seconds for a whole answer
 _SILENCE: Final = 30.0  # seconds; a service sends something every 10

@@ -110,4 +110,4 @@ except ConfigurationError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "pip install 'kvindex[nats]'" in done.stdout, done.stderr
+    assert "pip install -e '.[nats]'" in done.stdout, done.stderr
