@@ -166,7 +166,8 @@ class BaseIndex(Viewed):
         The rank becomes known if it was not. A payload is msgpack, as an engine sent it.
 
         Raises:
-            DecodeError: the payload is not an event batch; nothing of it was applied.
+            DecodeError: the payload is not an event batch, or a BlockRemoved has not one count for
+                each block; nothing of it was applied.
 
         Complexity: O(blocks), and O(tokens) for their keys.
         """

@@ -20,6 +20,7 @@ from kvindex.index.questions import Question
 from kvindex.index.spans import Spans, main_group, union
 from kvindex.wire import GroupSpec
 from kvindex.wire.errors import UnknownRankError
+from kvindex.wire.quirks import HARMLESS_TAGS
 from kvindex.wire.rank import Rank
 
 if TYPE_CHECKING:
@@ -206,17 +207,19 @@ class _Facts:
 
     def _notes(self) -> Iterator[str]:
         match = self.match
+        skipped: Mapping[str, int] = self.known.get("skipped", {})
         if match.tokens > match.device_tokens:
             on_device = f"{match.device_tokens} of these tokens are on the device"
             yield f"{on_device}; the engine decides whether it loads the rest"
         elif match.tokens and match.upper_bound:
-            yield "an upper bound: its events do not report all that limits a hit"
+            unknown = {tag: n for tag, n in skipped.items() if tag not in HARMLESS_TAGS}
+            names = f"; some are of unknown kinds: {_counts(unknown)}" if unknown else ""
+            yield f"an upper bound: its events do not report all that limits a hit{names}"
         if match.lower_bound:
             waiting = f" ({self.known['orphans']} wait)" if self.known.get("orphans") else ""
             yield f"a lower bound: no event reported where some of its blocks belong{waiting}"
         if self.known.get("ignored"):
-            reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.known["ignored"].items()))
-            yield f"blocks were ignored: {reasons}"
+            yield f"blocks were ignored: {_counts(self.known['ignored'])}"
         strange = sorted((self.question.media or frozenset()) - self.known.get("media", {}).keys())
         if strange and self.known.get("blocks"):
             held = ", ".join(sorted(self.known["media"]))
@@ -308,6 +311,10 @@ def _described(group: GroupHeld) -> str:
 
 def _stretches(group: GroupHeld) -> str:
     return f"tokens {_spelled(group.spans)}" if group.spans else "nothing"
+
+
+def _counts(by_name: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(by_name.items()))
 
 
 def _spelled(spans: Collection[tuple[int, int]]) -> str:

@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
 _APPLIED = 0  # what Core.apply returns if all went well
-_MAX_WINDOW = 2**63 - 1
 
 _Value = TypeVar("_Value")
 _encode = msgspec.msgpack.Encoder().encode
@@ -120,14 +119,11 @@ class Index(BaseIndex):
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
         groups = {
-            group_number(group_idx): (
-                spec.kind,
-                _bounded(spec.sliding_window),
-                _bounded(spec.attention_chunk_size),
-            )
+            group_number(group_idx): (spec.kind, spec.sliding_window, spec.attention_chunk_size)
             for group_idx, spec in settings.groups.items()
         }
         plain = (
+            settings.removals == "last",
             settings.report_mode == "full",
             settings.eagle is True,
             [] if isinstance(settings.eagle, bool) else [*map(group_number, settings.eagle)],
@@ -394,10 +390,6 @@ def _core_options(question: Question, wanted_ids: list[int] | None) -> tuple[Any
 def _named_loras(statistics: dict[str, Any]) -> dict[str, Any]:
     loras = {tagged_lora(tag): count for tag, count in statistics["loras"].items()}
     return with_advice({**statistics, "loras": shown_loras(loras)})
-
-
-def _bounded(tokens: int | None) -> int | None:
-    return None if tokens is None else min(tokens, _MAX_WINDOW)
 
 
 def _resident_block(values: tuple[Any, int, str, int, int, int, bytes]) -> ResidentBlock:

@@ -11,10 +11,10 @@ from kvindex.index.tokens import pack_tokens
 from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvindex.wire._native import PackedBatch
 from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.fields import copy_counts, informational_int
 from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash
 
 _MAX_UNSIGNED = 2**32 - 1
-_MAX_SIGNED = 2**63 - 1
 
 
 def pack_batch(batch: EventBatch) -> PackedBatch:
@@ -23,6 +23,7 @@ def pack_batch(batch: EventBatch) -> PackedBatch:
     Raises:
         TokenError: a token is no int of 64 bits.
         ConfigurationError: a group_idx is not 0 … 2**32 - 1, or a block hash has 0 bytes.
+        DecodeError: the copies that are left are not one count for each removed block.
     """
     packed = PackedBatch()
     for tag in batch.skipped:
@@ -35,6 +36,7 @@ def pack_batch(batch: EventBatch) -> PackedBatch:
                 _hashes(event.block_hashes),
                 pack_text(fold_medium(event.medium)),
                 group_number(event.group_idx),
+                copy_counts(event.remaining_copy_counts, len(event.block_hashes)),
             )
         elif isinstance(event, AllBlocksCleared):
             packed.cleared()
@@ -55,7 +57,7 @@ def _pack_stored(packed: PackedBatch, event: BlockStored) -> None:
         pack_text(fold_medium(event.medium)),
         None if event.group_idx is None else group_number(event.group_idx),
         None if kind is None else pack_text(kind),
-        None if window is None else max(-_MAX_SIGNED, min(window, _MAX_SIGNED)),
+        informational_int(window),
         None
         if event.lookahead_token_ids is None
         else [pack_tokens(after) for after in event.lookahead_token_ids],

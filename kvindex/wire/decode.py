@@ -1,9 +1,9 @@
 """Bytes of any engine version to events: one reader, no configuration.
 
-A payload is the msgpack array `[ts, events, dp_rank]` in every version of every engine; each event
-is an array with its tag first (vLLM 0.9-0.23, SGLang 0.4.6-0.5.19) or a map with its tag under
-"type" (later ones, TensorRT-LLM). Where versions disagree about a position, the value's type
-decides. The rules for what is odd:
+A payload is the msgpack array `[ts, events, dp_rank]` in every released version of every engine; a
+map with the same by their names is read as well. Each event is an array with its tag first (vLLM
+0.9-0.23, SGLang 0.4.6-0.5.19) or a map with its tag under "type" (later ones, TensorRT-LLM). Where
+versions disagree about a position, the value's type decides. The rules for what is odd:
 
 - New things are ignored: unknown fields, further elements, unknown tags (`EventBatch.skipped`).
 - A missing end has its defaults.
@@ -12,9 +12,9 @@ decides. The rules for what is odd:
   in the index that the engine has removed.
 
 A malformed or rare form costs more to read than to send: it is read only in a payload of up to
-`MAX_RARE_BYTES`. Rare are text among the tokens, images, media that are not ASCII, windows beyond
-64 bits and extension types. The native reader adds what no engine writes: names that stand twice in
-one map, map keys that are no text, and nesting of more than 32 arrays.
+`MAX_RARE_BYTES`. Rare are text among the tokens, images, media that are not ASCII and extension
+types. The native reader adds what no engine writes: names that stand twice in one map (the last one
+counts), map keys that are no text, and nesting of more than 32 arrays.
 
 Normal forms: bigrams (SGLang under EAGLE) become `token_ids` plus `lookahead_token_ids`; text among
 the tokens becomes ints (`kvindex.wire.quirks.text_token`); images of TensorRT-LLM become
@@ -61,7 +61,6 @@ _STORED_FIELDS: Final = (
 _REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 
 _LONG = 1 << 16  # bytes of a payload that may hold very many values
-_MOST_WINDOW = 2**63 - 1
 _MM_INFOS: Final = _STORED_FIELDS.index("group_idx")
 
 
@@ -193,8 +192,11 @@ def _size(payload: bytes | bytearray | memoryview) -> int:
 
 
 def _batch(raw: Any, rare: _Rare) -> EventBatch:
-    if type(raw) is not list or len(raw) < 2:
-        raise DecodeError("it is no array of timestamp, events and dp_rank")
+    if type(raw) is dict:
+        rank = raw.get("data_parallel_rank", raw.get("attn_dp_rank"))
+        raw = [_required(raw, "ts"), _required(raw, "events"), rank]
+    elif type(raw) is not list or len(raw) < 2:
+        raise DecodeError("it is no array, and no map, of ts, events and dp_rank")
     ts, raw_events = raw[0], raw[1]
     if type(raw_events) is not list:
         raise DecodeError(f"events is {type(raw_events).__name__}, not an array")
@@ -285,9 +287,6 @@ def _stored(raw: dict[str, Any], rare: _Rare) -> BlockStored:
         rare.note()
     medium = fields.optional_text(get("medium"), "medium")
     rare.note_medium(medium)
-    window = fields.informational_int(get("kv_cache_spec_sliding_window"))
-    if window is not None and not -_MOST_WINDOW <= window <= _MOST_WINDOW:
-        rare.note()
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=fields.optional_hash(get("parent_block_hash"), "parent_block_hash"),
@@ -299,7 +298,7 @@ def _stored(raw: dict[str, Any], rare: _Rare) -> BlockStored:
         extra_keys=_extra_keys(raw),
         group_idx=fields.optional_small_int(get("group_idx"), "group_idx"),
         kv_cache_spec_kind=fields.informational_text(get("kv_cache_spec_kind")),
-        kv_cache_spec_sliding_window=window,
+        kv_cache_spec_sliding_window=fields.informational_int(get("kv_cache_spec_sliding_window")),
         locality=fields.informational_text(get("locality")),
         ownership=fields.informational_text(get("ownership")),
         session_id=fields.informational_text(get("session_id")),
@@ -318,10 +317,12 @@ def _removed(raw: dict[str, Any], rare: _Rare) -> BlockRemoved:
     get = raw.get
     medium = fields.optional_text(get("medium"), "medium")
     rare.note_medium(medium)
+    hashes = fields.block_hashes(_required(raw, "block_hashes"))
     return BlockRemoved(
-        block_hashes=fields.block_hashes(_required(raw, "block_hashes")),
+        block_hashes=hashes,
         medium=medium,
         group_idx=fields.optional_small_int(get("group_idx"), "group_idx"),
         locality=fields.informational_text(get("locality")),
         ownership=fields.informational_text(get("ownership")),
+        remaining_copy_counts=fields.copy_counts(get("remaining_copy_counts"), len(hashes)),
     )

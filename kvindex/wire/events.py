@@ -58,7 +58,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks that each lost one physical copy.
+    """Blocks that each lost one physical copy (or the last one: `CacheSettings.removals`).
 
     Attributes:
         block_hashes: the engine's labels, in any order.
@@ -66,6 +66,8 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         group_idx: KV cache group of a hybrid model.
         locality: "LOCAL" or "REMOTE" (vLLM 0.26).
         ownership: id of a secondary offload tier (vLLM 0.29).
+        remaining_copy_counts: for each block, how many copies are left there (vLLM's proposal
+            #48933); None where the engine does not tell.
     """
 
     block_hashes: list[BlockHash]
@@ -73,6 +75,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    remaining_copy_counts: list[int] | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):

@@ -54,6 +54,17 @@ def block_hashes(value: Any) -> list[BlockHash]:
     return hashes
 
 
+def copy_counts(value: Any, blocks: int) -> list[int] | None:
+    """Return how many copies of each of so many blocks are left, or None."""
+    if value is None:
+        return None
+    if type(value) is not list:
+        raise DecodeError(f"remaining_copy_counts is {type(value).__name__}, not an array")
+    if len(value) != blocks:
+        raise DecodeError(f"remaining_copy_counts has {len(value)} counts for {blocks} blocks")
+    return [small_int(count, "remaining_copy_counts[]") for count in value]
+
+
 def optional_text(value: Any, name: str) -> str | None:
     """Return a str of at most 1,024 characters, or None."""
     if value is None:
@@ -92,8 +103,8 @@ def informational_text(value: Any) -> str | None:
 
 
 def informational_int(value: Any) -> int | None:
-    """Return an int, or None for anything else."""
-    return value if type(value) is int else None
+    """Return an int of 64 bits with a sign, or None for anything else."""
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None
 
 
 def tokens(value: Any) -> tuple[list[int] | None, int]:

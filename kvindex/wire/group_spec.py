@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.fields import informational_int
 
 _WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 _NO_PREFIX_KINDS = frozenset({"encoder_only_attention", "cross_attention"})
@@ -26,8 +27,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
             it; without it the group counts as full attention, which never overestimates.
 
     Raises:
-        ConfigurationError: a sliding-window kind without a positive window, or a chunk size below
-            one token.
+        ConfigurationError: a sliding-window kind without a positive window, a window or chunk size
+            beyond 64 bits, or a chunk size below one token.
     """
 
     kind: str = "full_attention"
@@ -43,6 +44,9 @@ class GroupSpec(msgspec.Struct, frozen=True):
             raise ConfigurationError(
                 f"attention_chunk_size is at least 1 token, not {self.attention_chunk_size}"
             )
+        for tokens in (self.sliding_window, self.attention_chunk_size):
+            if tokens is not None and informational_int(tokens) is None:
+                raise ConfigurationError(f"{tokens} tokens of a window or chunk exceed 64 bits")
 
     @property
     def takes_part(self) -> bool:
@@ -92,6 +96,9 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         groups: kinds of the KV cache groups of a hybrid model, by group_idx. vLLM reports them from
             0.22 on, except for chunk sizes.
+        removals: what one BlockRemoved takes of a block that has several copies: "each" removal
+            takes one, as every release of every engine sends them; or there is one for the "last"
+            copy only (vLLM's proposal #55092), which ends the block.
         report_mode: vLLM's `kv_cache_report_mode`. "full" means that requests announce blocks
             again that they found cached; such announcements are then not counted as further
             copies. Some look like copies, so that answers are upper bounds. Under
@@ -114,6 +121,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     groups: dict[int, GroupSpec] = {}
+    removals: Literal["each", "last"] = "each"
     report_mode: Literal["incremental", "full"] = "incremental"
     eagle: bool | tuple[int, ...] = False
     hash_block_size: int | None = None
@@ -130,6 +138,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(
                     f"groups must map group_idx >= 0 to GroupSpec, not {group_idx!r} to {spec!r}"
                 )
+        if self.removals not in ("each", "last"):
+            raise ConfigurationError(f'removals is "each" or "last", not {self.removals!r}')
         if self.report_mode not in ("incremental", "full"):
             raise ConfigurationError(
                 f'report_mode is "incremental" or "full", not {self.report_mode!r}'

@@ -1,6 +1,7 @@
 #include "bindings/packed_batch.hpp"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <limits>
@@ -149,12 +150,18 @@ void PackedBatch::stored(nb::list hashes, nb::object parent, nb::bytes tokens, u
   batch.events.push_back(event);
 }
 
-void PackedBatch::removed(nb::list hashes, nb::bytes medium, uint32_t group_idx) {
+void PackedBatch::removed(nb::list hashes, nb::bytes medium, uint32_t group_idx,
+                          const std::optional<std::vector<uint32_t>>& copies_left) {
   Event event;
   event.kind = EventKind::removed;
   event.group_idx = group_idx;
   event.medium = text(medium);
   add_hashes(event, hashes);
+  if (copies_left) {
+    event.has_copies_left = true;
+    event.copies_left_begin = narrow(batch.tokens.size());
+    batch.tokens.insert(batch.tokens.end(), copies_left->begin(), copies_left->end());
+  }
   batch.events.push_back(event);
 }
 
@@ -183,7 +190,8 @@ void bind_packed_batch(nb::module_& module) {
            nb::arg("group_idx").none(), nb::arg("spec_kind").none(), nb::arg("spec_window").none(),
            nb::arg("lookahead").none(), nb::arg("extras").none(), nb::arg("salted_first").none(),
            nb::arg("content_hash"))
-      .def("removed", &PackedBatch::removed)
+      .def("removed", &PackedBatch::removed, nb::arg("hashes"), nb::arg("medium"),
+           nb::arg("group_idx"), nb::arg("copies_left").none())
       .def("cleared", &PackedBatch::cleared)
       .def("skipped", &PackedBatch::skipped);
   module.def(

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <optional>
+#include <vector>
 
 #include "core/batch.hpp"
 
@@ -30,7 +31,8 @@ class PackedBatch {
               std::optional<uint32_t> group_idx, nanobind::object spec_kind, std::optional<int64_t> spec_window,
               nanobind::object lookahead, nanobind::object extras, nanobind::object salted_first,
               bool content_hash);
-  void removed(nanobind::list hashes, nanobind::bytes medium, uint32_t group_idx);
+  void removed(nanobind::list hashes, nanobind::bytes medium, uint32_t group_idx,
+               const std::optional<std::vector<uint32_t>>& copies_left);
   void cleared();
   void skipped(nanobind::bytes tag);
 

@@ -37,6 +37,7 @@ struct Event {
   bool has_group = false;       // group_idx is not nil
   bool has_kind = false;        // kv_cache_spec_kind is not nil
   bool has_window = false;      // kv_cache_spec_sliding_window is not nil
+  bool has_copies_left = false;  // remaining_copy_counts is not nil
   bool content_hash = false;    // wide tokens only: the first label covers its own tokens only
 
   uint32_t group_idx = 0;  // nil is 0
@@ -50,6 +51,7 @@ struct Event {
 
   uint32_t tokens_begin = 0;  // in Batch::tokens or Batch::wide
   uint32_t tokens_count = 0;
+  uint32_t copies_left_begin = 0;  // in Batch::tokens: how many copies of each removed block are left
 
   // Lookahead tokens of all blocks one after the other, `lookahead` each, always in Batch::wide.
   uint32_t lookahead = 0;  // tokens after each block (of the first one, when ragged)

@@ -35,6 +35,7 @@ enum class Field : uint8_t {
   spec_window,
   lookahead_token_ids,
   cache_salt,
+  copies_left,
   images,  // of TensorRT-LLM, under either of two names
   type,
   other,  // whose value does not matter
@@ -74,6 +75,7 @@ inline Field field_named(std::string_view name) {
     case 17: return either("parent_block_hash", Field::parent_block_hash);
     case 18: return either("kv_cache_spec_kind", Field::spec_kind);
     case 19: return either("lookahead_token_ids", Field::lookahead_token_ids);
+    case 21: return either("remaining_copy_counts", Field::copies_left);
     case 28: return either("kv_cache_spec_sliding_window", Field::spec_window);
     default: return Field::other;
   }
@@ -81,9 +83,10 @@ inline Field field_named(std::string_view name) {
 
 // The fields that matter in an event's map form.
 inline uint32_t fields_of(Tag tag) {
-  if (tag == Tag::stored) return bit(Field::other) - 1;
+  if (tag == Tag::stored) return (bit(Field::other) - 1) & ~bit(Field::copies_left);
   if (tag != Tag::removed) return bit(Field::type);
-  return bit(Field::type) | bit(Field::block_hashes) | bit(Field::medium) | bit(Field::group_idx);
+  return bit(Field::type) | bit(Field::block_hashes) | bit(Field::medium) |
+         bit(Field::group_idx) | bit(Field::copies_left);
 }
 
 // The fields that matter in an event's array form, in their order after the tag.

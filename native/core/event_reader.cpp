@@ -179,6 +179,7 @@ Reader EventReader::read_field(Reader in, Field field) {
     case Field::spec_window: return read_spec_window(in);
     case Field::lookahead_token_ids: return read_lookahead(in);
     case Field::cache_salt: good = read_optional_text(in, salt_); break;
+    case Field::copies_left: return read_copies_left(in);
     case Field::images: good = in.take_nil(); break;
     case Field::type:
     case Field::other: good = in.skip(); break;
@@ -307,9 +308,21 @@ Reader EventReader::read_spec_window(Reader in) {
   Int window;
   if (!in.next_is_int()) return in.skip() ? in : Reader();
   if (!in.read_int(window)) return {};
-  event_->has_window = true;
   event_->spec_window = static_cast<int64_t>(window.value);
-  return window.negative == (event_->spec_window < 0) ? in : Reader();
+  event_->has_window = window.negative == (event_->spec_window < 0);  // else beyond 63 bits
+  return in;
+}
+
+Reader EventReader::read_copies_left(Reader in) {
+  uint32_t count = 0;
+  if (in.take_nil()) return in;
+  if (!in.read_array(count)) return {};
+  event_->has_copies_left = true;
+  event_->copies_left_begin = size_of(out_.tokens);
+  for (uint32_t i = 0; i < count; ++i) {
+    if (!read_small_int(in, out_.tokens.emplace_back())) return {};
+  }
+  return in;
 }
 
 // ---- the event as a whole -----------------------------------------------------------------------
@@ -317,7 +330,7 @@ Reader EventReader::read_spec_window(Reader in) {
 bool EventReader::finish(string_view tag) {
   switch (tag_) {
     case Tag::stored: return finish_stored();
-    case Tag::removed: return (seen_ & bit(Field::block_hashes)) != 0;
+    case Tag::removed: return finish_removed();
     case Tag::cleared: return true;
     case Tag::unknown: break;
   }
@@ -326,6 +339,12 @@ bool EventReader::finish(string_view tag) {
   const string_view reported = is_full ? "(more)" : first_characters(tag, kMaxTag);
   out_.skipped.push_back(append(reported, out_.bytes));
   return true;
+}
+
+bool EventReader::finish_removed() const {
+  if ((seen_ & bit(Field::block_hashes)) == 0) return false;
+  const uint32_t counts = size_of(out_.tokens) - event_->copies_left_begin;
+  return !event_->has_copies_left || counts == event_->hashes_count;
 }
 
 bool EventReader::finish_stored() {

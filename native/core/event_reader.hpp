@@ -41,9 +41,11 @@ class EventReader {
   Reader read_medium(Reader in);
   Reader read_spec_kind(Reader in);
   Reader read_spec_window(Reader in);
+  Reader read_copies_left(Reader in);
 
   bool finish(std::string_view tag);
   bool finish_stored();
+  bool finish_removed() const;
   void finish_lora();
   void finish_bigrams();
   void finish_content_hash();

@@ -43,6 +43,7 @@ struct GroupSpec {
 
 struct CacheSettings {
   std::map<uint32_t, GroupSpec> groups;
+  bool removes_last = false;  // a removal is that of the last copy
   bool reports_full = false;
   bool eagle = false;               // in all groups
   std::set<uint32_t> eagle_groups;  // in these

@@ -185,21 +185,29 @@ bool Labels::is_held(SetId owners) const {
                      [&](OwnerId owner) { return tree_.sets().contains(owners, owner); });
 }
 
-bool Labels::drop(const Label& label, BlockRef block, OwnerId owner) {
+bool Labels::drop(const Label& label, BlockRef block, OwnerId owner,
+                  std::optional<uint64_t> left) {
   const uint64_t place = residence(block, owner);
   bool last_label = true;
   if (std::vector<Copies>* const all = written(label, block)) {
     const auto copies = std::find_if(all->begin(), all->end(),
                                      [&](const Copies& some) { return some.owner == owner; });
-    if (--copies->count != 0) return false;
+    copies->count = left.value_or(copies->count - 1);
+    if (copies->count != 0) return false;
     all->erase(copies);
     if (const auto shared = shared_.find(place); shared != shared_.end()) {
       last_label = false;
       if (--shared->second == 0) shared_.erase(shared);
     }
-  } else if (const auto further = further_.find(place); further != further_.end()) {
-    if (--further->second == 0) further_.erase(further);
-    return false;
+  } else {
+    const auto further = further_.find(place);
+    const uint64_t rest = left.value_or(further == further_.end() ? 0 : further->second);
+    if (rest > 1) {
+      further_[place] = rest - 1;
+    } else if (further != further_.end()) {
+      further_.erase(further);
+    }
+    if (rest != 0) return false;
   }
   // The tree still shows the owner: leave it out of what is left.
   const uint32_t group_idx = owners_[owner].group_idx;
@@ -304,14 +312,7 @@ void Labels::drop_places(const std::vector<OwnerId>& owners, Hold& hold) {
       hold.did(1);
     });
     for (const auto& [block, label] : held) {
-      if (std::vector<Copies>* const all = written(label, block)) {
-        for (Copies& some : *all) {
-          if (some.owner == owner) some.count = 1;
-        }
-      } else {
-        further_.erase(residence(block, owner));
-      }
-      if (drop(label, block, owner)) tree_.disown(block, owner);
+      if (drop(label, block, owner, 0)) tree_.disown(block, owner);
       hold.did(1);
     }
   }

@@ -90,9 +90,10 @@ class Labels {
   // Likewise for blocks that nobody holds yet; says how many there was room for.
   size_t add_new(const Label* labels, const Stretch& blocks, OwnerId owner);
 
-  // Take one copy away; true if the owner now no longer holds the block at all: then the tree must
-  // learn of it before anything else.
-  bool drop(const Label& label, BlockRef block, OwnerId owner);
+  // Take one copy away, or all but `left`; true if the owner now no longer holds the block at all:
+  // then the tree must learn of it before anything else.
+  bool drop(const Label& label, BlockRef block, OwnerId owner,
+            std::optional<uint64_t> left = std::nullopt);
 
   // Take over what another index knew, while there are no labels yet. First all placements, of
   // blocks that may have no owner yet; once the tree knows the owners, the copies of further labels

@@ -58,14 +58,15 @@ std::vector<std::pair<Label, Orphan>> Orphans::pop_children(const Label& parent)
   return children;
 }
 
-bool Orphans::drop_copy(const Label& label, OwnerId owner) {
+bool Orphans::drop_copy(const Label& label, OwnerId owner, std::optional<uint64_t> left) {
   const auto held = held_.find(label);
   if (held == held_.end()) return false;
   std::vector<Copies>& all = held->second.orphan.copies;
   const auto copies = std::find_if(all.begin(), all.end(),
                                    [&](const Copies& some) { return some.owner == owner; });
   if (copies == all.end()) return false;
-  if (--copies->count == 0) all.erase(copies);
+  copies->count = left.value_or(copies->count - 1);
+  if (copies->count == 0) all.erase(copies);
   if (all.empty()) {
     if (const Orphan gone = take(held, false); gone.parent) tree_.leave(gone.root);
   }

@@ -50,8 +50,8 @@ class Orphans {
   // Each child's label stays acquired for the caller to release.
   std::vector<std::pair<Label, Orphan>> pop_children(const Label& parent);
 
-  // Take one copy of a held block away; false if the owner holds none.
-  bool drop_copy(const Label& label, OwnerId owner);
+  // Take one copy of a held block away, or all but `left`; false if the owner holds none.
+  bool drop_copy(const Label& label, OwnerId owner, std::optional<uint64_t> left);
 
   // Take all copies of these owners away.
   void drop_places(const std::vector<OwnerId>& owners);

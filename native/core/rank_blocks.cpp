@@ -161,11 +161,14 @@ void RankBlocks::remove(const Batch& batch, const Event& event, Hold& hold) {
     count(Counter::removed_unknown, event.hashes_count);
     return;
   }
+  Left left;  // an engine that reports only the removal of the last copy leaves none
+  if (groups_.settings().removes_last) left = 0;
   for (uint32_t i = 0; i < event.hashes_count; ++i) {
     const WireHash& hash = batch.hashes[event.hashes_begin + i];
+    if (event.has_copies_left) left = batch.tokens[event.copies_left_begin + i];
     hold.did(1);
     if (!hash.is_bytes()) {
-      remove_one({hash.value, false}, *owner, hold);
+      remove_one({hash.value, false}, *owner, left, hold);
       continue;
     }
     const Label named{shared_.names.find(batch.text(hash)), true};
@@ -174,36 +177,37 @@ void RankBlocks::remove(const Batch& batch, const Event& event, Hold& hold) {
       continue;
     }
     shared_.names.acquire(named);
-    remove_one(named, *owner, hold);
+    remove_one(named, *owner, left, hold);
     shared_.names.release(named);
   }
 }
 
-void RankBlocks::remove_one(const Label& label, OwnerId owner, Hold& hold) {
+void RankBlocks::remove_one(const Label& label, OwnerId owner, Left left, Hold& hold) {
   if (labels_.ambiguous(label)) {
     const std::vector<BlockRef> blocks = labels_.held_in(label, owner, hold);
-    if (!blocks.empty()) return remove_several(label, blocks, owner, hold);
+    if (!blocks.empty()) return remove_several(label, blocks, owner, left, hold);
   } else if (const BlockRef only = labels_.newest(label); only != kNoBlock) {
     if (labels_.copies(label, only, owner) != 0) {  // as nearly always
       count(Counter::removed, 1);
-      if (labels_.drop(label, only, owner)) shared_.tree.disown(only, owner);
+      if (labels_.drop(label, only, owner, left)) shared_.tree.disown(only, owner);
       return;
     }
   }
-  const bool held = orphans_.drop_copy(label, owner);
+  const bool held = orphans_.drop_copy(label, owner, left);
   count(held ? Counter::removed_orphans : Counter::removed_unknown, 1);
 }
 
-// Which of several blocks of one label is gone is not said: none may be answered for.
+// Which of several blocks of one label is gone is not said, unless all are: none may be answered for.
 void RankBlocks::remove_several(const Label& label, const std::vector<BlockRef>& blocks,
-                                OwnerId owner, Hold& hold) {
+                                OwnerId owner, Left left, Hold& hold) {
   count(Counter::removed, 1);
-  if (blocks.size() > 1) {
+  if (blocks.size() > 1 && left != 0) {
+    left.reset();
     count(Counter::removed_ambiguous, blocks.size() - 1);
     if (torn_.size() < kMostTorn && torn_.insert(label).second) shared_.names.acquire(label);
   }
   for (const BlockRef block : blocks) {
-    if (labels_.drop(label, block, owner)) shared_.tree.disown(block, owner);
+    if (labels_.drop(label, block, owner, left)) shared_.tree.disown(block, owner);
     hold.did(1);
   }
 }

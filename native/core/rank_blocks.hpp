@@ -242,8 +242,9 @@ class RankBlocks {
   std::vector<Copies> restored_copies(const std::vector<CopiesImage>& copies) const;
 
   void remove(const Batch& batch, const Event& event, Hold& hold);
-  void remove_one(const Label& label, OwnerId owner, Hold& hold);
-  void remove_several(const Label& label, const std::vector<BlockRef>& blocks, OwnerId owner,
+  using Left = std::optional<uint64_t>;  // how many copies a removal leaves; none: one less
+  void remove_one(const Label& label, OwnerId owner, Left left, Hold& hold);
+  void remove_several(const Label& label, const std::vector<BlockRef>& blocks, OwnerId owner, Left left,
                       Hold& hold);
 
   Shared& shared_;

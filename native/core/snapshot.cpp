@@ -151,7 +151,7 @@ class ImageWriter {
            (image_.settings.eagle ? 4u : 0u) | (image_.settings.upper_bound ? 8u : 0u) |
            (image_.settings.resets_connector ? 16u : 0u) |
            (image_.orphans_forgotten ? 32u : 0u) | (image_.left_out ? 64u : 0u) |
-           (image_.removals_unknown ? 128u : 0u));
+           (image_.removals_unknown ? 128u : 0u) | (image_.settings.removes_last ? 256u : 0u));
   }
 
   // An int of up to 64 bits, 7 to a byte, the lowest first; all but the last byte have the high bit.
@@ -335,7 +335,7 @@ class ImageReader {
     image_.unit = small();
     image_.settings.hash_block_size = small();
     repeat([&] { image_.settings.eagle_groups.insert(small()); });
-    const uint32_t flags = below(256);
+    const uint32_t flags = below(512);
     image_.settings.reports_full = (flags & 1) != 0;
     image_.positions_unknown = (flags & 2) != 0;
     image_.settings.eagle = (flags & 4) != 0;
@@ -344,6 +344,7 @@ class ImageReader {
     image_.orphans_forgotten = (flags & 32) != 0;
     image_.left_out = (flags & 64) != 0;
     image_.removals_unknown = (flags & 128) != 0;
+    image_.settings.removes_last = (flags & 256) != 0;
   }
 
   // Read a count, and so many things of at least one byte.

@@ -57,6 +57,9 @@ void check(const Batch& batch, const Event& event) {
     check(batch, batch.hashes[event.hashes_begin + i]);
   }
   if (event.kind == EventKind::stored) check_stored(batch, event);
+  if (event.has_copies_left) {
+    require(within(event.copies_left_begin, event.hashes_count, batch.tokens.size()));
+  }
 }
 
 }  // namespace

@@ -115,9 +115,10 @@ class RankModel:
         """Apply a store that names no tokens."""
         self.copies[block_hash, owner] += 1
 
-    def remove(self, block_hash: BlockHash, owner: Owner) -> None:
-        if self.copies[block_hash, owner] > 0:
-            self.copies[block_hash, owner] -= 1
+    def remove(self, block_hash: BlockHash, owner: Owner, left: int | None) -> None:
+        before = self.copies[block_hash, owner]
+        if before:
+            self.copies[block_hash, owner] = before - 1 if left is None else left
         self._forget_gone()
 
     def clear(self) -> None:

@@ -110,6 +110,7 @@ class Drawn(NamedTuple):
     salt: str | None
     fault: str | None
     odd_size: int | None
+    copies_left: int | None
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -124,7 +125,13 @@ class Drawn(NamedTuple):
         blocks = range(start, min(start + self.length, last))
         hashes = [label(self.tokens, size, block, self.scheme) for block in blocks]
         if self.what == "remove":
-            return BlockRemoved(block_hashes=hashes, medium=self.medium, group_idx=self.group.idx)
+            left = None if self.copies_left is None else [self.copies_left] * len(hashes)
+            return BlockRemoved(
+                block_hashes=hashes,
+                medium=self.medium,
+                group_idx=self.group.idx,
+                remaining_copy_counts=left,
+            )
         if self.what == "locate":
             return BlockStored(
                 block_hashes=hashes,
@@ -194,7 +201,12 @@ groups = st.sampled_from(
         *[Group()] * 12,
         *[Group(0), Group(0, "full_attention"), Group(0, "sliding_window", 3), Group(2, "mamba")],
         *[Group(1), Group(1, "sliding_window", 4), Group(1, "sliding_window_mla", 5)],
-        *[Group(1, "sliding_window"), Group(0, "full_attention", -7), Group(4, "new", 2**31)],
+        *[
+            Group(1, "sliding_window"),
+            Group(0, "full_attention", -7),
+            Group(0, "new", 2**63),
+            Group(4, "new", 2**31),
+        ],
         *[Group(3, "encoder_only_attention"), Group(2**31 - 1)],
     ]
 )
@@ -245,6 +257,7 @@ def drawings(theme: Theme) -> st.SearchStrategy[Drawn]:
         salt=when(theme.extras, None, "salt", ""),
         fault=when(theme.faults, None, "tokens", "hashes", "size", "extras", "lookahead", "sparse"),
         odd_size=when(theme.sizes, None, 1, 2, 3, 4, 300),
+        copies_left=usually(None, 0, 1, 3),
     )
 
 
@@ -273,6 +286,7 @@ class Sent(NamedTuple):
     dialect: Dialect | None
     lookahead: int
     unknown: list[str]
+    named: bool
     edits: list[Edit]
 
     def payload(self) -> bytes:
@@ -280,10 +294,12 @@ class Sent(NamedTuple):
         lookahead = 1 if bigrams else self.lookahead
         events = [event.event(RANKS[self.rank], lookahead) for event in self.drawn]
         payload = _encoded(events, self.dialect)
-        if self.unknown:
+        if self.unknown or self.named:
             batch = msgspec.msgpack.decode(payload)
             batch[1] += [[tag, "GPU"] for tag in self.unknown]
-            payload = msgspec.msgpack.encode(batch)
+            names = ("events", "ts", "data_parallel_rank")
+            by_name = dict(zip(names, (batch[1], batch[0], None), strict=True))
+            payload = msgspec.msgpack.encode(by_name if self.named else batch)
         return damaged(payload, self.edits)
 
 
@@ -311,6 +327,7 @@ def sendings(theme: Theme) -> st.SearchStrategy[Sent]:
         drawn=st.lists(drawings(theme), min_size=1, max_size=4),
         dialect=when(theme.dialects, None, *DIALECTS.values()),
         lookahead=when(theme.lookahead, 0, 1, 2),
+        named=usually(False, True),
         unknown=usually([], ["BlockInactive"], ["TierBlocksCleared"], ["New", "BlockInactive"]),
         edits=usually([], None).flatmap(lambda none: damages if none is None else st.just(none))
         if theme.damage
@@ -359,6 +376,7 @@ calls = st.builds(
     cache=st.builds(
         CacheSettings,
         groups=st.dictionaries(st.integers(0, 2), specs, max_size=2),
+        removals=st.sampled_from(["each", "last"]),
         report_mode=st.sampled_from(["incremental", "full"]),
         eagle=st.sampled_from([False, True, (0,), (1, 2)]),
         hash_block_size=st.sampled_from([None, None, 1, 2]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -231,6 +232,40 @@ def test_what_has_no_native_form_is_refused(event: Event) -> None:
         index.apply(Rank("a"), EventBatch(0.0, [event]))
     with pytest.raises(ConfigurationError):
         index.configure(Rank("a"), CacheSettings(groups={2**32: GroupSpec()}))
+
+
+@pytest.mark.parametrize("module", [native, reference])
+@pytest.mark.parametrize("counts", [[], [1, 2], [-1], [2**31]])
+def test_copies_left_that_do_not_fit_a_typed_removal_change_nothing(
+    module: Any, counts: list[int]
+) -> None:
+    index = module.Index()
+    stored = BlockStored(block_hashes=[1], token_ids=[1], block_size=1)
+    removed = BlockRemoved(block_hashes=[1], remaining_copy_counts=counts)
+    index.apply(Rank("a"), EventBatch(0.0, [stored]))
+    with pytest.raises(DecodeError, match="remaining_copy_counts"):
+        index.apply(Rank("a"), EventBatch(0.0, [AllBlocksCleared(), removed]))
+    assert len(index) == 1
+
+
+@pytest.mark.parametrize("window", [-(2**63) - 1, -(2**63), 2**63 - 1, 2**63, 2**64 - 1, 2**70])
+def test_the_extremes_of_a_window_are_shown_the_same(window: int) -> None:
+    event = BlockStored(
+        block_hashes=[1],
+        token_ids=[0],
+        block_size=1,
+        kv_cache_spec_kind="full_attention",
+        kv_cache_spec_sliding_window=window,
+    )
+    batches: list[EventBatch | bytes] = [EventBatch(0.0, [event])]
+    if -(2**63) <= window < 2**64:
+        batches.append(msgspec.msgpack.encode([0, [event]]))
+    shown = set()
+    for module, batch in product((native, reference), batches):
+        index = module.Index()
+        index.apply(Rank("a"), batch)
+        shown.add(index.statistics()["ranks"]["a/0"]["groups"]["0"]["sliding_window"])
+    assert shown == {window if -(2**63) <= window < 2**63 else None}
 
 
 @st.composite

@@ -204,6 +204,14 @@ def test_answers_that_are_upper_bounds_are_noted() -> None:
     assert index.explain(tokens(50))[A].notes == ()
 
 
+def test_events_of_unknown_kinds_are_named_as_what_makes_an_upper_bound() -> None:
+    index = index_of(stored(0))
+    unknown = ("BlocksEvicted", "TierBlocksCleared", "BlocksEvicted", "BlockInactive")
+    index.apply(A, EventBatch(ts=0.0, events=[], skipped=unknown))
+    (note,) = index.explain(prompt(1))[A].notes
+    assert note.endswith("; some are of unknown kinds: BlocksEvicted 2, TierBlocksCleared 1")
+
+
 def test_orphans_and_ignored_blocks_are_noted() -> None:
     index = index_of(stored(0), stored(5, 6), stored(9, block_size=3))
     text = str(index.explain(prompt(9)))

@@ -230,6 +230,25 @@ QUIRKS = {
     "1: a single first block may have copies too": Story(
         stored(0), stored(0), removed(0), holds(1)
     ),
+    "1: the engine's own number of copies left counts, and none ends a block": Story(
+        Scene(stored(*ALL), stored(5), stored(5), removed(5, remaining_copy_counts=[0]), holds(5)),
+        Scene(stored(5), removed(5, remaining_copy_counts=[2]), removed(5), holds(8)),
+        Scene(removed(5, 6, remaining_copy_counts=[0, 1]), removed(6), holds(5)),
+        counts(removed=6, removed_unknown=0),
+    ),
+    "1: the copies left of a block that waits, and of one with two labels": Story(
+        Scene(stored(1), stored(1), removed(1, remaining_copy_counts=[0]), counts(orphans=0)),
+        Scene(stored(0), stored(0, base=500), removed(0, remaining_copy_counts=[3]), holds(1)),
+        Scene(removed(0), removed(0), removed(0), removed(0, base=500), holds(0)),
+        counts(removed_orphans=1, removed=5),
+    ),
+    "1: where engines report the last copy's removal only, it ends the block": Story(
+        configured(removals="last"),
+        Scene(stored(*ALL), stored(5), stored(5), removed(5), holds(5)),
+        Scene(stored(5), removed(5, remaining_copy_counts=[1]), holds(8), removed(5), holds(5)),
+        Scene(cleared, stored(0), stored(0), removed(0), holds(0)),
+        Scene(configured(), stored(0), stored(0), removed(0), holds(1)),
+    ),
     "2: a prompt announced again adds no copies where requests announce": Story(
         configured(report_mode="full"),
         Scene(stored(0, 1, 2), stored(0, 1, 2), stored(0), removed(2), holds(2)),
@@ -282,6 +301,13 @@ QUIRKS = {
         Scene(paged(0, 1), paged(2, 1), holds(2, tokens(0, 1)), holds(2, tokens(2, 1))),
         Scene(unpaged(1), holds(1, tokens(0, 1)), holds(1, tokens(2, 1))),
         counts(ambiguous=1, removed_ambiguous=1),
+    ),
+    "17: a label of which the engine has no copy left is at no place": Story(
+        Scene(paged(0, 1), paged(2, 1), paged(2, 1)),
+        BlockRemoved(block_hashes=[page_hash(1)], remaining_copy_counts=[0]),
+        Scene(holds(1, tokens(0, 1)), holds(1, tokens(2, 1)), counts(removed_ambiguous=0)),
+        Scene(paged(1, parent=page_hash(0)), paged(3, parent=page_hash(1))),
+        holds(3, tokens(0, 1, 3)),  # its label names one page again
     ),
     "17: a parent at two places is not guessed": Story(
         Scene(paged(0, 1), paged(2, 1), paged(3, parent=page_hash(1))),

@@ -70,6 +70,7 @@ prompts = st.builds(
     image=rarely.map(lambda yes: "digest" if yes else None),
 )
 ranks = st.integers(0, 5)
+copies_left = st.sampled_from([None, None, 0, 1, 2])
 starts = st.integers(0, 4)
 counts = st.integers(1, 5)
 wheres = st.tuples(starts, counts)  # the first block, and how many
@@ -208,25 +209,32 @@ class IndexMachine(RuleBasedStateMachine):
         self.model(rank).locate(block_hash, (medium, group))
 
     @precondition(lambda self: any(model.copies for model in self.models.values()))
-    @rule(data=st.data(), times=st.integers(1, 2))
-    def remove_what_is_there(self, data: st.DataObject, times: int) -> None:
+    @rule(data=st.data(), times=st.integers(1, 2), left=copies_left)
+    def remove_what_is_there(self, data: st.DataObject, times: int, left: int | None) -> None:
         rank = data.draw(st.sampled_from(sorted(r for r, m in self.models.items() if m.copies)))
         keys = sorted(self.models[rank].copies, key=repr)
         block_hash, owner = data.draw(st.sampled_from(keys))
-        self.remove(rank, [block_hash] * times, owner)
+        self.remove(rank, [block_hash] * times, owner, left)
 
     @precondition(lambda self: self.numbers)
-    @rule(number=ranks, data=st.data(), owner=owners)
-    def remove_anything(self, number: int, data: st.DataObject, owner: Owner) -> None:
+    @rule(number=ranks, data=st.data(), owner=owners, left=copies_left)
+    def remove_anything(
+        self, number: int, data: st.DataObject, owner: Owner, left: int | None
+    ) -> None:
         rank = self.rank(number)
         hashes = data.draw(st.lists(self.any_label(rank), min_size=1, max_size=4))
-        self.remove(rank, hashes, (owner[0], owner[1] % len(RANKS[rank].windows)))
+        self.remove(rank, hashes, (owner[0], owner[1] % len(RANKS[rank].windows)), left)
 
-    def remove(self, rank: Rank, hashes: list[BlockHash], owner: Owner) -> None:
-        medium, group = owner
-        self.apply(rank, BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group))
+    def remove(self, rank: Rank, hashes: list[BlockHash], owner: Owner, left: int | None) -> None:
+        event = BlockRemoved(
+            block_hashes=hashes,
+            medium=owner[0],
+            group_idx=owner[1],
+            remaining_copy_counts=None if left is None else [left] * len(hashes),
+        )
+        self.apply(rank, event)
         for block_hash in hashes:
-            self.model(rank).remove(block_hash, owner)
+            self.model(rank).remove(block_hash, owner, left)
 
     def any_label(self, rank: Rank) -> st.SearchStrategy[BlockHash]:
         return st.integers(1, len(self.numbers) + 1).map(RANKS[rank].label)

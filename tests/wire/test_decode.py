@@ -66,6 +66,68 @@ def test_missing_or_further_elements_of_the_batch_are_allowed(tail: tuple[Any, .
     assert decode_batch(payload(tail=tail)) == EventBatch(1.5, [], None)
 
 
+def named(**fields: Any) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+@pytest.mark.parametrize("read", [decode_batch, read_batch])
+@pytest.mark.parametrize("rank", ["data_parallel_rank", "attn_dp_rank"])
+def test_a_batch_may_be_a_map_by_names_in_any_order(read: Any, rank: str) -> None:
+    batch = read(named(**{rank: 7}, later=[{"x": 1}], events=[BASE, NAMED], ts=3))
+    assert (batch.ts, batch.dp_rank) == (3.0, 7)
+    assert read(named(ts=1.5, events=[])).dp_rank is None
+    assert decode_batch(named(events=[BASE, ["New"]], ts=1.5)).events == [stored()]
+    assert decode_batch(named(events=[BASE, ["New"]], ts=1.5)).skipped == ("New",)
+
+
+@pytest.mark.parametrize("read", [decode_batch, read_batch])
+def test_of_a_name_that_stands_twice_in_a_batch_the_last_value_counts(read: Any) -> None:
+    assert read(b"\x83\xa2ts\x01\xa6events\x90\xa2ts\x02").ts == 2.0
+    assert read(named(ts=1, events=[], attn_dp_rank=1, data_parallel_rank=2)).dp_rank == 2
+
+
+@pytest.mark.parametrize("read", [decode_batch, read_batch])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"events": []}, "ts is missing"),
+        ({"ts": 1.5}, "events is missing"),
+        ({"type": "Heartbeat", "seq": 7}, "ts is missing"),
+        ({"ts": None, "events": []}, "ts is not a finite number"),
+        ({"ts": 1.5, "events": {}}, "events is dict"),
+        ({"ts": 1.5, "events": [], "attn_dp_rank": -1}, "dp_rank is -1"),
+        (
+            {"ts": 1.5, "events": [{"type": "BlockRemoved"}]},
+            "event 0 of 1: block_hashes is missing",
+        ),
+    ],
+)
+def test_a_map_that_is_no_batch_says_why(read: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DecodeError, match=message):
+        read(named(**fields))
+
+
+REMOVED = {"type": "BlockRemoved", "block_hashes": [1, 2]}
+
+
+@pytest.mark.parametrize("read", [decode_batch, read_batch])
+@pytest.mark.parametrize("counts", [1, "x", {}, [], [1], [1, 2, 3], [0, -1], [0, 2**31], [0, None]])
+def test_copies_left_that_do_not_fit_their_blocks_refuse_the_batch(read: Any, counts: Any) -> None:
+    for event in (
+        {**REMOVED, "remaining_copy_counts": counts},
+        {"remaining_copy_counts": counts} | REMOVED,
+    ):
+        with pytest.raises(DecodeError, match="event 0 of 1: remaining_copy_counts"):
+            read(payload(event))
+
+
+def test_copies_left_are_read_of_removals_only() -> None:
+    removed = BlockRemoved(block_hashes=[1, 2], remaining_copy_counts=[0, 3])
+    assert read_one({**REMOVED, "remaining_copy_counts": [0, 3]}) == removed
+    assert read_one({**REMOVED, "remaining_copy_counts": None}) == read_one(REMOVED)
+    assert read_one({**NAMED, "remaining_copy_counts": "x"}) == stored()
+
+
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_any_buffer_is_read(kind: Any) -> None:
     assert decode_batch(kind(payload(BASE))).events == [stored()]
@@ -233,7 +295,8 @@ def test_odd_information_is_left_out(odd: Any) -> None:
     event = {**NAMED, **dict.fromkeys(names, odd), "kv_cache_spec_sliding_window": odd}
     assert read_one(event) == stored()
     assert read_one({**NAMED, **dict.fromkeys(names, 1)}) == stored()
-    assert read_one({**NAMED, "kv_cache_spec_sliding_window": "x"}) == stored()
+    for window in ("x", 2**63, 2**64 - 1):
+        assert read_one({**NAMED, "kv_cache_spec_sliding_window": window}) == stored()
 
 
 DEEP: list[Any] = ["leaf"]
@@ -344,7 +407,6 @@ def padded(event: Any) -> bytes:
         {**NAMED, "mm_keys": [None, [{"hash": "a", "start_offset": 0}]]},
         {**NAMED, "block_mm_infos": [None, None]},
         {**NAMED, "medium": "f\u00fcr"},
-        {**NAMED, "kv_cache_spec_sliding_window": 2**63},
         {"type": "BlockRemoved", "block_hashes": [1], "medium": "\u017f"},
         {"type": "BlockRemoved", "block_hashes": ["text"]},
     ],

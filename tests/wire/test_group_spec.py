@@ -37,6 +37,7 @@ def test_a_worker_takes_the_settings_of_its_cache_and_refuses_others() -> None:
         ({"groups": {1: "mamba"}}, "GroupSpec"),
         ({"groups": [GroupSpec()]}, "list"),
         ({"report_mode": "partial"}, "report_mode"),
+        ({"removals": "first"}, "removals"),
         ({"hash_block_size": 0}, "hash_block_size"),
     ],
 )
@@ -45,6 +46,9 @@ def test_settings_of_a_cache_are_checked(settings: dict[str, Any], message: str)
         CacheSettings(**settings)
     with pytest.raises(ConfigurationError, match="attention_chunk_size"):
         GroupSpec("chunked_local_attention", attention_chunk_size=0)
+    for tokens in (2**63, -(2**63) - 1):
+        with pytest.raises(ConfigurationError, match=f"^{tokens} tokens .* exceed 64 bits"):
+            GroupSpec(sliding_window=tokens)
 
 
 def test_a_group_of_the_command_line() -> None:

@@ -208,13 +208,13 @@ class Blocks:
         return True
 
     def drop(
-        self, block_hash: BlockHash, block: Block, place: Place, *, every: bool = False
+        self, block_hash: BlockHash, block: Block, place: Place, left: int | None = None
     ) -> None:
-        """Drop one copy, or every one."""
+        """Drop one copy; with `left`, there are so many afterwards."""
         label = self._labels[block_hash]
         held = label.copies[place]
-        held[block] -= 1
-        if held[block] and not every:
+        held[block] = held[block] - 1 if left is None else left
+        if held[block]:
             return
         del held[block]
         if not held:
@@ -241,7 +241,7 @@ class Blocks:
             for block in label.copies.get(place, ())
         ]
         for block_hash, block, place in held:
-            self.drop(block_hash, block, place, every=True)
+            self.drop(block_hash, block, place, left=0)
 
     def clear(self) -> None:
         """Drop everything."""

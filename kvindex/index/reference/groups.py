@@ -13,6 +13,7 @@ from math import gcd, lcm
 from kvindex.index.reference.keys import stored_namespace
 from kvindex.index.spans import main_group
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
+from kvindex.wire.fields import informational_int
 from kvindex.wire.quirks import fold_medium, medium_tier
 
 # Bounds against a publisher that invents ever new names: each namespace costs every query a walk.
@@ -172,7 +173,8 @@ class RankGroups:
         if group is None:
             return "too_many_groups"
         if event.kv_cache_spec_kind is not None and not group.configured:
-            fault = _learn_kind(group, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+            window = informational_int(event.kv_cache_spec_sliding_window)
+            fault = _learn_kind(group, event.kv_cache_spec_kind, window)
             self._choose_main()
             if fault is not None:
                 return fault

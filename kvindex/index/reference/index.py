@@ -18,9 +18,10 @@ from kvindex.index.reference.matching import Held, held_blocks, no_match, rank_m
 from kvindex.index.reference.rank_blocks import RankBlocks
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.views import ResidentBlock
-from kvindex.wire import CacheSettings, EventBatch, decode_batch
+from kvindex.wire import BlockRemoved, CacheSettings, EventBatch, decode_batch
 from kvindex.wire.backend import warn_of_fallback
 from kvindex.wire.errors import InvariantError, UnknownRankError
+from kvindex.wire.fields import copy_counts
 from kvindex.wire.rank import Rank
 
 _OF_ARGUMENTS = (UnknownRankError, TypeError, ValueError, OverflowError)
@@ -102,6 +103,9 @@ class Index(BaseIndex):
 
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
         decoded = batch if isinstance(batch, EventBatch) else decode_batch(batch)
+        for event in decoded.events:
+            if isinstance(event, BlockRemoved):
+                copy_counts(event.remaining_copy_counts, len(event.block_hashes))
         with self._guard.lock, self._changes:
             self._rank(rank).apply(decoded)
 

@@ -84,12 +84,12 @@ class Orphans:
         hashes = list(self._waiting.get(parent_hash, ()))
         return [(h, orphan) for h in hashes if (orphan := self.pop(h)) is not None]
 
-    def drop_copy(self, block_hash: BlockHash, place: Place) -> bool:
-        """Drop one copy of a held block; False if the place has none."""
+    def drop_copy(self, block_hash: BlockHash, place: Place, left: int | None = None) -> bool:
+        """As `Blocks.drop`, of a held block; False if the place has no copy."""
         orphan = self._held.get(block_hash)
         if orphan is None or place not in orphan.copies:
             return False
-        orphan.copies[place] -= 1
+        orphan.copies[place] = orphan.copies[place] - 1 if left is None else left
         if not orphan.copies[place]:
             del orphan.copies[place]
         if not orphan.copies:

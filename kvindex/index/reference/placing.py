@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Final, NamedTuple
 
 from kvindex.index.keys import Namespace
 from kvindex.index.reference.blocks import Block, Blocks, Place
 from kvindex.index.reference.orphans import Orphan, Orphans
-from kvindex.wire import BlockHash
+from kvindex.wire import BlockHash, BlockRemoved
 from kvindex.wire.quirks import fold_hash
 
 _COUNTERS = (
@@ -149,19 +150,24 @@ class Placing:
         torn = block_hash in self._torn or len(self._torn) >= _MAX_TORN
         return not torn and not self.blocks.is_ambiguous(block_hash)
 
-    def remove(self, block_hashes: Sequence[BlockHash], place: Place) -> None:
-        """Drop one copy of each block from a place."""
-        for block_hash in map(fold_hash, block_hashes):
+    def remove(self, event: BlockRemoved, place: Place, *, last: bool) -> None:
+        """Drop one copy of each block from a place, or as many as the engine states.
+
+        `last`: the engine names a block only when its last copy is gone.
+        """
+        counts = event.remaining_copy_counts or repeat(0 if last else None)
+        for block_hash, left in zip(map(fold_hash, event.block_hashes), counts, strict=False):
             blocks = list(self.blocks.held_at(block_hash, place))
             if not blocks:
-                held = self.orphans.drop_copy(block_hash, place)
+                held = self.orphans.drop_copy(block_hash, place, left)
                 self.counters["removed_orphans" if held else "removed_unknown"] += 1
                 continue
             self.counters["removed"] += 1
-            # Which of several blocks of one hash is gone is unknown: none may count.
-            if len(blocks) > 1:
+            # Which of several blocks of one hash is gone is unknown, unless all: none may count.
+            if len(blocks) > 1 and left != 0:
+                left = None
                 self.counters["removed_ambiguous"] += len(blocks) - 1
                 if len(self._torn) < _MAX_TORN:
                     self._torn.add(block_hash)
             for block in blocks:
-                self.blocks.drop(block_hash, block, place)
+                self.blocks.drop(block_hash, block, place, left)

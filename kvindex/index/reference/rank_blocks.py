@@ -101,7 +101,7 @@ class RankBlocks:
             elif isinstance(event, BlockRemoved):
                 self._announced = None  # its blocks may be gone
                 place = Place(fold_medium(event.medium), event.group_idx or 0)
-                self._placing.remove(event.block_hashes, place)
+                self._placing.remove(event, place, last=self.groups.settings.removals == "last")
             elif isinstance(event, AllBlocksCleared):
                 self._announced = None
                 self.counters["cleared"] += 1

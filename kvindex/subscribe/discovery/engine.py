@@ -98,6 +98,7 @@ class EngineReport(msgspec.Struct, frozen=True):
                 {address.dp_rank: address.endpoint for address in self.ranks},
                 replay=replays if len(replays) == len(self.ranks) else None,
                 topic=self.topic,
+                # Once a release sends only the last copy's removal: removals="last" by its version.
                 cache=cache or CacheSettings(),
             )
         except ConfigurationError as error:

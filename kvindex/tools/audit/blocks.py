@@ -139,20 +139,23 @@ class HeldBlocks:
             return self._add(block, tier) or "label_ambiguous"
         return self._add(block, tier)
 
-    def remove(self, label: BlockHash, tier: str | None, now: float, *, counted: bool) -> bool:
-        """Remove one copy of a block; False if the rank holds none there."""
+    def remove(
+        self, label: BlockHash, tier: str | None, now: float, left: int | None, *, counted: bool
+    ) -> bool:
+        """Remove one copy of a block, or all but `left`; False if the rank holds none there."""
         block = self.labels.get(label)
         if block is None:
             return False
         if tier is None:
             if not block.device:
                 return False
-            block.device -= 1
-            self.on_device -= 1
+            rest = block.device - 1 if left is None else left
+            self.on_device += rest - block.device
+            block.device = rest
         else:
             if not block.tiers or tier not in block.tiers:
                 return False
-            block.tiers[tier] -= 1
+            block.tiers[tier] = block.tiers[tier] - 1 if left is None else left
             if not block.tiers[tier]:
                 del block.tiers[tier]
         if not block.device and not block.tiers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from kvindex import (
@@ -135,8 +136,12 @@ class RankAudit:
 
     def _remove(self, event: BlockRemoved) -> None:
         tier = tier_of(event.medium)
-        for label in map(fold_hash, event.block_hashes):
-            if not self.blocks.remove(label, tier, self._now, counted=self._window.counted):
+        counts = event.remaining_copy_counts or repeat(
+            0 if self.groups.settings.removals == "last" else None
+        )
+        counted = self._window.counted
+        for label, left in zip(map(fold_hash, event.block_hashes), counts, strict=False):
+            if not self.blocks.remove(label, tier, self._now, left, counted=counted):
                 self.counts["removed_unknown"] += 1
             if self._content_hashes and tier is None:
                 self._removed.add(label)

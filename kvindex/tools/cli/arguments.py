@@ -137,6 +137,8 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
     text = 'full if requests set vLLM\'s kv_cache_report_mode to "full"'
     option(cache, "--report-mode", text, ("incremental", "full"), "incremental")
+    text = "last if the engine reports only the removal of a block's last copy (vllm#55092)"
+    option(cache, "--removals", text, ("each", "last"), "each")
     option(cache, "--eagle", "vLLM speculates with EAGLE or MTP: hits lose a block")
     text = "vLLM's prefix_match_unit, where it is less than every group's block size"
     option(cache, "--hash-block-size TOKENS", text, count)
@@ -151,6 +153,7 @@ def cache_of(arguments: argparse.Namespace) -> CacheSettings:
         return CacheSettings()
     return CacheSettings(
         groups=dict(arguments.group),
+        removals=arguments.removals,
         report_mode=arguments.report_mode,
         eagle=arguments.eagle,
         hash_block_size=arguments.hash_block_size,

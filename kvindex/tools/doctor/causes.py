@@ -270,6 +270,11 @@ _STREAMS: Final = {
         "{failures} messages cannot be decoded",
         "record some (kvindex record) and report them: this engine's version may be new to kvindex",
     ),
+    "events-unknown": _warning(
+        "events of kinds that kvindex does not know arrived ({tags}). They may have taken blocks "
+        "away: answers are upper bounds until the engine clears its cache or restarts",
+        "upgrade kvindex, or report these events",
+    ),
     "blocks-left-out": _warning(
         "{count} blocks have no place in the index: {reasons}",
         "see docs/faq.md: most often batches before them were lost, or a limit is too low",

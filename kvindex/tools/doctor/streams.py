@@ -11,6 +11,7 @@ from kvindex.tools.doctor.active import event_block_sizes
 from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineMetrics
 from kvindex.tools.doctor.report import Finding, finding_of
+from kvindex.wire.quirks import HARMLESS_TAGS
 
 _MANY: Final = 20  # blocks, or prompts, from which a share of them means something
 _MOMENT: Final = 0.05  # seconds to receive what has arrived already
@@ -145,8 +146,10 @@ def _check_index(case: Case, rank: int, index: Mapping[str, Any]) -> None:
     counted = {reason: count for reason, count in reasons.items() if count}
     total = sum(counted.values())
     if total and total * 100 >= index.get("blocks", 0):
-        listed = ", ".join(f"{count} {reason}" for reason, count in sorted(counted.items()))
-        case.add("blocks-left-out", rank, count=total, reasons=listed)
+        case.add("blocks-left-out", rank, count=total, reasons=_counts(counted))
+    skipped: dict[str, int] = index.get("skipped", {})
+    if unknown := {tag: count for tag, count in skipped.items() if tag not in HARMLESS_TAGS}:
+        case.add("events-unknown", rank, tags=_counts(unknown))
     for advice in index.get("advice", []):
         case.add("setting-untold", rank, advice=advice)
 
@@ -180,6 +183,10 @@ def _check_names(case: Case, rank: int, topics: Iterable[str]) -> None:
             case.add(
                 "topic-names-another", rank, topic=topic, named=parts[2], models=", ".join(models)
             )
+
+
+def _counts(by_name: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(by_name.items()))
 
 
 def _listed(sizes: Iterable[int]) -> str:

@@ -239,17 +239,23 @@ def test_a_cache_that_evicts_what_comes_again_is_found() -> None:
     assert ids(report) == ["evicted-before-reuse"]
 
 
-def test_messages_that_cannot_be_decoded_are_found() -> None:
+@contextmanager
+def publishing_raw(payload: bytes) -> Iterator[str]:
+    """The endpoint of a publisher without replay that sends this payload again and again."""
     with zmq.Context() as context, context.socket(zmq.PUB) as sock:
         sock.setsockopt(zmq.LINGER, 0)
         sock.bind("tcp://127.0.0.1:*")
-        endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
 
         def send(number: int) -> None:
-            sock.send_multipart(live_frames(b"", number, b"not msgpack"))
+            sock.send_multipart(live_frames(b"", number, payload))
 
         with meanwhile(send):
-            report = look_at(Worker("a", endpoint), limits=HEARING)
+            yield sock.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def test_messages_that_cannot_be_decoded_are_found() -> None:
+    with publishing_raw(b"not msgpack") as endpoint:
+        report = look_at(Worker("a", endpoint), limits=HEARING)
     assert "undecodable" in ids(report)
 
 
@@ -376,6 +382,15 @@ def test_blocks_without_a_place_are_found() -> None:
     report = report_on(stored(1, parent=77))
     assert ids(report) == ["blocks-left-out"]
     assert the(report, "blocks-left-out").evidence["reasons"] == "1 orphans"
+
+
+@pytest.mark.parametrize(("tag", "named"), [("TierBlocksCleared", True), ("BlockInactive", False)])
+def test_events_of_unknown_kinds_are_named_unless_they_are_harmless(tag: str, named: bool) -> None:
+    payload = msgspec.msgpack.encode([0.0, [stored(1), {"type": tag}], 0])
+    with publishing_raw(payload) as endpoint:
+        report = look_at(Worker("a", endpoint), limits=HEARING)
+    assert ("events-unknown" in ids(report)) == named
+    assert not named or the(report, "events-unknown").evidence["tags"].endswith(f" {tag}")
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
