@@ -240,7 +240,12 @@ class _Asking:
             text = f"answers {answer.status}: give the engine's API key as token="
             return self._note(path, "denied", text)
         if answer.status != 200:
-            return self._note(path, "status", f"answers {answer.status}")
+            text = f"answers {answer.status}"
+            if self.web.url.endswith("/v1"):
+                text += ": leave out the /v1 of the URL"
+            elif answer.status == 404 and path == "/kv_event_sources":
+                text += ": vLLM before 0.31 does not say where it publishes, so name a Worker"
+            return self._note(path, "status", text)
         try:
             content = answer.json()
             result = read(content)
