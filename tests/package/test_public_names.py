@@ -17,7 +17,9 @@ import kvindex.shm
 import kvindex.subscribe
 import kvindex.subscribe.discovery
 from kvindex import Client, ConfigurationError, EventStream, Index, connect
+from kvindex.publish import ZmqEventPublisher
 from kvindex.routing import Router
+from kvindex.testing import FakeEngine
 from kvindex.wire import errors
 
 pytestmark = pytest.mark.unit
@@ -152,3 +154,9 @@ def test_an_option_that_does_not_exist_is_refused_in_the_name_of_what_was_called
 def test_a_router_says_what_it_asks_instead(source: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"a client .* not {type(source).__name__}"):
         Router(source)
+
+
+def test_no_default_fills_a_screen_of_help() -> None:
+    for taker in (FakeEngine, ZmqEventPublisher):
+        for parameter in inspect.signature(taker).parameters.values():
+            assert len(repr(parameter.default)) < 60, parameter

@@ -233,6 +233,10 @@ class _Asking:
         try:
             answer = self.web.get(path, self._left())
         except DiscoveryError as error:
+            if error.reason == "timeout":
+                # `error` has the seconds that were left to this path.
+                text = f"does not answer within {self._timeout:g} s, which all questions share"
+                raise self.web.error(path, "timeout", text) from None
             if error.reason != "content":
                 raise  # no other path will answer either
             return self._note(path, "content", str(error).removeprefix(f"{self.web.url}{path} "))

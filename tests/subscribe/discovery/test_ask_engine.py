@@ -169,7 +169,7 @@ def test_a_server_that_drips_is_given_up_in_time(server: CannedServer) -> None:
             hung_up.set()
 
     server.replies = {"/kv_event_sources": drip}
-    with pytest.raises(DiscoveryError, match=r"does not answer within 0\.2") as caught:
+    with pytest.raises(DiscoveryError, match=r"does not answer within 0\.2 s, which") as caught:
         ask_engine(server.url, 0.2)
     assert caught.value.reason == "timeout"
     assert hung_up.wait(PATIENCE)  # the connection is not left open
