@@ -34,7 +34,8 @@ class UnknownModelError(KVIndexError):
         shown = ", ".join(self.known[:_MOST_SHOWN]) or "none"
         more = len(self.known) - _MOST_SHOWN
         text = f"{shown}, and {more} more" if more > 0 else shown
-        super().__init__(f"no engine serves the model {model[:200]!r}; served: {text}")
+        what = f"no engine serves the model {model[:200]!r}" if model else "name a model"
+        super().__init__(f"{what}; served: {text}")
 
 
 class Serving(msgspec.Struct, frozen=True):

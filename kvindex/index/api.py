@@ -25,6 +25,7 @@ from kvindex.index.views import TreeView, Viewed
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.backend import Backend
 from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.options import check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_rank
 
@@ -239,12 +240,13 @@ class BaseIndex(Viewed):
 
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
         """
-        question = self._question(options)
+        question = self._question(options, "explain")
         tokens = Prompt(token_ids, question.recomputed, text=self._stored_text).whole()
         return explain(self, tokens, question._replace(recomputed=0), trust, notes)
 
-    def _question(self, options: MatchOptions) -> Question:
+    def _question(self, options: MatchOptions, asker: str = "match") -> Question:
         """Return the question that these options ask, checked against what is resident."""
+        check_options(asker, options, MatchOptions)
         question = read_question(self.ranks, **options)
         if question.sizes_matter:
             check_extra_keys(question, self._block_sizes(question.lora))

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvindex.index import Hits, Match, TokenIds
+from kvindex.index import Hits, Index, Match, TokenIds
 from kvindex.routing.bookings import OTHER_ROUTER, Booking, Bookings
 from kvindex.routing.filters import Eligible, Filter
 from kvindex.routing.fleet import (
@@ -28,6 +28,7 @@ from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_
 from kvindex.routing.predictions import Predictions
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.options import check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
@@ -109,6 +110,11 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
+        if not isinstance(source, Index) and not hasattr(source, "live_ranks"):
+            raise ConfigurationError(
+                "a router asks a client (`connect` returns one), a replica or an index, not"
+                f" {type(source).__name__}"
+            )
         if not expires_after > 0:
             raise ConfigurationError(f"expires_after is {expires_after!r}; it must be over 0 s")
         if predict is not None and not predict > 0:
@@ -144,6 +150,7 @@ class Router:
 
         Complexity: that of `Index.match`, and O(ranks) in native code.
         """
+        check_options("select", options, RequestOptions)
         request = RoutedRequest(token_ids, **options).checked()
         standing, match = ask(self._source, request)
         with self._lock:
@@ -165,6 +172,7 @@ class Router:
         Raises: as `select`, and
             DuplicateBookingError: an open booking has this id.
         """
+        check_options("reserve", options, RequestOptions)
         request = RoutedRequest(token_ids, **options).checked()
         standing, match = ask(self._source, request)
         with self._lock:
@@ -184,6 +192,7 @@ class Router:
 
         Args and Raises: as `reserve`.
         """
+        check_options("place", options, PromptOptions)
         request = RoutedRequest(token_ids, **options)
         standing, match = ask(self._source, request)
         with self._lock:

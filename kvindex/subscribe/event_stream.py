@@ -14,6 +14,7 @@ from kvindex.subscribe.subscriber import FORKED, StreamOptions, Subscriber
 from kvindex.subscribe.worker import Worker
 from kvindex.wire.errors import ClosedError, ConfigurationError
 from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.options import check_options
 from kvindex.wire.rank import Rank
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
@@ -151,6 +152,7 @@ class EventStream(Following):
         resume: Mapping[Rank, bytes] | None = None,
         **options: Unpack[StreamOptions],
     ) -> None:
+        check_options("EventStream", options, StreamOptions)
         if max_items < 1:
             raise ConfigurationError(f"max_items must be at least 1, not {max_items}")
         self._waiting = waiting = _Waiting(max_items)

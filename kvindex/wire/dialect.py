@@ -45,6 +45,9 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     replay_topic: bool = False
     bigrams: bool = False
 
+    def __repr__(self) -> str:  # short: it is a default in signatures that `help` shows
+        return f"<Dialect {self.name}>"
+
 
 _BASE: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
 

@@ -150,7 +150,8 @@ class UnknownRankError(KVIndexError, KeyError):
         more = f" and {len(self.known) - 8} more" if len(self.known) > 8 else ""
         if isinstance(self.name, Rank):
             return f"{self.name} is not known; known: {listed}{more}"
-        name = f"{self.name!r} ({type(self.name).__name__})"
+        kind = "" if isinstance(self.name, str) else f" ({type(self.name).__name__})"
+        name = f"{self.name!r}{kind}"
         if self.ambiguous:
             return f"{name} stands for several: {listed}{more}; give one as Rank(WORKER, DP_RANK)"
         return f"{name} is not known; known: {listed}{more}"

@@ -132,7 +132,7 @@ def test_models_and_adapters_are_those_of_the_engines_that_are_there() -> None:
     assert (alias.ranks, adapter.ranks, adapter.lora) == ((Rank("a"),), (Rank("b"),), "sql")
     with pytest.raises(UnknownModelError, match="'z'; served: alias, m, n, sql"):
         fleet.models.find("z")
-    with pytest.raises(UnknownModelError):
+    with pytest.raises(UnknownModelError, match=r"^name a model; served: alias, m, n, sql"):
         fleet.models.find("")  # which of two?
     router = model.router
     fleet.set(b=report("b", "m"))

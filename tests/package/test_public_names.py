@@ -16,6 +16,10 @@ import kvindex.routing
 import kvindex.shm
 import kvindex.subscribe
 import kvindex.subscribe.discovery
+from kvindex import Client, ConfigurationError, EventStream, Index, connect
+from kvindex.publish import ZmqEventPublisher
+from kvindex.routing import Router
+from kvindex.testing import FakeEngine
 from kvindex.wire import errors
 
 pytestmark = pytest.mark.unit
@@ -123,3 +127,36 @@ def test_an_option_or_a_value_that_does_not_exist_is_refused(taker: Any) -> None
         taker((), prob_interval=1.0)
     with pytest.raises(ValueError, match="on_loss"):
         taker((), on_loss="drop")
+
+
+@pytest.mark.parametrize(
+    ("called", "arguments", "option", "said"),
+    [
+        (connect, [()], "stale", "connect() .* 'stale_after'?"),
+        (Client, [()], "stale_aftr", "Client() .* 'stale_after'?"),
+        (EventStream, [()], "zzz", "EventStream() .* 'zzz'"),
+        (Index().match, [[1]], "lorra", "match() .* 'lora'?"),
+        (Index().explain, [[1]], "lorra", "explain() .* 'lora'?"),
+        (Router(Index()).select, [[1]], "timeout", "select() .* 'timeout'"),
+        (Router(Index()).reserve, [[1]], "timeout", "reserve() .* 'timeout'"),
+        (Router(Index()).place, ["a/0", [1]], "labels", "place() .* 'labels'"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused_in_the_name_of_what_was_called(
+    called: Any, arguments: list[Any], option: str, said: str
+) -> None:
+    pattern = said.replace("()", r"\(\)").replace("?", r"\?")
+    with pytest.raises(TypeError, match=pattern):
+        called(*arguments, **{option: 1})
+
+
+@pytest.mark.parametrize("source", [None, [], kvindex.Worker("a", "tcp://127.0.0.1:1")])
+def test_a_router_says_what_it_asks_instead(source: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"a client .* not {type(source).__name__}"):
+        Router(source)
+
+
+def test_no_default_fills_a_screen_of_help() -> None:
+    for taker in (FakeEngine, ZmqEventPublisher):
+        for parameter in inspect.signature(taker).parameters.values():
+            assert len(repr(parameter.default)) < 60, parameter

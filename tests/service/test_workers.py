@@ -66,7 +66,7 @@ def test_the_defaults_of_the_server_hold_where_an_entry_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"workers": [{"name": "a"}]}, "engine 1"),
+        ({"workers": [{"name": "a"}]}, "entry 1"),
         ({"workers": [{"name": "a", "endpoint": "tcp://h:1", "replya": "x"}]}, "`replya`"),
         ({"workers": {"name": "a"}}, "must be lists"),
         ({"workers": [{"name": "a", "endpoint": "tcp://h:1", "block_size": 0}]}, "block_size"),
@@ -140,7 +140,7 @@ def test_a_file_is_read_with_its_settings_and_a_mistake_is_an_error_that_names_i
     assert [target.name for target in source.read()] == ["a", "b"]
     assert len(configs) == 1
     path.write_text("[[workers]]\nnam = 3\n")
-    with pytest.raises(DiscoveryError, match=re.escape(str(path)) + ".*engine 1") as caught:
+    with pytest.raises(DiscoveryError, match=re.escape(str(path)) + ".*entry 1") as caught:
         source.read()
     assert caught.value.reason == "content"
     path.unlink()

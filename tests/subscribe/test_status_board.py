@@ -160,7 +160,7 @@ def test_all_ranks_of_a_worker_are_waited_for_and_none_of_them_is_the_workers_st
     with pytest.raises(NotLiveError) as late:
         board.wait_live("b", timeout=0.0)
     assert list(late.value.reasons) == [B]
-    with pytest.raises(UnknownRankError, match=r"'b' \(str\) stands for several: b/0, b/1"):
+    with pytest.raises(UnknownRankError, match=r"'b' stands for several: b/0, b/1"):
         board.get("b")
 
 

@@ -36,13 +36,13 @@ def test_ranks_are_found(name: object, expected: list[Rank]) -> None:
 def test_what_is_not_known_is_refused_with_its_type_and_what_is(name: object) -> None:
     with pytest.raises(UnknownRankError, match="is not known; known: a/0, a/1") as refused:
         find_ranks(name, {A0, A1})
-    assert isinstance(name, Rank) or f"({type(name).__name__})" in str(refused.value)
+    assert isinstance(name, Rank | str) or f"({type(name).__name__})" in str(refused.value)
 
 
 def test_a_name_that_several_ranks_have_is_none_of_them() -> None:
-    with pytest.raises(UnknownRankError, match=r"'a' \(str\) stands for several: a/0, a/1; give"):
+    with pytest.raises(UnknownRankError, match=r"'a' stands for several: a/0, a/1; give"):
         find_rank("a", {A0, A1})
-    with pytest.raises(UnknownRankError, match=r"'a/1' \(str\) stands for several: a/1, a/1/0"):
+    with pytest.raises(UnknownRankError, match=r"'a/1' stands for several: a/1, a/1/0"):
         find_ranks("a/1", {A0, A1, AN})
 
 

@@ -48,8 +48,8 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
             the picker signs itself, which gateways accept without a check.
         is_plain: without TLS.
         body_bytes: most bytes of a request's body.
-        metrics_port: where Prometheus series are served over HTTP, at the same address; None:
-            nowhere.
+        metrics_port: where Prometheus series are served over HTTP, without a token; None: nowhere.
+        metrics_host: at which address; None: at `host`.
         endpoints: most that an answer names, 3 at most; those after the first are where a gateway
             may try again. The protocol has a list, but agentgateway and clusters of Envoy that are
             ORIGINAL_DST read one only.
@@ -62,6 +62,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_plain: bool = False
     body_bytes: int = 10 << 20
     metrics_port: int | None = None
+    metrics_host: str | None = None
     endpoints: int = 1
     is_conformance: bool = False
 
@@ -144,9 +145,10 @@ class PickerServer:
         registry, routers = CollectorRegistry(), self._routers
         models = routers.models
         registry.register(AllCollector(routers.source, lambda: list(models.routers.values()), read))
-        port, host = self._settings.metrics_port, self._settings.host
+        port, host = self._settings.metrics_port, self._settings.metrics_host or self._settings.host
         try:
             server, thread = start_http_server(port, host, registry)
+            server.set_app(self._only_metrics(server.get_app()))
         except OSError as error:
             raise ConfigurationError(f"cannot listen at {host}:{port}: {error}") from error
         self.metrics_port = server.server_port
@@ -156,6 +158,22 @@ class PickerServer:
             server.shutdown()
             server.server_close()
             thread.join()
+
+    def _only_metrics(self, metrics: Any) -> Any:
+        """Return the WSGI application, which by itself answers every path with the metrics."""
+
+        def answer(environ: Any, start_response: Any) -> Any:
+            path = environ["PATH_INFO"]
+            if path == "/metrics":
+                return metrics(environ, start_response)
+            statuses = {"/health": "200 OK", "/ready": "503 Service Unavailable"}
+            if self._health.is_ready():
+                statuses["/ready"] = "200 OK"
+            status = statuses.get(path, "404 Not Found")
+            start_response(status, [("Content-Type", "text/plain")])
+            return [f"{status[4:]}\n".encode()]
+
+        return answer
 
     def _listen(self, server: Any) -> None:
         host = self._settings.host
@@ -186,6 +204,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self.is_ending = False
         self._is_ready = is_ready
 
+    def is_ready(self) -> bool:
+        """Return whether engines are known, and the picker does not end."""
+        return self._is_ready() and not self.is_ending
+
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Return the status of a service; NOT_FOUND for another one."""
         status = self._status(request.service)
@@ -208,8 +230,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             return int(_STATUS.SERVING)
         if service not in ("", "readiness", SERVICE):
             return int(_STATUS.SERVICE_UNKNOWN)
-        is_ready = self._is_ready() and not self.is_ending
-        return int(_STATUS.SERVING if is_ready else _STATUS.NOT_SERVING)
+        return int(_STATUS.SERVING if self.is_ready() else _STATUS.NOT_SERVING)
 
 
 def new_server(picker: Picker, health: Health, body_bytes: int) -> Any:

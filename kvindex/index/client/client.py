@@ -29,6 +29,7 @@ from kvindex.subscribe import (
 )
 from kvindex.subscribe.following import checked_timeout
 from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError
+from kvindex.wire.options import check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
@@ -118,6 +119,7 @@ def connect(
         True
         >>> client.close()
     """
+    check_options("connect", options, ClientOptions)
     return Client(workers, index=index, **options)
 
 
@@ -153,6 +155,7 @@ class Client(Answering):
         on_stop: Callable[[], None] | None = None,
         **options: Unpack[StreamOptions],
     ) -> None:
+        check_options("Client", options, StreamOptions)
         if index is not None and max_blocks_per_rank is not None:
             raise ConfigurationError(
                 "max_blocks_per_rank is for the index that a client makes: with index=, give it to"

@@ -62,13 +62,14 @@ function NoRanks() {
 function Totals({ fleet }) {
   const { totals, ranks } = fleet;
   const live = totals.states.live || 0;
+  const missing = Object.keys(fleet.missing).length;
   const copies = sum(Object.values(totals.blocks));
   const oldest = Math.max(0, ...ranks.map((rank) => rank.last_event_age ?? 0));
   const media = mediaOf(totals.blocks).map((medium) => `${compact(totals.blocks[medium])} ${medium}`);
   return html`<section class="totals" aria-label="Totals">
     <${Total} name="Ranks live" value=${`${number(live)} of ${number(totals.ranks)}`}
-      more=${`${counted(totals.workers, "worker")}, ${counted(fleet.partitions.length, "partition")}`}
-      share=${live / totals.ranks} tone=${live === totals.ranks ? "good" : "warn"} />
+      more=${`${counted(totals.workers, "worker")}, ${missing ? `${number(missing)} not found` : counted(fleet.partitions.length, "partition")}`}
+      share=${live / totals.ranks} tone=${live === totals.ranks && !missing ? "good" : "warn"} />
     <${Total} name="Complete" value=${`${number(totals.complete)} of ${number(totals.ranks)}`}
       more=${totals.complete === totals.ranks ? "all history applied" : `${number(totals.ranks - totals.complete)} with unseen history`}
       share=${totals.complete / totals.ranks}

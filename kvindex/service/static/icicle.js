@@ -13,7 +13,7 @@ const REST = 22; // px; how high what is left out is drawn
 const BELOW = 78; // px of the window that the legend and the margin take
 const LEVELS = 14;
 const NARROWEST = 3; // px; what is narrower is summed up
-const WORDS = 46; // px; below it a cell has no room for words
+const WORDS = 90; // px; below it a cell has no room for words
 
 export function Icicle({ found, grown, chosen, choose }) {
   const [top, setTop] = useState(-1);

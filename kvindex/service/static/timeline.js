@@ -73,7 +73,7 @@ function Lanes({ happenings, all, since, now, seconds, ranks }) {
   const drawn = [...lanes.values()].filter((lane) => lane.gravity > 0)
     .sort((a, b) => b.gravity - a.gravity || a.name.localeCompare(b.name, "en", { numeric: true }));
   if (!drawn.length) {
-    return html`<p class="summary">All quiet: in the last ${age(seconds)} no rank of ${number(ranks.length)} had anything to report.</p>`;
+    return html`<p class="summary">All quiet: in the last ${age(seconds)} nothing that is shown here went wrong at any of ${counted(ranks.length, "rank")}.</p>`;
   }
   for (const some of all) {
     const lane = lanes.get(rankName(some)); // states of what the filter hides, too

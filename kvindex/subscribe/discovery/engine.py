@@ -234,6 +234,10 @@ class _Asking:
         try:
             answer = self.web.get(path, self._left())
         except DiscoveryError as error:
+            if error.reason == "timeout":
+                # `error` has the seconds that were left to this path.
+                text = f"does not answer within {self._timeout:g} s, which all questions share"
+                raise self.web.error(path, "timeout", text) from None
             if error.reason != "content":
                 raise  # no other path will answer either
             return self._note(path, "content", str(error).removeprefix(f"{self.web.url}{path} "))
@@ -241,7 +245,12 @@ class _Asking:
             text = f"answers {answer.status}: give the engine's API key as token="
             return self._note(path, "denied", text)
         if answer.status != 200:
-            return self._note(path, "status", f"answers {answer.status}")
+            text = f"answers {answer.status}"
+            if self.web.url.endswith("/v1"):
+                text += ": leave out the /v1 of the URL"
+            elif answer.status == 404 and path == "/kv_event_sources":
+                text += ": vLLM before 0.31 does not say where it publishes, so name a Worker"
+            return self._note(path, "status", text)
         try:
             content = answer.json()
             result = read(content)

@@ -58,7 +58,7 @@ def read_targets(listed: Mapping[str, Any] | Iterable[Any]) -> tuple[Target, ...
         >>> read_targets([{"name": "a", "endpoint": "tcp://a:5557", "dp": 2}])
         Traceback (most recent call last):
         ...
-        kvindex.wire.errors.ConfigurationError: engine 1: Object contains unknown field `dp`
+        kvindex.wire.errors.ConfigurationError: entry 1: there is no key `dp`
     """
     if isinstance(listed, Mapping):
         if "workers" not in listed and "engines" not in listed:
@@ -93,7 +93,8 @@ def _target(entry: Any, number: int) -> Target:
             cache=given.cache,
         )
     except (msgspec.ValidationError, ConfigurationError) as error:
-        raise ConfigurationError(f"engine {number}: {error}") from None
+        text = str(error).replace("Object contains unknown field", "there is no key")
+        raise ConfigurationError(f"entry {number}: {text}") from None
 
 
 def _worker(given: _Entry) -> Worker:

@@ -31,8 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--max-body BYTES", "of a request (default: 10 MiB)", count, dest="body_bytes")
     text = "for open streams to end in, at the end (default: 30)"
     option(parser, "--drain S", text, seconds)
-    text = "serve Prometheus series at this port, too: /metrics"
+    text = "serve Prometheus series at this port, too: /metrics, without a token"
     option(parser, "--metrics-port PORT", text, port)
+    option(parser, "--metrics-host HOST", "at this address (default: --host)")
     text = "write a line of JSON for each request to stderr; no prompts"
     option(parser, "--access-log", text)
     option(parser, "--max-open-requests N", "of a rank", count, dest="open_requests")
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.tls_cert is None or arguments.tls_key is None:
             raise ConfigurationError("--tls-cert and --tls-key belong together")
         tls = {"tls": (arguments.tls_cert, arguments.tls_key)}
-    names = ("host", "port", "body_bytes", "metrics_port", "endpoints")
+    names = ("host", "port", "body_bytes", "metrics_port", "metrics_host", "endpoints")
     picker = PickerSettings(
         **given(arguments, names),
         **tls,
@@ -85,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         def begin() -> None:
             print(f"kvindex picks endpoints at {picker.host}:{server.port}", flush=True)
             if server.metrics_port:
-                print(f"  metrics: http://{picker.host}:{server.metrics_port}/metrics", flush=True)
+                host = picker.metrics_host or picker.host
+                print(f"  metrics: http://{host}:{server.metrics_port}/metrics", flush=True)
             print_engines(routers, "")
 
         asyncio.run(server.serve(begin))

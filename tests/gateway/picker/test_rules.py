@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -376,3 +377,25 @@ def test_metrics_show_requests_and_ranks() -> None:
             text = answer.read().decode()
         assert re.search(r"^kvindex_gateway_requests_total{.*} 1.0$", text, re.MULTILINE)
         assert "kvindex_ranks{" in text
+        for path, status in (("health", 200), ("ready", 200), ("admin/statistics", 404), ("", 404)):
+            assert status_of(url.replace("metrics", path)) == status
+
+
+def status_of(url: str) -> int:
+    try:
+        with urlopen(url, timeout=PATIENCE) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
+def test_metrics_may_listen_at_another_address() -> None:
+    with ExitStack() as opened:
+        addresses = ("--host", "127.0.0.2", "--metrics-host", "127.0.0.1")
+        ports = ("--port", "0", "--plain", "--metrics-port", "0")
+        process = opened.enter_context(started("epp", *addresses, *ports, "http://127.0.0.1:1"))
+        assert "127.0.0.2:" in process.out.readline()
+        url = process.out.readline().split()[-1]
+        assert url.startswith("http://127.0.0.1:")
+        assert status_of(url) == 200
+        assert status_of(url.replace("metrics", "ready")) == 503  # no engine is known

@@ -79,7 +79,7 @@ def greet_as_zeromq(request: BaseHTTPRequestHandler) -> None:
 @pytest.mark.parametrize(
     ("replies", "reason", "words"),
     [
-        ({}, "status", "/kv_event_sources answers 404"),
+        ({}, "status", "/kv_event_sources answers 404: vLLM before 0.31 .* name a Worker"),
         ({"/v1/models": (200, MODELS)}, "unsaid", "/kv_event_sources answers 404"),
         ({"/v1/models": (401, {})}, "denied", "token="),
         ({"/kv_event_sources": (200, {})}, "off", "enable_kv_cache_events"),
@@ -107,6 +107,11 @@ def test_an_engine_that_cannot_be_subscribed_to_says_why(
         ask_engine(server.url).worker()
     assert (caught.value.reason, caught.value.url) == (reason, server.url)
     assert len(server.asked) == len(set(server.asked)), "each is asked once, and none redirected"
+
+
+def test_the_base_url_of_openais_clients_is_no_engines_url(server: CannedServer) -> None:
+    with pytest.raises(DiscoveryError, match="/v1/kv_event_sources answers 404: leave out the /v1"):
+        ask_engine(f"{server.url}/v1").worker()
 
 
 def test_what_an_engine_said_of_itself_is_in_the_report_though_its_events_are_not(
@@ -164,7 +169,7 @@ def test_a_server_that_drips_is_given_up_in_time(server: CannedServer) -> None:
             hung_up.set()
 
     server.replies = {"/kv_event_sources": drip}
-    with pytest.raises(DiscoveryError, match=r"does not answer within 0\.2") as caught:
+    with pytest.raises(DiscoveryError, match=r"does not answer within 0\.2 s, which") as caught:
         ask_engine(server.url, 0.2)
     assert caught.value.reason == "timeout"
     assert hung_up.wait(PATIENCE)  # the connection is not left open

@@ -102,14 +102,17 @@ def test_json_says_the_same(tmp_path: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("listed", "why"),
     [
-        ([{"name": "a", "endpoint": "tcp://a:1", "dpsize": 2}], "engine 1: .*dpsize"),
+        (
+            [{"name": "a", "endpoint": "tcp://a:1", "dpsize": 2}],
+            "entry 1: .* key `dpsize`",
+        ),
         ([{"name": "a"}], "either `url`, to ask the engine, or `endpoint`"),
         ([{"url": "http://a:1", "endpoint": "tcp://a:1"}], "either"),
         ([{"endpoint": "tcp://a:1"}], "name must be"),
         ([{"name": "a", "endpoint": "tcp://*:1"}], "nobody can connect"),
         ([{"name": "a", "endpoint": {"one": "tcp://a:1"}}], "not all numbers"),
         (["a:8000"], "is no URL"),
-        ([7], "engine 1"),
+        ([7], "entry 1"),
         (["http://a:1", "http://a:1/"], "two engines are called 'a:1'"),
         ({"worker": []}, "neither `workers` nor `engines`"),
         ({"workers": {}}, "must be lists"),

@@ -383,3 +383,14 @@ def test_a_series_keeps_its_sum_however_long_it_gets() -> None:
         series.add(float(second), (1,))
     assert series.width == 16.0
     assert [row[0] for row in series.rows()] == [16, 16, 16, 2]
+
+
+@pytest.mark.parametrize("counts", [[0], None])
+def test_a_removal_of_the_last_copy_ends_all_copies_of_a_block(counts: list[int] | None) -> None:
+    scene = Scene((A, stored(0, 0), stored(0, 0), stored(0, 0)))
+    if counts is None:
+        scene.auditor.configure(A, CacheSettings(removals="last"))
+    gone = BlockRemoved(block_hashes=[1000], remaining_copy_counts=counts)
+    scene.receive(A, gone)
+    scene.receive(B, stored(0, 0))
+    assert scene.of(B).tokens.elsewhere == 0
