@@ -335,9 +335,10 @@ class LogMembership:
         self._expected += 1
         self._received_at = self._origin.clock()
         self.backlog = message.pending
-        if message.body:
-            place = f"{message.epoch}/{message.seq}"
-            self._waiting.extend(self._bodies.split(self._origin.seal.unseal(message.body, place)))
+        if not message.body:  # only the begin of an epoch is empty, before every snapshot of it
+            raise DecodeError(f"message {message.seq} of {message.epoch} is empty: foreign", size=0)
+        place = f"{message.epoch}/{message.seq}"
+        self._waiting.extend(self._bodies.split(self._origin.seal.unseal(message.body, place)))
 
     async def _next(self, timeout: float) -> LogMessage | None:
         """Return the next message that is delivered; None if the log was asked again."""
@@ -356,7 +357,7 @@ class LogMembership:
             raise
         except asyncio.TimeoutError:
             raise QueueTimeoutError(await self._look(timeout), timeout=timeout) from None
-        except NoStreamError:
+        except (NewEpochError, NoStreamError):
             raise
         except NatsError as error:
             self._must_ask = True
@@ -375,10 +376,7 @@ class LogMembership:
         if self._trouble and not self._connected.log.is_connected:
             return self._trouble
         try:
-            head = await self._connected.log.head()
-            if head.epoch not in (None, self._epoch):
-                raise NewEpochError(f"the epoch {head.epoch} ends the log at message {head.seq}")
-            await self._read_again()
+            head = await self._read_again()
         except (NewEpochError, NoStreamError):
             raise
         except NatsError as error:
@@ -388,15 +386,26 @@ class LogMembership:
             return f"the log has lost its messages from {head.seq + 1} on, until the relay returns"
         return f"nothing came for {timeout:g} s: is it stopped?"
 
-    async def _read_again(self) -> None:
-        """Ask for the log from the next number on."""
+    async def _read_again(self) -> Head:
+        """Ask for the log from the next number on; return its end.
+
+        A log that began anew may stay below that number for long, so its end is looked at each
+        time: a connection that breaks each second leaves no time for a silence.
+
+        Raises:
+            NewEpochError, NoStreamError: it does not go on.
+        """
         assert self._connected is not None
+        head = await self._connected.log.head()
+        if head.epoch not in (None, self._epoch):
+            raise NewEpochError(f"the epoch {head.epoch} ends the log at message {head.seq}")
         reader, self._reader = self._reader, None
         self._must_ask = False
         if reader is not None:
             self._origin.resubscribed += 1
             await reader.close()
         self._reader = await self._connected.log.read(self._expected)
+        return head
 
     def _pop(self) -> ReceivedMessage:
         """Return the next message in terms of this machine's clock."""

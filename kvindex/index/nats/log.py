@@ -71,11 +71,13 @@ class Head(NamedTuple):
         seq: number of the last message; 0 if there was none.
         first_seq: number of the first message that is still there.
         epoch: that of the last message; None if it is gone.
+        body: of the last message.
     """
 
     seq: int
     first_seq: int
     epoch: str | None
+    body: bytes = b""
 
 
 class AppendRefusedError(NatsError):
@@ -209,7 +211,8 @@ class Log:
             message = await self._asked(self._stream.get_msg(self.pool.stream, seq=state.last_seq))
         except NoStreamError:  # the message is gone, or the stream: the next look shows it
             return Head(state.last_seq, state.first_seq, None)
-        return Head(state.last_seq, state.first_seq, self._epoch(message.subject or ""))
+        epoch = self._epoch(message.subject or "")
+        return Head(state.last_seq, state.first_seq, epoch, message.data or b"")
 
     async def append(self, epoch: str, expected: int, body: bytes) -> int:
         """Append a body if the log's last number is `expected`; return the body's number.

@@ -176,7 +176,8 @@ class Relay:
         appended. `connection`: what is wrong with it, or ""; `moves`: how often it moved on from a
         server where JetStream did not answer. `appends`, `appended_bytes`: bodies
         of the log. `appended_again`: those that were sent again after trouble; `forgotten`: those
-        that NATS had acknowledged and lost. `fenced`: how often another relay took over. `refused`,
+        that NATS had acknowledged and lost. `fenced`: how often another relay took over. `foreign`:
+        how often an epoch was given up since another client wrote in its subject. `refused`,
         `failures`: appends that came too late, and steps without an answer. `epochs`: begun.
         `queue`: as `LogQueue.statistics`. `snapshots`, `snapshot_failures`, `last_snapshot`: stored
         ones. `restart_refused`: snapshots that this relay could not continue from, by reason.
@@ -364,6 +365,7 @@ _COUNTED = (
     "appended_again",
     "forgotten",
     "fenced",
+    "foreign",
     "refused",
     "failures",
     "epochs",
