@@ -7,8 +7,9 @@ higher than the message before. An append names the number that it expects to fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SHORTEST_PAYLOAD = 64 << 10  # bytes: a server that allows less is refused
 _API_SECONDS = 2.0  # for each request to JetStream
+_TRIES = 3  # of what has to be answered before anything else is done
 # Longer than three servers need for another leader (5 to 9 s), during which none answers.
 _SILENT_SECONDS = 10.0
 _WRONG_HEAD, _NO_STREAM, _OTHER_STREAM = 10071, 10059, 10058
@@ -37,6 +39,8 @@ _ADVICE = {
 _EXPECTED = "Nats-Expected-Last-Sequence"
 _EXPECTED_OF_EPOCH = "Nats-Expected-Last-Subject-Sequence"
 _READ_BYTES = 64 << 20  # that wait in this process; the reader asks again for what is dropped
+
+_Result = TypeVar("_Result")
 
 
 class StreamSettings(msgspec.Struct, frozen=True):
@@ -86,6 +90,10 @@ class AppendRefusedError(NatsError):
 
 class NoStreamError(NatsError):
     """There is no such stream."""
+
+
+class UnansweredError(NatsError):
+    """NATS did not answer in time."""
 
 
 class LogMessage(NamedTuple):
@@ -305,8 +313,21 @@ async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
         raise kind(f"{pool}: {_described(error)}") from error
     except js_errors.NoStreamResponseError as error:
         raise NoStreamError(f"{pool}: no stream has the subject") from error
-    except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+    except asyncio.TimeoutError as error:
+        raise UnansweredError(f"{pool}: {type(error).__name__}: {error}") from error
+    except (nats.errors.Error, OSError) as error:
         raise NatsError(f"{pool}: {type(error).__name__}: {error}") from error
+
+
+async def ask_again(call: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Return what a call returns, which is made up to three times while NATS does not answer.
+
+    A process that is stopped for longer than a request may take misses the answer.
+    """
+    for _ in range(_TRIES - 1):
+        with suppress(UnansweredError):
+            return await call()
+    return await call()
 
 
 class LogReader:

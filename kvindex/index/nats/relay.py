@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvindex.index.client import Client, ClientOptions
-from kvindex.index.nats.log import Log, StreamSettings
+from kvindex.index.nats.log import Log, StreamSettings, ask_again
 from kvindex.index.nats.log_queue import LogQueue
 from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, SnapshotContents
@@ -86,8 +86,9 @@ class Relay:
     Raises:
         ConfigurationError: a value cannot work, a stream exists that cannot be used, nats-py is
             missing, or the index is the Python one.
-        NatsError: no server accepts the connection within 5 s, or it has no JetStream. Afterwards
-            the relay connects again by itself, for ever.
+        NatsError: no server accepts the connection within 5 s, it has no JetStream, or it does not
+            answer a request that is made three times. Afterwards the relay connects again by
+            itself, for ever.
 
     Thread safety: every method may be called from any thread.
     """
@@ -229,7 +230,7 @@ class Relay:
             connection = await self._connect()
             try:
                 log, store = Log(connection, self.pool), PoolSnapshots(connection, self.pool)
-                await log.make(self._settings)
+                await ask_again(partial(log.make, self._settings))
                 self._opened.set_result(None if resumes else await self._newest(store))
                 await self._client_made.wait()
                 await self._write(log, store)
@@ -270,9 +271,9 @@ class Relay:
         return None
 
     async def _first_usable(self, store: PoolSnapshots) -> Snapshot | None:
-        for name in (await store.newest())[:_TRIED]:
+        for name in (await ask_again(store.newest))[:_TRIED]:
             try:
-                data = await store.get(name)
+                data = await ask_again(partial(store.get, name))
                 return await _in_thread(partial(_read, self._seal, data, name))
             except (NatsError, DecodeError, SnapshotError) as error:
                 self._refused[getattr(error, "reason", type(error).__name__)] += 1
