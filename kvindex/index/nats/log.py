@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 SHORTEST_PAYLOAD = 64 << 10  # bytes: a server that allows less is refused
 _API_SECONDS = 2.0  # for each request to JetStream
-_TRIES = 3  # of what has to be answered before anything else is done
 # Longer than three servers need for another leader (5 to 9 s), during which none answers.
 _SILENT_SECONDS = 10.0
+_TRIES = int(_SILENT_SECONDS / _API_SECONDS)  # of what a start cannot do without
 _WRONG_HEAD, _NO_STREAM, _OTHER_STREAM = 10071, 10059, 10058
 _UNAVAILABLE = {None, 10008}  # of errors: no server, or no leader, is there to answer
 _NO_JETSTREAM = {None, 10039, 10076}  # of errors 503: none at all, not for this account
@@ -320,7 +320,7 @@ async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
 
 
 async def ask_again(call: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Return what a call returns, which is made up to three times while NATS does not answer.
+    """Return what a call returns, which is made up to five times while NATS does not answer.
 
     A process that is stopped for longer than a request may take misses the answer.
     """

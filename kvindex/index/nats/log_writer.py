@@ -334,7 +334,7 @@ class LogWriter:
         last = self.position + len(self._unsent)
         if head.epoch == self.epoch and (head.seq > last or self._is_foreign(head)):
             self.counters["foreign"] += 1
-            self._begin_anew(f"message {head.seq} of {self.epoch} is foreign: restrict who may write")
+            self._begin_anew(f"message {head.seq} of {self.epoch} is another client's")
             return
         is_ours = head.epoch == self.epoch and self._refusals <= _MOST_REFUSALS
         if not (is_ours and head.seq >= first):

@@ -86,9 +86,8 @@ class Relay:
     Raises:
         ConfigurationError: a value cannot work, a stream exists that cannot be used, nats-py is
             missing, or the index is the Python one.
-        NatsError: no server accepts the connection within 5 s, it has no JetStream, or it does not
-            answer a request that is made three times. Afterwards the relay connects again by
-            itself, for ever.
+        NatsError: no server accepts the connection within 5 s, it has no JetStream, or that does
+            not answer for 10 s. Afterwards the relay connects again by itself, for ever.
 
     Thread safety: every method may be called from any thread.
     """
