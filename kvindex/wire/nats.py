@@ -37,6 +37,7 @@ _PORT = 4222
 _PING_SECONDS, _PINGS = 2, 2  # so a stopped server is noticed within 4 to 6 s
 _CONNECT_SECONDS = 2
 _RETRY_SECONDS = 0.1
+_AWAKE_SECONDS = 0.25  # of a wait that a process which is stopped meanwhile loses, at most
 _PENDING_BYTES = 64 << 20  # that wait to be written to a connection
 
 _Result = TypeVar("_Result")
@@ -337,7 +338,7 @@ async def run_apart(call: Awaitable[_Result], timeout: float | None = None) -> _
 
     Args:
         call: to be awaited; cancelled if the caller is, or if it takes too long.
-        timeout: longest wait, in seconds.
+        timeout: longest wait, in seconds; those that this process is stopped for do not count.
 
     Raises:
         asyncio.TimeoutError: it did not end in time.
@@ -345,9 +346,13 @@ async def run_apart(call: Awaitable[_Result], timeout: float | None = None) -> _
     task = asyncio.ensure_future(call)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else asks
     try:
-        await asyncio.wait([task], timeout=timeout)
-        if not task.done():
-            raise asyncio.TimeoutError
+        left = timeout
+        while not task.done():
+            if left is not None and left <= 0:
+                raise asyncio.TimeoutError
+            step = None if left is None else min(left, _AWAKE_SECONDS)
+            await asyncio.wait([task], timeout=step)
+            left = left and left - (step or 0.0)
         return task.result()
     finally:
         task.cancel()

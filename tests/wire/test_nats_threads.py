@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -87,6 +88,27 @@ async def test_a_call_that_runs_apart_returns_raises_and_may_take_too_long() -> 
         await run_apart(never, 0.01)
     with pytest.raises(asyncio.CancelledError):
         await never
+
+
+async def test_a_wait_does_not_count_the_time_for_which_the_process_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    stopped = 0.0
+
+    def clock(clock: Callable[[], float] = loop.time) -> float:
+        return clock() + stopped
+
+    monkeypatch.setattr(loop, "time", clock)
+
+    async def answered() -> str:
+        nonlocal stopped
+        for _ in range(5):  # messages that came meanwhile are read one after the other
+            await asyncio.sleep(0)
+            stopped += PATIENCE
+        return "answer"
+
+    assert await run_apart(answered(), 5.0) == "answer"
 
 
 def test_closing_twice_does_not_interrupt_how_the_coroutine_ends() -> None:

@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -161,7 +162,6 @@ class LogMembership:
         self._connected: Connected | None = None
         self._trouble = ""  # of the connection
         self._reader: LogReader | None = None
-        self._is_reading = False
         self._must_ask = False  # what was subscribed to may be gone
         self._asked_again = False  # since the last expected message
         self._epoch = ""
@@ -184,14 +184,14 @@ class LogMembership:
         """
         origin = self._origin
         self._note("connecting")
-        self._connected = self._run(origin.connect(origin.pool, self._note_connection))
+        self._connected = self._run(partial(origin.connect, origin.pool, self._note_connection))
         self._restore_newest()
-        head = self._run(self._connected.log.head())
+        head = self._run(self._read_again)
         self._current_from = head.seq + 1
         self.copy.sent_at = origin.clock() - origin.stale_after  # the relay may be gone
         while self._expected <= head.seq:
             self._note(f"behind by {head.seq + 1 - self._expected} messages of the log")
-            self._run(self._fill(origin.stale_after))
+            self._run(partial(self._fill, origin.stale_after))
             while self._waiting:
                 self.copy.apply(self._pop())
                 self.messages += 1
@@ -204,7 +204,7 @@ class LogMembership:
         while not self._waiting:
             if stop.is_set():
                 raise WaitCancelledError("the replica is being closed")
-            self._run(self._fill(timeout))
+            self._run(partial(self._fill, timeout))
         return self._pop()
 
     def interrupt(self) -> None:
@@ -231,17 +231,17 @@ class LogMembership:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
-    def _run(self, step: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of a step; raises WaitCancelledError if it was interrupted."""
-        self._task = task = self._loop.create_task(step)
-        if self._is_interrupted:
-            task.cancel()
-        try:
-            return self._loop.run_until_complete(task)
-        except asyncio.CancelledError:
-            raise WaitCancelledError("the replica is being closed") from None
-        finally:
-            self._task = None
+    def _run(self, step: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        """Return the result of a step; raises WaitCancelledError if it was interrupted.
+
+        A step is begun anew once the connection is back: with the old one its answer is lost, and
+        to wait for that takes longer than a connection may last.
+        """
+        while not self._is_interrupted:
+            self._task = task = self._loop.create_task(step())
+            with suppress(asyncio.CancelledError):
+                return self._loop.run_until_complete(task)
+        raise WaitCancelledError("the replica is being closed")
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -251,8 +251,7 @@ class LogMembership:
         self._trouble = trouble
         if not trouble:
             self._must_ask = True
-            if self._is_reading:
-                self._cancel()
+            self._cancel()
 
     # The snapshot -----------------------------------------------------------------------------
 
@@ -263,13 +262,13 @@ class LogMembership:
         refused: set[str] = set()
         until, pause, why = self._origin.clock() + _SNAPSHOT_SECONDS, _PAUSE, ""
         while True:
-            head = self._run(log.head())
-            for name in _usable(self._run(snapshots.names()), head):
+            head = self._run(log.head)
+            for name in _usable(self._run(snapshots.names), head):
                 if name in refused:
                     continue
                 self._note(f"fetching the snapshot {name}")
                 try:
-                    self._restore(name, self._run(snapshots.get(name)))
+                    self._restore(name, self._run(partial(snapshots.get, name)))
                     return
                 except NatsError as error:  # deleted, or cut: perhaps it is there again
                     why = self._refuse(name, "download", error)
@@ -281,7 +280,7 @@ class LogMembership:
             if self._origin.clock() >= until:
                 raise NoSnapshotError(trouble)
             self._note(trouble)
-            self._run(asyncio.sleep(pause))
+            self._run(partial(asyncio.sleep, pause))
             pause = min(2 * pause, _MAX_PAUSE)
 
     def _refuse(self, name: str, word: str, error: Exception) -> str:
@@ -318,7 +317,7 @@ class LogMembership:
             NatsError, DecodeError: the log does not go on here.
         """
         message = await self._next(timeout)
-        if message is None or message.seq < self._expected:
+        if message.seq < self._expected:
             return
         if message.epoch != self._epoch:
             raise NewEpochError(f"the epoch {message.epoch} begins at message {message.seq}")
@@ -335,28 +334,21 @@ class LogMembership:
         self._expected += 1
         self._received_at = self._origin.clock()
         self.backlog = message.pending
-        if message.body:
-            place = f"{message.epoch}/{message.seq}"
-            self._waiting.extend(self._bodies.split(self._origin.seal.unseal(message.body, place)))
+        if not message.body:  # only the begin of an epoch is empty, before every snapshot of it
+            raise DecodeError(f"message {message.seq} of {message.epoch} is empty: foreign", size=0)
+        place = f"{message.epoch}/{message.seq}"
+        self._waiting.extend(self._bodies.split(self._origin.seal.unseal(message.body, place)))
 
-    async def _next(self, timeout: float) -> LogMessage | None:
-        """Return the next message that is delivered; None if the log was asked again."""
+    async def _next(self, timeout: float) -> LogMessage:
+        """Return the next message that is delivered."""
         try:
             if self._reader is None or self._must_ask:
                 await self._read_again()
             assert self._reader is not None
-            self._is_reading = True
-            try:
-                return await self._reader.next(timeout)
-            finally:
-                self._is_reading = False
-        except asyncio.CancelledError:
-            if self._must_ask and not self._is_interrupted:
-                return None
-            raise
+            return await self._reader.next(timeout)
         except asyncio.TimeoutError:
             raise QueueTimeoutError(await self._look(timeout), timeout=timeout) from None
-        except NoStreamError:
+        except (NewEpochError, NoStreamError):
             raise
         except NatsError as error:
             self._must_ask = True
@@ -375,10 +367,7 @@ class LogMembership:
         if self._trouble and not self._connected.log.is_connected:
             return self._trouble
         try:
-            head = await self._connected.log.head()
-            if head.epoch not in (None, self._epoch):
-                raise NewEpochError(f"the epoch {head.epoch} ends the log at message {head.seq}")
-            await self._read_again()
+            head = await self._read_again()
         except (NewEpochError, NoStreamError):
             raise
         except NatsError as error:
@@ -388,15 +377,26 @@ class LogMembership:
             return f"the log has lost its messages from {head.seq + 1} on, until the relay returns"
         return f"nothing came for {timeout:g} s: is it stopped?"
 
-    async def _read_again(self) -> None:
-        """Ask for the log from the next number on."""
+    async def _read_again(self) -> Head:
+        """Ask for the log from the next number on; return its end.
+
+        A log that began anew may stay below that number for long, so its end is looked at each
+        time: a connection that breaks each second leaves no time for a silence.
+
+        Raises:
+            NewEpochError, NoStreamError: it does not go on.
+        """
         assert self._connected is not None
+        head = await self._connected.log.head()
+        if head.epoch not in (None, self._epoch):
+            raise NewEpochError(f"the epoch {head.epoch} ends the log at message {head.seq}")
         reader, self._reader = self._reader, None
         self._must_ask = False
         if reader is not None:
             self._origin.resubscribed += 1
             await reader.close()
         self._reader = await self._connected.log.read(self._expected)
+        return head
 
     def _pop(self) -> ReceivedMessage:
         """Return the next message in terms of this machine's clock."""

@@ -7,8 +7,9 @@ higher than the message before. An append names the number that it expects to fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ SHORTEST_PAYLOAD = 64 << 10  # bytes: a server that allows less is refused
 _API_SECONDS = 2.0  # for each request to JetStream
 # Longer than three servers need for another leader (5 to 9 s), during which none answers.
 _SILENT_SECONDS = 10.0
+_TRIES = int(_SILENT_SECONDS / _API_SECONDS)  # of what a start cannot do without
 _WRONG_HEAD, _NO_STREAM, _OTHER_STREAM = 10071, 10059, 10058
 _UNAVAILABLE = {None, 10008}  # of errors: no server, or no leader, is there to answer
 _NO_JETSTREAM = {None, 10039, 10076}  # of errors 503: none at all, not for this account
@@ -37,6 +39,8 @@ _ADVICE = {
 _EXPECTED = "Nats-Expected-Last-Sequence"
 _EXPECTED_OF_EPOCH = "Nats-Expected-Last-Subject-Sequence"
 _READ_BYTES = 64 << 20  # that wait in this process; the reader asks again for what is dropped
+
+_Result = TypeVar("_Result")
 
 
 class StreamSettings(msgspec.Struct, frozen=True):
@@ -71,11 +75,13 @@ class Head(NamedTuple):
         seq: number of the last message; 0 if there was none.
         first_seq: number of the first message that is still there.
         epoch: that of the last message; None if it is gone.
+        body: of the last message.
     """
 
     seq: int
     first_seq: int
     epoch: str | None
+    body: bytes = b""
 
 
 class AppendRefusedError(NatsError):
@@ -84,6 +90,10 @@ class AppendRefusedError(NatsError):
 
 class NoStreamError(NatsError):
     """There is no such stream."""
+
+
+class UnansweredError(NatsError):
+    """NATS did not answer in time."""
 
 
 class LogMessage(NamedTuple):
@@ -209,7 +219,8 @@ class Log:
             message = await self._asked(self._stream.get_msg(self.pool.stream, seq=state.last_seq))
         except NoStreamError:  # the message is gone, or the stream: the next look shows it
             return Head(state.last_seq, state.first_seq, None)
-        return Head(state.last_seq, state.first_seq, self._epoch(message.subject or ""))
+        epoch = self._epoch(message.subject or "")
+        return Head(state.last_seq, state.first_seq, epoch, message.data or b"")
 
     async def append(self, epoch: str, expected: int, body: bytes) -> int:
         """Append a body if the log's last number is `expected`; return the body's number.
@@ -302,8 +313,21 @@ async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
         raise kind(f"{pool}: {_described(error)}") from error
     except js_errors.NoStreamResponseError as error:
         raise NoStreamError(f"{pool}: no stream has the subject") from error
-    except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+    except asyncio.TimeoutError as error:
+        raise UnansweredError(f"{pool}: {type(error).__name__}: {error}") from error
+    except (nats.errors.Error, OSError) as error:
         raise NatsError(f"{pool}: {type(error).__name__}: {error}") from error
+
+
+async def ask_again(call: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Return what a call returns, which is made up to five times while NATS does not answer.
+
+    A process that is stopped for longer than a request may take misses the answer.
+    """
+    for _ in range(_TRIES - 1):
+        with suppress(UnansweredError):
+            return await call()
+    return await call()
 
 
 class LogReader:

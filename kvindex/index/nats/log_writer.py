@@ -18,8 +18,9 @@ STANDING_BY ──────────────────────�
 ```
 
 BEGINNING and UNSURE look at the head before each append, after a pause. An epoch cannot go on if
-the log forgot more than is kept, if its stream is new, if its last message was purged, or if the
-log refuses what should fit.
+the log forgot more than is kept, if its stream is new, if its last message was purged, if the log
+refuses what should fit, or if its last message is *foreign*: in the epoch's subject, but not what
+was sent with this number. Whoever may write to the log can do that, so the bodies are compared.
 
 There is no lease and no clock of others: a writer that was stopped for an hour is *fenced* by the
 refusal of its next append.
@@ -109,7 +110,7 @@ class LogWriter:
         name: different for each writer and each of its processes, of letters and digits; part of
             its epochs.
         kept_bytes: bytes kept of the bodies that were acknowledged, to append them again if the
-            log forgets them; at least the newest body is kept.
+            log forgets them.
         silence: seconds without a new message after which the writer that stands by begins.
 
     Attributes:
@@ -120,7 +121,8 @@ class LogWriter:
         reason: why it is not writing, or the last trouble while it does.
         counters: how often what happened: "epochs" begun, bodies stored ("appends"), appends
             "refused", "failures" of steps, epochs "fenced" by another writer, begins "outrun" by
-            another writer, acknowledged messages "forgotten" by the log, bodies "appended_again".
+            another writer, acknowledged messages "forgotten" by the log, bodies "appended_again",
+            epochs given up since a "foreign" message was in them.
 
     Owner: one thread.
     """
@@ -138,7 +140,9 @@ class LogWriter:
         self._silence = silence
         self._epochs = 0
         self._begin_after: int | None = None  # number that the begin of `epoch` expects
-        self._kept: deque[tuple[int, bytes]] = deque()  # by number, without holes
+        # By number, without holes. The first is what the log ends with if it forgot all others; its
+        # bytes do not count.
+        self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._unsent: deque[bytes] = deque()  # the last of those kept: what follows `position`
         self._seen: tuple[int, str | None, float] | None = None  # head, and since when it is so
@@ -175,8 +179,9 @@ class LogWriter:
         self._unsent.append(body)
         self._kept.append((self.position + 1, body))
         self._kept_bytes += len(body)
-        while self._kept_bytes > self._most_kept and self._kept[0][0] <= self.position:
-            self._kept_bytes -= len(self._kept.popleft()[1])
+        while self._kept_bytes > self._most_kept and self._kept[1][0] <= self.position:
+            self._kept.popleft()
+            self._kept_bytes -= len(self._kept[0][1])
 
     def abandon(self, reason: str) -> None:
         """Begin a new epoch, since this one lacks something; nothing if there is none.
@@ -281,7 +286,7 @@ class LogWriter:
     def _claim(self, head: Head, now: float) -> None:
         """Begin, or see what came of it: the answer is missing, or the last epoch has ended."""
         after = self._begin_after
-        if after is not None and (head.seq, head.epoch) == (after + 1, self.epoch):
+        if after is not None and (head.seq, head.epoch, head.body) == (after + 1, self.epoch, b""):
             self._start(head.seq)
         elif head.epoch is None or head.epoch.startswith(self._own):
             self._new_epoch(head.seq)
@@ -294,6 +299,7 @@ class LogWriter:
     def _start(self, seq: int) -> None:
         self.state = WriterState.WRITING
         self.position = seq
+        self._kept.append((seq, b""))
         self.reason = ""
         self._looking = False
         self.counters["epochs"] += 1
@@ -324,13 +330,17 @@ class LogWriter:
             self.counters["fenced"] += 1
             self._stand_by(head, now)
             return
-        is_ours = head.epoch == self.epoch and self._refusals <= _MOST_REFUSALS
-        first = self._kept[0][0] if self._kept else self.position + 1
+        first = self._kept[0][0]
         last = self.position + len(self._unsent)
-        if not (is_ours and first - 1 <= head.seq <= last):
+        if head.epoch == self.epoch and (head.seq > last or self._is_foreign(head)):
+            self.counters["foreign"] += 1
+            self._begin_anew(f"message {head.seq} of {self.epoch} is another client's")
+            return
+        is_ours = head.epoch == self.epoch and self._refusals <= _MOST_REFUSALS
+        if not (is_ours and head.seq >= first):
             self._begin_anew(
                 f"the log ends at {head.seq} of epoch {head.epoch}; "
-                f"{self.epoch} can go on from {first - 1} to {last}; {self._refusals} refusals"
+                f"{self.epoch} can go on from {first} to {last}; {self._refusals} refusals"
             )
             return
         self.counters["forgotten"] += max(0, self.position - head.seq)
@@ -339,3 +349,8 @@ class LogWriter:
         self._unsent = deque(body for seq, body in self._kept if seq > head.seq)
         self.counters["appended_again"] += len(self._unsent)
         self._looking = False
+
+    def _is_foreign(self, head: Head) -> bool:
+        """Return whether this is not the body that was sent with its number."""
+        place = head.seq - self._kept[0][0]
+        return place >= 0 and self._kept[place][1] != head.body

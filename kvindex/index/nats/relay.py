@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvindex.index.client import Client, ClientOptions
-from kvindex.index.nats.log import Log, StreamSettings
+from kvindex.index.nats.log import Log, StreamSettings, ask_again
 from kvindex.index.nats.log_queue import LogQueue
 from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, SnapshotContents
@@ -86,8 +86,8 @@ class Relay:
     Raises:
         ConfigurationError: a value cannot work, a stream exists that cannot be used, nats-py is
             missing, or the index is the Python one.
-        NatsError: no server accepts the connection within 5 s, or it has no JetStream. Afterwards
-            the relay connects again by itself, for ever.
+        NatsError: no server accepts the connection within 5 s, it has no JetStream, or that does
+            not answer for 10 s. Afterwards the relay connects again by itself, for ever.
 
     Thread safety: every method may be called from any thread.
     """
@@ -176,7 +176,8 @@ class Relay:
         appended. `connection`: what is wrong with it, or ""; `moves`: how often it moved on from a
         server where JetStream did not answer. `appends`, `appended_bytes`: bodies
         of the log. `appended_again`: those that were sent again after trouble; `forgotten`: those
-        that NATS had acknowledged and lost. `fenced`: how often another relay took over. `refused`,
+        that NATS had acknowledged and lost. `fenced`: how often another relay took over. `foreign`:
+        how often an epoch was given up since another client wrote in its subject. `refused`,
         `failures`: appends that came too late, and steps without an answer. `epochs`: begun.
         `queue`: as `LogQueue.statistics`. `snapshots`, `snapshot_failures`, `last_snapshot`: stored
         ones. `restart_refused`: snapshots that this relay could not continue from, by reason.
@@ -228,7 +229,7 @@ class Relay:
             connection = await self._connect()
             try:
                 log, store = Log(connection, self.pool), PoolSnapshots(connection, self.pool)
-                await log.make(self._settings)
+                await ask_again(partial(log.make, self._settings))
                 self._opened.set_result(None if resumes else await self._newest(store))
                 await self._client_made.wait()
                 await self._write(log, store)
@@ -269,9 +270,9 @@ class Relay:
         return None
 
     async def _first_usable(self, store: PoolSnapshots) -> Snapshot | None:
-        for name in (await store.newest())[:_TRIED]:
+        for name in (await ask_again(store.newest))[:_TRIED]:
             try:
-                data = await store.get(name)
+                data = await ask_again(partial(store.get, name))
                 return await _in_thread(partial(_read, self._seal, data, name))
             except (NatsError, DecodeError, SnapshotError) as error:
                 self._refused[getattr(error, "reason", type(error).__name__)] += 1
@@ -364,6 +365,7 @@ _COUNTED = (
     "appended_again",
     "forgotten",
     "fenced",
+    "foreign",
     "refused",
     "failures",
     "epochs",

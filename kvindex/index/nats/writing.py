@@ -139,26 +139,26 @@ class Writing:
         body = self._queue.take(limit)
         if body:
             self._next_turn = time.monotonic() + _TURN
-            self._writer.write(body)
+            place = f"{self._writer.epoch}/{self._writer.position + 1}"
+            self._writer.write(self._seal.seal(body, place))
         else:
             await self._bell.wait()
 
     async def _append(self, append: Append) -> None:
         epoch, expected, body = append
-        if len(body) + SEAL_BYTES > self._log.max_body_bytes:  # this server accepts less
+        if len(body) > self._log.max_body_bytes:  # this server accepts less
             self._writer.abandon(f"max_payload of the server is below {len(body)} bytes")
             return
-        sealed = self._seal.seal(body, f"{epoch}/{expected + 1}") if body else body
         try:
-            seq = await self._log.append(epoch, expected, sealed)
+            seq = await self._log.append(epoch, expected, body)
         except AppendRefusedError:
             self._writer.refused()
         except NatsError as error:
             self._writer.failed(str(error), time.monotonic())
         else:
             self._writer.acked(seq)
-            self.bytes += len(sealed)
-            self._on_append(len(sealed))
+            self.bytes += len(body)
+            self._on_append(len(body))
 
     async def _look(self) -> None:
         try:

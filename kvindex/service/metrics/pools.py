@@ -15,6 +15,7 @@ _APPENDS: Final = {
     "appended_again": "Bodies that were appended again after trouble",
     "forgotten": "Bodies that NATS acknowledged and lost",
     "fenced": "How often another relay took over",
+    "foreign": "Epochs given up since another client wrote in their subject",
     "failures": "Steps of the relay that NATS did not answer, or refused",
     "moves": "Changes to another server, since JetStream did not answer for 10 s",
     "epochs": "Epochs that the relay began",

@@ -216,6 +216,7 @@ class MemoryReader:
             self._seq += 1
         if self._seq > log.last:
             log.on_silence()
+            await asyncio.sleep(0)  # a connection that breaks ends the wait here
             raise asyncio.TimeoutError
         epoch, body = log.messages[self._seq]
         pending = log.last - self._seq if log.pending is None else log.pending

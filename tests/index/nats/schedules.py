@@ -18,7 +18,9 @@ _WRITE_EVERY = 0.9
 _SETTLED, _WATCHED = 8.0, 12.0  # seconds after the last fault
 _MOST_STEPS = 30  # of each writer in each second after the last fault
 _FOREIGN = "foreign"
-_EVENTS = ("foreign message", "trim", "purge", "roll-back", "delete")
+_INTRUSION = "foreign message in the epoch"
+_EVENTS = ("foreign message", _INTRUSION, "trim", "purge", "roll-back", "delete")
+_WELL_FORMED = b"a replica takes this for the relay's"
 
 
 class Stream:
@@ -31,10 +33,11 @@ class Stream:
         self.stored: set[tuple[str, int]] = set()  # epoch and number
         self.begins: dict[str, int] = {}  # number of each epoch's first message
         self.given: dict[str, list[bytes]] = {}  # to the writer, in order
+        self.intruded: set[tuple[str, int]] = set()  # epoch and number of foreign messages
 
     def head(self) -> Head:
         message = self.messages.get(self.last)
-        return Head(self.last, self.first, message and message[0])
+        return Head(self.last, self.first, *(message or (None,)))
 
     def append(self, epoch: str, expected: int | None, body: bytes) -> int | None:
         """Store a message and return its number; None if the log does not end as expected."""
@@ -65,6 +68,20 @@ class Stream:
         assert (epoch, seq - 1) in self.stored, f"{epoch} lacks {seq - 1}"
 
     # What can befall it
+
+    def intrude(self, body: bytes, *, later: bool) -> None:
+        """Store a foreign message in the last message's epoch, or in its writer's next one."""
+        epoch, _ = self.messages.get(self.last, (_FOREIGN, b""))
+        if epoch == _FOREIGN:
+            return
+        if later:
+            writer, _, number = epoch.partition("-")
+            epoch, body = f"{writer}-{int(number) + 1}", _WELL_FORMED
+        if not body and epoch not in self.begins:
+            return  # it would be the begin itself
+        self.last += 1
+        self.messages[self.last] = (epoch, body)
+        self.intruded.add((epoch, self.last))
 
     def make(self) -> None:
         self.exists = True
@@ -99,15 +116,21 @@ class Reader:
         self._stream = stream
         self._epoch: str | None = None
         self._position = 0
+        self.is_misled = False
 
     @property
     def is_joined(self) -> bool:
         return self._epoch is not None
 
+    def is_misled_in(self, epoch: str) -> bool:
+        """Return whether it still follows this epoch, and has applied a foreign message."""
+        return self.is_misled and self._epoch == epoch
+
     def join(self, writer: LogWriter) -> None:
         """Start from a snapshot of all that this writer's log holds."""
         if writer.state is WriterState.WRITING:
             self._epoch, self._position = writer.epoch, writer.position
+            self.is_misled = False
 
     def read(self) -> None:
         """Apply what follows, or notice that it does not; fail if a wrong body is applied."""
@@ -118,8 +141,15 @@ class Reader:
             if message is None or message[0] != self._epoch:
                 self._epoch = None
                 return
-            place = seq - stream.begins[self._epoch] - 1
-            assert message[1] == stream.given[self._epoch][place], f"read {message} at {seq}"
+            if (self._epoch, seq) in stream.intruded:
+                if message[1] != _WELL_FORMED:
+                    self._epoch = None
+                    return
+                self.is_misled = True
+            else:
+                place = seq - stream.begins[self._epoch] - 1
+                assert message[1] == stream.given[self._epoch][place], f"read {message} at {seq}"
+                assert not self.is_misled, f"{self._epoch} goes on at {seq} after what was foreign"
             self._position = seq
 
 
@@ -182,6 +212,8 @@ class World:
         self.stream = Stream()
         self._random = random
         self._events = [event for event in _EVENTS if random.randrange(2)]
+        if "roll-back" in self._events and _INTRUSION in self._events:
+            self._events.remove(random.choice(("roll-back", _INTRUSION)))  # no promise for both
         self._faults = random.choice((1, 6))  # of 20 steps
         kept = random.choice((0, 3, 1000))
         self.owners = [Owner(name, self.stream, kept) for name in "ABC"[: random.randint(1, 3)]]
@@ -215,6 +247,10 @@ class World:
         stream = self.stream
         if event == "foreign message":
             stream.append(_FOREIGN, None, b"nonsense")
+        elif event == _INTRUSION:
+            body = self._random.choice((b"\xff" * 40, b"", _WELL_FORMED))
+            for _ in range(self._random.choice((1, 1, 2, 3))):
+                stream.intrude(body, later=not self._random.randrange(4))
         elif event == "trim":
             stream.trim(self._random.randint(1, 4))
         elif event == "purge":
@@ -292,6 +328,8 @@ class World:
         assert epochs == {writer.epoch}, f"{epochs} wrote before, now {writer.epoch}"
         place = self.stream.begins[writer.epoch] + len(self.stream.given[writer.epoch])
         assert self.stream.last == writer.position == place, "the newest body is not in the log"
+        self._reader.read()
+        assert not self._reader.is_misled_in(writer.epoch), "a reader stays misled"
         self._reader.join(writer)
         self._reader.read()
 

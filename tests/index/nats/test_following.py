@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,61 @@ def test_once_connected_again_the_log_is_asked_again_at_once(scene: Scene) -> No
     scene.store()
     follow(scene, place)
     assert scene.log.reads[reads:] == [scene.log.last]
+
+
+def test_a_connection_that_breaks_each_second_does_not_hide_a_log_that_began_anew(
+    scene: Scene,
+) -> None:
+    """No wait is long enough for a silence, and no message has the expected number for long."""
+    place = scene.joined()
+    scene.log.messages.clear()
+    scene.log.last = 0
+    scene.log.append("e-2", b"")
+    reads = len(scene.log.reads)
+
+    def connect_again() -> None:
+        assert len(scene.log.reads) < reads + 5, "it reads what does not go on"
+        scene.log.on_change("")
+
+    scene.log.on_silence = connect_again
+    with pytest.raises(NewEpochError, match="e-2"):
+        receive(place)
+
+
+@pytest.mark.parametrize("request_name", ["head", "names", "get", "read"])
+def test_a_join_asks_again_once_connected_again_what_the_old_connection_did_not_answer(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, request_name: str
+) -> None:
+    answer = getattr(scene.log, request_name)
+    lost = [True]
+
+    async def request(*args: Any) -> Any:
+        if lost:
+            lost.clear()
+            scene.log.on_change("disconnected")
+            scene.log.on_change("")
+            await asyncio.Event().wait()  # no answer ever comes
+        return await answer(*args)
+
+    monkeypatch.setattr(scene.log, request_name, request)
+    scene.assert_same(scene.joined())
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff" * 40])
+def test_a_foreign_message_in_its_epoch_ends_it_until_there_is_another_epoch(
+    scene: Scene, body: bytes
+) -> None:
+    place = scene.joined()
+    scene.log.append(scene.epoch, body)
+    with pytest.raises(DecodeError):
+        receive(place)
+    with pytest.raises(DecodeError):  # amid a join
+        scene.joined()
+    scene.epoch = "e-2"
+    scene.log.append(scene.epoch, b"")
+    scene.snapshot()
+    scene.store()
+    scene.assert_same(scene.joined())
 
 
 def test_a_stream_that_is_gone_ends_it(scene: Scene) -> None:

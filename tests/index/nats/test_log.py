@@ -93,7 +93,7 @@ async def test_an_append_that_expects_another_number_is_refused_and_stores_nothi
         for expected in (0, 1, 3, 1000):
             with pytest.raises(AppendRefusedError, match="10071"):
                 await log.append("a-1", expected, b"again")
-        assert await log.head() == Head(2, 1, "a-1")
+        assert await log.head() == Head(2, 1, "a-1", b"1")
 
 
 async def test_two_writers_cannot_get_one_number(pool: NatsPool) -> None:
@@ -123,7 +123,7 @@ async def test_a_foreign_message_shows_in_the_head(pool: NatsPool) -> None:
         await log.make(SMALL)
         await filled(log, 2)
         await streams(log).publish(f"{pool.log_prefix}nonsense", b"x")
-        assert await log.head() == Head(3, 1, "nonsense")
+        assert await log.head() == Head(3, 1, "nonsense", b"x")
         with pytest.raises(AppendRefusedError):
             await log.append("a-1", 2, b"next")
 
@@ -258,7 +258,7 @@ async def test_a_server_that_forgets_shows_an_older_head(tmp_path: Path) -> None
             await log.append("a-1", 3, b"3")
             server.roll_back(tmp_path / "copy")
         async with opened(pool) as log:
-            assert await log.head() == Head(3, 1, "a-1")
+            assert await log.head() == Head(3, 1, "a-1", b"2")
             with pytest.raises(AppendRefusedError):
                 await log.append("a-1", 4, b"4")
             assert await log.append("a-1", 3, b"3") == 4
@@ -320,7 +320,7 @@ async def test_a_stream_and_a_bucket_that_exist_are_used_as_they_are(pool: NatsP
         await filled(log, 2)
         await log.make(StreamSettings(max_bytes=16 << 20, store="file"))
         assert (await streams(log).stream_info(pool.stream)).config.max_bytes == 8 << 20
-        assert await log.head() == Head(2, 1, "a-1")
+        assert await log.head() == Head(2, 1, "a-1", b"1")
 
 
 async def test_another_stream_with_the_subjects_is_refused(pool: NatsPool) -> None:

@@ -249,14 +249,14 @@ def test_pauses_double_up_to_two_seconds_until_a_body_is_stored() -> None:
 
 def test_an_append_that_was_stored_without_an_answer_is_not_repeated() -> None:
     writer = unsure(b"one", b"two")
-    writer.saw(Head(3, 1, "A-1"), LATER)
+    writer.saw(Head(3, 1, "A-1", b"two"), LATER)
     assert (writer.state, writer.position) == (WRITING, 3)
     assert writer.step(2 * LATER) == Ready()
 
 
 def test_an_append_that_was_not_stored_is_repeated_in_its_place() -> None:
     writer = unsure(b"one", b"two")
-    writer.saw(Head(2, 1, "A-1"), LATER)
+    writer.saw(Head(2, 1, "A-1", b"one"), LATER)
     assert writer.step(2 * LATER) == Append("A-1", 2, b"two")
 
 
@@ -275,7 +275,7 @@ def test_forgotten_bodies_that_late_appends_put_back_are_not_repeated() -> None:
     writer = unsure(b"one", b"two", b"three")
     writer.saw(Head(1, 1, "A-1"), LATER)
     writer.refused()  # late copies of the first two were stored meanwhile
-    writer.saw(Head(3, 1, "A-1"), LATER)
+    writer.saw(Head(3, 1, "A-1", b"two"), LATER)
     assert writer.step(2 * LATER) == Append("A-1", 3, b"three")
 
 
@@ -311,7 +311,7 @@ def test_a_log_that_forgot_more_than_is_kept_ends_the_epoch() -> None:
 
 def test_a_log_that_forgot_as_much_as_is_kept_is_completed() -> None:
     writer = unsure(b"one", b"two", b"three", kept_bytes=8)
-    writer.saw(Head(2, 1, "A-1"), LATER)
+    writer.saw(Head(2, 1, "A-1", b"one"), LATER)
     assert writer.step(2 * LATER) == Append("A-1", 2, b"two")
 
 
@@ -319,6 +319,54 @@ def test_a_number_that_was_never_given_ends_the_epoch() -> None:
     writer = unsure(b"one", b"two")
     writer.saw(Head(4, 1, "A-1"), LATER)
     assert writer.state is BEGINNING
+
+
+FOREIGN = [b"\xff" * 40, b"", b"well-formed"]
+
+
+@pytest.mark.parametrize("body", FOREIGN)
+def test_a_foreign_message_with_the_next_number_of_the_epoch_ends_it(body: bytes) -> None:
+    writer = writing(b"one")
+    write(writer, b"two")
+    writer.refused()
+    writer.saw(Head(3, 1, "A-1", body), LATER)
+    assert (writer.state, writer.counters["foreign"]) == (BEGINNING, 1)
+    assert "another client" in writer.reason
+    writer.saw(Head(3, 1, "A-1", body), LATER)
+    assert writer.step(2 * LATER) == Append("A-2", 3, b"")
+
+
+@pytest.mark.parametrize("body", FOREIGN)
+def test_a_foreign_message_before_the_first_body_of_an_epoch_ends_it(body: bytes) -> None:
+    writer = writing()
+    write(writer, b"one")
+    writer.refused()
+    writer.saw(Head(2, 1, "A-1", body), LATER)
+    assert (writer.state, writer.counters["foreign"]) == (BEGINNING, 1)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1000])
+def test_a_foreign_message_in_the_place_of_one_that_the_log_forgot_ends_the_epoch(
+    kept_bytes: int,
+) -> None:
+    writer = unsure(b"one", b"two", b"three", kept_bytes=kept_bytes)
+    writer.saw(Head(3, 1, "A-1", b"not two"), LATER)
+    assert (writer.state, writer.counters["foreign"]) == (BEGINNING, 1)
+
+
+def test_several_foreign_messages_in_the_epoch_end_it_and_are_counted_once() -> None:
+    writer = writing(b"one")
+    write(writer, b"two")
+    writer.refused()
+    writer.saw(Head(9, 1, "A-1", b"two"), LATER)
+    assert (writer.state, writer.counters["foreign"]) == (BEGINNING, 1)
+
+
+def test_a_foreign_message_where_the_epoch_should_begin_is_no_begin() -> None:
+    writer = beginning()
+    writer.refused()
+    writer.saw(Head(8, 1, "A-1", b"foreign"), LATER)
+    assert writer.step(LATER) == Append("A-2", 8, b"")
 
 
 def test_a_late_message_of_its_own_earlier_epoch_ends_the_epoch_without_a_wait() -> None:
@@ -398,7 +446,7 @@ def test_a_writer_that_was_stopped_is_fenced_by_its_next_append(epoch: str) -> N
 
 def test_bodies_beyond_the_limit_are_dropped_oldest_first_and_the_newest_is_kept() -> None:
     writer = unsure(b"old", b"x" * 2000, b"y" * 2000, kept_bytes=1000)
-    writer.saw(Head(3, 1, "A-1"), LATER)
+    writer.saw(Head(3, 1, "A-1", b"x" * 2000), LATER)
     assert writer.step(2 * LATER) == Append("A-1", 3, b"y" * 2000)
     assert writer.counters["appended_again"] == 1
 
@@ -413,5 +461,5 @@ def test_a_new_epoch_keeps_as_many_bytes_as_the_one_before() -> None:
         writer.acked(seq)
     writer.write(b"z")
     writer.failed("no answer", 2 * LATER)
-    writer.saw(Head(4, 1, "A-2"), 3 * LATER)
+    writer.saw(Head(4, 1, "A-2", b"y" * 500), 3 * LATER)
     assert writer.step(3 * LATER) == Append("A-2", 4, b"y" * 500)

@@ -64,7 +64,11 @@ def test_roll_back_and_as_many_foreign_messages_fence_the_writer() -> None:
 
 
 heads = st.builds(
-    Head, st.integers(0, 4), st.just(1), st.sampled_from([None, "A-1", "A-2", "A-3", "B-1"])
+    Head,
+    st.integers(0, 4),
+    st.just(1),
+    st.sampled_from([None, "A-1", "A-2", "A-3", "B-1"]),
+    st.sampled_from([b"", b"body", b"foreign"]),
 )
 results = st.one_of(
     heads,

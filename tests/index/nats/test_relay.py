@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nats.errors
 import pytest
+from nats.aio.client import Client
 
 from kvindex import ConfigurationError
 from kvindex.index.nats import relay as relay_module
@@ -111,6 +113,29 @@ def test_a_copy_of_snapshot_and_log_holds_what_the_engines_hold(
         own = counters(relay)
         assert own["state"] == "writing"
         assert own["appended_again"] == own["failures"] == own["queue"]["overflows"] == 0
+
+
+def test_a_relay_that_misses_the_answer_to_each_first_request_starts_and_continues(
+    pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that is stopped for some seconds while it starts."""
+    with relay_of(pool, engine) as first:
+        stored(first)
+    request = Client.request
+    asked: set[str] = set()
+
+    async def missed_once(client: Client, subject: str, *args: Any, **options: Any) -> Any:
+        answer = await request(client, subject, *args, **options)
+        if subject not in asked:
+            asked.add(subject)
+            raise nats.errors.TimeoutError
+        return answer
+
+    monkeypatch.setattr(Client, "request", missed_once)
+    with relay_of(pool, engine) as relay:
+        assert relay.report()["resume"]["restored"] == 1
+        assert not counters(relay)["restart_refused"]
+    assert len(asked) == 5
 
 
 def test_with_a_key_file_nats_holds_nothing_that_can_be_read(

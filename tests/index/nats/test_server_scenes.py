@@ -5,14 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.js.errors import APIError
 
+from kvindex import EventBatch, Rank
+from kvindex.index.nats.bodies import BodyReader, join_bodies
+from kvindex.index.replicas.messages import (
+    BatchApplied,
+    Entry,
+    Message,
+    decode_message,
+    encode_message,
+)
 from kvindex.testing import FakeEngine, Workload
+from kvindex.wire import AllBlocksCleared, encode_batch
 from kvindex.wire.nats import NatsPool, parse_pool
 from tests.index.nats.fault_scene import FaultScene, at, late_rank
 from tests.index.nats.relay_process import RelayProcess
@@ -53,6 +65,49 @@ def test_fault_a_foreign_client_publishes_amid_appends_and_each_batch_is_applied
     own = scene.counted(fenced=1, epochs=2)
     assert own["refused"] >= 1
     scene.rejoined("new_epoch")
+
+
+@pytest.mark.parametrize("kind", ["garbage", "empty", "status", "headers", "batch", "heartbeat"])
+def test_fault_a_foreign_client_writes_in_the_relays_own_epoch_and_nobody_stays_misled(
+    stack: ExitStack, pool: NatsPool, kind: str
+) -> None:
+    scene = FaultScene(stack, pool)
+
+    async def intrude(client: Any) -> None:
+        """Be faster than the relay: take the number that its next message would have."""
+        while True:
+            info = await client.jetstream().stream_info(pool.stream)
+            head = await client.jetstream().get_msg(pool.stream, seq=info.state.last_seq)
+            headers = {"Nats-Expected-Last-Sequence": str(head.seq), **HEADERS.get(kind, {})}
+            body = foreign(kind, head.data, scene.engines[0].rank)
+            with suppress(APIError):
+                await client.jetstream().publish(head.subject, body, headers=headers)
+                return
+
+    at(pool, intrude)
+    scene.counted(foreign=1, epochs=2)
+    scene.settle()
+    assert all(own["rejoins"] for own in scene.own())
+    assert scene.counted()["epochs"] == 2
+
+
+HEADERS = {
+    "headers": {"Nats-Msg-Id": "x", "Nats-Expected-Stream": "", "Status": "503"},
+    "status": {"Status": "100", "Description": "Idle Heartbeat"},
+}
+
+
+def foreign(kind: str, newest: bytes, rank: Rank) -> bytes:
+    """Return a body, well-formed with the next number if it is a batch or a heartbeat."""
+    if kind in ("empty", "status"):
+        return b""
+    if kind not in ("batch", "heartbeat"):
+        return b"\xff" * 40
+    *_, last = BodyReader().split(newest)
+    clear = encode_batch(EventBatch(ts=1.0, events=[AllBlocksCleared()]))
+    entries: list[Entry] = [BatchApplied(rank, clear)] if kind == "batch" else []
+    number = decode_message(last).number + 1
+    return join_bodies([encode_message(Message(number, time.monotonic(), entries))])
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
