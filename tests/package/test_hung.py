@@ -55,7 +55,7 @@ def test_others(number):
 def run_tests(folder: Path) -> subprocess.CompletedProcess[str]:
     command = ["-m", "pytest", "-p", "xdist", "-n2", "--dist=worksteal", "-c", os.devnull]
     return subprocess.run(
-        [sys.executable, *command, "test_it.py"],
+        [sys.executable, *command, f"--rootdir={folder}", "test_it.py"],
         cwd=folder,
         env={
             **os.environ,
