@@ -41,6 +41,7 @@ class Gateway:
         method = "GET" if body is None else "POST"
         data = None if body is None else json.dumps(body).encode()
         fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        fields["content-type"] = "application/json"
         connection.request(method, path, data, fields)
         return connection, connection.getresponse()
 

@@ -154,7 +154,8 @@ class _WithTrailers(BaseHTTPRequestHandler):
     def _forward(self, body: bytes | None) -> None:
         url = f"{self.server.engine}{self.path}"
         try:
-            with urlopen(Request(url, body), timeout=PATIENCE) as answer:
+            request = Request(url, body, {"content-type": "application/json"})
+            with urlopen(request, timeout=PATIENCE) as answer:
                 status, whole = answer.status, answer.read()
         except HTTPError as error:
             status, whole = error.code, error.read()
