@@ -32,8 +32,8 @@ TokenIds: TypeAlias = Sequence[int] | list[int | str] | tuple[int | str, ...] | 
 """The token ids of one prompt: a sequence of ints, or a flat buffer of 4- or 8-byte integers.
 
 Buffers (`array`, numpy) are read without a copy, and are the quickest. Strings among the tokens are
-for TensorRT-LLM, whose image digests are tokens. A `str` or `bytes` is not a prompt: it is refused. A
-negative id is no error, since a check would cost time at each match: no rank holds it, and
+for TensorRT-LLM, whose image digests are tokens. A `str` or `bytes` is not a prompt: it is refused.
+A negative id is no error, since a check would cost time at each match: no rank holds it, and
 `explain` says so.
 """
 

@@ -467,6 +467,7 @@ def raw(served: Gateway, data: bytes) -> bytes:
 
 def request(body: bytes, *fields: bytes, version: bytes = b"1.1", close: bool = True) -> bytes:
     head = [b"POST /v1/chat/completions HTTP/" + version, b"host: localhost", *fields]
+    head.append(b"content-type: application/json")
     if not any(field.startswith(b"transfer-encoding") for field in fields):
         head.append(b"content-length: %d" % len(body))
     if close:

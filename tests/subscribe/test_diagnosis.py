@@ -274,6 +274,5 @@ def test_two_publishers_behind_one_address_are_named_in_the_reason(
             for first in (0, 7):  # two engines that count for themselves
                 relay.send(live_frames(b"", first + number, payload))
 
-        publish_until(client, send, lambda s: "several publishers" in s.reason)
-        assert relay.endpoint in client.status(RANK).reason
-        assert client.status(RANK).state is State.LIVE
+        named = f"several publishers seem to send at {relay.endpoint}"
+        publish_until(client, send, lambda status: named in status.reason)
