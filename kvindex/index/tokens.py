@@ -33,6 +33,8 @@ TokenIds: TypeAlias = Sequence[int] | list[int | str] | tuple[int | str, ...] | 
 
 Buffers (`array`, numpy) are read without a copy, and are the quickest. Strings among the tokens are
 for TensorRT-LLM, whose image digests are tokens. A `str` or `bytes` is not a prompt: it is refused.
+A negative id is no error, since a check would cost time at each match: no rank holds it, and
+`explain` says so.
 """
 
 TEXT_TOKENS = range(2**62, 2**63)
@@ -42,6 +44,16 @@ TOKEN_BYTES = 8
 _CHUNK = 1024  # tokens converted at a time: small enough to be lazy, large enough to be quick
 _INTEGERS = frozenset("iIlLqQnN")
 _NATIVE = "@=<" if sys.byteorder == "little" else "@=>!"  # prefixes of our own byte order
+_NAMES = {  # of buffer formats, for people
+    "b": "int8",
+    "B": "uint8",
+    "h": "int16",
+    "H": "uint16",
+    "?": "bool",
+    "e": "float16",
+    "f": "float32",
+    "d": "float64",
+}
 _Code: TypeAlias = Literal["i", "I", "q", "Q"]
 _CODES: dict[int, tuple[_Code, _Code]] = {4: ("i", "I"), 8: ("q", "Q")}
 
@@ -187,9 +199,11 @@ def _checked_view(view: memoryview) -> memoryview[int]:
         )
     kind = view.format.lstrip(_NATIVE)
     if kind not in _INTEGERS or view.itemsize not in _CODES:
+        name = _NAMES.get(kind, "no native integers")
         raise TokenError(
-            f"token_ids of buffer format {view.format!r} with {view.itemsize} bytes an item; "
-            "4- or 8-byte native integers are needed"
+            f"token_ids are {name} (buffer format {view.format!r}, {view.itemsize} bytes an item); "
+            "4- or 8-byte native integers are needed: pass token_ids.astype('int32') of a numpy "
+            "array, array('i', [int(token) for token in token_ids]) of others"
         )
     signed, unsigned = _CODES[view.itemsize]
     return _cast(view, signed if kind.islower() else unsigned)

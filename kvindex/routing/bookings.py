@@ -114,7 +114,9 @@ class Booking:
 
         Args:
             cached_tokens: how many tokens of the prompt the engine found cached, as it reports in
-                `usage.prompt_tokens_details.cached_tokens`; None if it reports none.
+                `usage.prompt_tokens_details.cached_tokens`; None if it reports none. Of more than
+                the prompt has, the prompt's tokens count; `statistics()["bookings"]` counts such
+                reports, `cached_above_prompt`.
 
         Raises:
             ConfigurationError: `cached_tokens` is negative, or no number. The load is released
@@ -251,9 +253,14 @@ class Bookings:
         self._predictions.expire(now)
 
     def statistics(self) -> dict[str, int]:
-        """Return how many are open, how many ended in which way, and reports after an expiry."""
+        """Return how many are open, how many ended in which way, and reports of two odd kinds.
+
+        `late`: reports after an expiry. `cached_above_prompt`: engines' reports of more cached
+        tokens than the prompt has.
+        """
         ended = {str(stage): count for stage, count in self._ended.items()}
-        return {"open": len(self._open), **ended, "late": self._late}
+        counts = {"late": self._late, "cached_above_prompt": self.funnel.longer}
+        return {"open": len(self._open), **ended, **counts}
 
     def report(self, booking: Booking, change: Callable[..., None], *details: Any) -> None:
         """Call `change(booking, now, *details)` if the booking is open."""

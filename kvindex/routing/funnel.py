@@ -20,13 +20,17 @@ _HEAVIEST: Final = 1e200
 _WRONG: Final = 0.2  # of the tokens that were predicted, or found
 _NEARLY_ALL: Final = 0.95  # of the requests
 
+_OTHER_TOKENS = (
+    "the engine's tokens may differ from those that were matched (chat template, BOS token, "
+    "Harmony, images)"
+)
 _NO_USAGE = (
     "its engine does not report how many tokens it found cached: start vLLM with "
     "--enable-prompt-tokens-details, SGLang with --enable-cache-report"
 )
 _NOTHING_FOUND = (
     "its engine finds nothing cached where its events say that it holds blocks: do requests reach "
-    "this rank (header X-data-parallel-rank), and with the tokens that the router has?"
+    "this rank (header X-data-parallel-rank)? Or " + _OTHER_TOKENS
 )
 _ELSEWHERE = (
     "its engine finds what other ranks hold: requests seem to reach another rank than the one that "
@@ -34,12 +38,13 @@ _ELSEWHERE = (
 )
 _GONE = (
     "its engine finds less than its events reported: blocks are evicted between the choice and the "
-    "prefill, or the router's tokens differ from the engine's"
+    "prefill, or " + _OTHER_TOKENS
 )
 _UNREPORTED = (
     "its engine finds more than its events reported: some were lost (see its status), they come "
-    "late, or another cache feeds it"
+    "late, another cache feeds it, or " + _OTHER_TOKENS
 )
+_LONGER = "its engine finds more tokens cached than the matched prompt has: " + _OTHER_TOKENS
 
 _FIRST_GUESS: Final = 16_000.0  # tokens/s, until something is measured
 _LEAST_TOKENS: Final = 2_048  # a shorter wait shows latencies rather than the rate
@@ -60,6 +65,7 @@ class _Recent:
     delivered: float = 0.0
     missing: float = 0.0  # tokens predicted and not found
     unreported: float = 0.0  # tokens found and not predicted
+    longer: float = 0.0  # requests that found more tokens than their prompt has
 
     def count(self, decision: Decision, delivered: int | None) -> None:
         if self.weight > _HEAVIEST:  # doubles end at 1e308
@@ -79,6 +85,7 @@ class _Recent:
         self.delivered += weight * delivered
         self.missing += weight * max(0, chosen - delivered)
         self.unreported += weight * max(0, delivered - chosen)
+        self.longer += weight * (delivered > decision.prompt_tokens)
 
     def suspicion(self) -> str:
         if self.silent >= _NEARLY_ALL * self.requests:
@@ -87,6 +94,8 @@ class _Recent:
             return _NOTHING_FOUND
         if self.elsewhere > _WRONG * (self.requests - self.silent):
             return _ELSEWHERE
+        if self.longer > _WRONG * (self.requests - self.silent):
+            return _LONGER
         if self.missing > _WRONG * self.chosen:
             return _GONE
         if self.unreported > _WRONG * self.delivered:
@@ -123,18 +132,25 @@ class Funnel:
         self._all = _Sums()
         self._of_rank: defaultdict[Rank, _Sums] = defaultdict(_Sums)
         self._recent: defaultdict[Rank, _Recent] = defaultdict(_Recent)
+        self.longer = 0  # reports of more cached tokens than the prompt has
 
     def count(self, decision: Decision, delivered: int | None) -> None:
-        """Count one finished request, and its engine's cached tokens, if reported. O(1)."""
+        """Count one finished request, and its engine's cached tokens, if reported. O(1).
+
+        Not more are delivered than were asked, whatever the engine reports; `longer` counts those.
+        """
         stages = {
             "requests": 1,
             "asked": decision.prompt_tokens,
             "attainable": decision.attainable,
             "chosen": decision.tokens,
         }
+        self._recent[decision.rank].count(decision, delivered)
+        if delivered is not None and delivered > decision.prompt_tokens:
+            self.longer += 1
+            delivered = decision.prompt_tokens
         self._all.count(stages, delivered)
         self._of_rank[decision.rank].count(stages, delivered)
-        self._recent[decision.rank].count(decision, delivered)
 
     def keep(self, ranks: Collection[Rank]) -> None:
         """Forget the ranks that are not among these; their part stays in the sums of all."""

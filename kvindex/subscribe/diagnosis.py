@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvindex.subscribe.delivery import RankStatus
-from kvindex.subscribe.sequencer import MAX_COUNT, State
+from kvindex.subscribe.sequencer import MANY_RESTARTS, MAX_COUNT, RESTARTS_WITHIN, State
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.log_rate import LogRate
 from kvindex.wire.rank import Rank
@@ -137,10 +137,11 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
     all_counters["filtered_by_topic"] = feed.reader.topic.filtered
     counters = {name: count for name, count in all_counters.items() if count}
     shown: dict[str, Any] = {name: counters.get(name, 0) for name in _SHOWN}
+    reasons = (_several_publishers(feed, now), _reason(feed, now), _overflow(feed, now))
     status = RankStatus(
         rank=feed.rank,
         state=_state(feed),
-        reason="; ".join(filter(None, (_reason(feed, now), _overflow(feed, now)))),
+        reason="; ".join(filter(None, reasons)),
         epoch=feed.delivery.epoch,
         seq=feed.delivery.seq,
         complete=sequencer.applied.complete and not feed.reader.topic.contradicted,
@@ -154,12 +155,12 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
         **shown,
         counters=counters,
     )
-    _log_news(feed, status)
+    _log_news(feed, status, now)
     return status
 
 
-def _log_news(feed: Feed, status: RankStatus) -> None:
-    """Log that the engine is gone or back, and that its replay endpoint is of no use."""
+def _log_news(feed: Feed, status: RankStatus, now: float) -> None:
+    """Log that the engine is gone or back, is several, or that its replay is of no use."""
     notes = feed.notes
     notes.shown_live = status.state is State.LIVE
     if status.state in (State.CONNECTING, State.STALE) and notes.was_up:
@@ -172,6 +173,8 @@ def _log_news(feed: Feed, status: RankStatus) -> None:
         if notes.logged_down or notes.may_log("up"):
             notes.logged_down = False
             logger.info("%s: live: %s", status.rank, status.endpoint)
+    if feed.sequencer.several_publishers(now):
+        notes.warn("several_publishers", "%s", _several_publishers(feed, now))
     unrepairable = "" if status.replay_endpoint is None else _unrepairable(feed)
     if unrepairable and not notes.logged_unrepairable:
         notes.warn("unrepairable", "%s", unrepairable)
@@ -225,6 +228,18 @@ def _reason(feed: Feed, now: float) -> str:
             "is it the engine's replay_endpoint?"
         )
     return reason
+
+
+def _several_publishers(feed: Feed, now: float) -> str:
+    """Return that one address seems to have several publishers, and what to do; or ""."""
+    if not feed.sequencer.several_publishers(now):
+        return ""
+    return (
+        f"several publishers seem to send at {feed.address.endpoint}: batch numbers fell back "
+        f"{MANY_RESTARTS} times within {RESTARTS_WITHIN:.0f} s on one connection, and each time "
+        "the rank starts empty. Give each rank an address of its own (no relay, balancing Service "
+        "or bound SUB for several)"
+    )
 
 
 def _overflow(feed: Feed, now: float) -> str:

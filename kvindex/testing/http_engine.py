@@ -47,8 +47,10 @@ class HttpEngine:
         >>> from urllib.request import Request, urlopen
         >>> with FakeEngine(block_size=4) as engine, HttpEngine(engine) as server:
         ...     body = json.dumps({"prompt": [1, 2, 3, 4, 5], "max_tokens": 1}).encode()
+        ...     request = Request(f"{server.url}/v1/completions", body)
+        ...     request.add_header("content-type", "application/json")
         ...     for _ in range(2):
-        ...         with urlopen(Request(f"{server.url}/v1/completions", body)) as answer:
+        ...         with urlopen(request) as answer:
         ...             usage = json.load(answer)["usage"]
         >>> usage["prompt_tokens_details"]
         {'cached_tokens': 4}

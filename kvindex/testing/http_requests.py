@@ -159,7 +159,10 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -
         role = f"<{message.get('role')}>" if isinstance(message, Mapping) else ""
         if role not in ("<system>", "<user>", "<assistant>", "<tool>"):
             raise ConfigurationError(f"a message needs a role that is known, not {message!r:.80}")
-        tokens += [_ID[role], *_content(message.get("content")), _ID["<end>"]]
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):  # in the history of an agent
+            content = ""
+        tokens += [_ID[role], *_content(content), _ID["<end>"]]
     return tokens + [_ID["<assistant>"]] * answer
 
 

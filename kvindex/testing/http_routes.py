@@ -82,6 +82,7 @@ class Routes:
             self._check(method, path, headers)
             if method == "GET":
                 return self._get[path]()
+            _check_type(headers)
             return self._post[path](read_body(body), headers.get("x-data-parallel-rank", ""))
         except RequestError as error:
             return Response.of_error(error)
@@ -177,6 +178,12 @@ class Routes:
             )
         rendered = [_generate_request(prompt) for prompt in self._prompts(chat, body, rank)]
         return Response.of_json(rendered[0] if chat else rendered)
+
+
+def _check_type(headers: Mapping[str, str]) -> None:
+    """Refuse what is not declared as JSON, as vLLM and SGLang do: with 400, though it says 415."""
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
+        raise RequestError(400, "Unsupported Media Type: Only 'application/json' is allowed")
 
 
 def _choices(body: Mapping[str, Any]) -> int:

@@ -41,6 +41,7 @@ class Gateway:
         method = "GET" if body is None else "POST"
         data = None if body is None else json.dumps(body).encode()
         fields = {name.replace("_", "-"): value for name, value in headers.items()}
+        fields["content-type"] = "application/json"
         connection.request(method, path, data, fields)
         return connection, connection.getresponse()
 
@@ -466,6 +467,7 @@ def raw(served: Gateway, data: bytes) -> bytes:
 
 def request(body: bytes, *fields: bytes, version: bytes = b"1.1", close: bool = True) -> bytes:
     head = [b"POST /v1/chat/completions HTTP/" + version, b"host: localhost", *fields]
+    head.append(b"content-type: application/json")
     if not any(field.startswith(b"transfer-encoding") for field in fields):
         head.append(b"content-length: %d" % len(body))
     if close:

@@ -115,8 +115,8 @@ def test_signed_and_unsigned_buffers_of_one_value_agree(signed: str) -> None:
         (None, "NoneType"),
         ({1, 2, 3, 4}, "set"),
         (iter([1]), "list_iterator"),
-        (array("h", [1, 2]), "format 'h' with 2 bytes"),
-        (array("d", [1.0]), "format 'd'"),
+        (array("h", [1, 2]), r"are int16 \(buffer format 'h', 2 bytes .*astype\('int32'\)"),
+        (array("d", [1.0]), r"are float64 \(buffer format 'd'.*astype\('int32'\)"),
         (memoryview(b"12345678"), "format 'B'"),
         *[
             (data, rf"plain {type(data).__name__}.*may be text.*memoryview\(data\)\.cast")

@@ -128,3 +128,25 @@ def test_the_funnel_of_a_rank_goes_with_it_and_its_sums_stay() -> None:
     rank = router.statistics()["ranks"]["a/0"]
     assert rank["funnel"]["finished"]["requests"] == 20
     assert rank["suspicion"] == ""  # its restarted engine holds nothing, and was not expected to
+
+
+def test_an_engine_that_finds_more_tokens_than_the_prompt_has_is_counted_and_said() -> None:
+    router = router_of({"a": 5})
+    for _ in range(20):
+        router.reserve(PROMPT).finish(len(PROMPT) + 1)
+    statistics = router.statistics()
+    assert statistics["bookings"]["cached_above_prompt"] == 20
+    reported = statistics["funnel"]["reported"]
+    assert reported["delivered"] == reported["asked"] == 20 * len(PROMPT)
+    suspicion = statistics["ranks"]["a/0"]["suspicion"]
+    assert "more tokens cached than the matched prompt has" in suspicion
+    assert "tokens may differ from those that were matched" in suspicion
+
+
+@pytest.mark.parametrize("delivered", [0, BLOCK, 8 * BLOCK])
+def test_a_suspicion_names_other_tokens_as_a_cause(delivered: int) -> None:
+    router = router_of({"a": 5})
+    for _ in range(20):
+        router.reserve(PROMPT).finish(delivered)
+    suspicion = router.statistics()["ranks"]["a/0"]["suspicion"]
+    assert "tokens may differ from those that were matched (chat template, BOS" in suspicion

@@ -144,6 +144,7 @@ def test_a_forgotten_booking_expires_and_its_late_reports_are_counted() -> None:
         "cancelled": 0,
         "expired": 1,
         "late": 1,
+        "cached_above_prompt": 0,
     }
     with pytest.raises(UnknownBookingError):
         router.booking("r")

@@ -33,7 +33,7 @@ from tests.live import (
     worker_of,
 )
 from tests.publish.publish_peers import Context
-from tests.subscribe.peers import RANK, RawPublisher, prompt, publish_until
+from tests.subscribe.peers import RANK, RawPublisher, prompt, publish_until, stored
 
 pytestmark = pytest.mark.e2e
 
@@ -261,3 +261,18 @@ def test_a_host_that_is_unknown_is_told_from_a_port_where_nothing_listens(
         reason = client.status(RANK).reason
         assert "the host 'no-such-host.invalid' is unknown" in reason
         assert "is the engine up" not in reason
+
+
+def test_two_publishers_behind_one_address_are_named_in_the_reason(
+    context: Context,
+) -> None:
+    relay = RawPublisher(context)
+    with client_of(Worker("engine", relay.endpoint)) as client:
+
+        def send(number: int) -> None:
+            payload = encode_batch(stored(number))
+            for first in (0, 7):  # two engines that count for themselves
+                relay.send(live_frames(b"", first + number, payload))
+
+        named = f"several publishers seem to send at {relay.endpoint}"
+        publish_until(client, send, lambda status: named in status.reason)

@@ -35,7 +35,8 @@ def serving(
 
 def ask(url: str, body: object = None, headers: Mapping[str, str] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urlopen(Request(url, data, dict(headers or {})), timeout=PATIENCE) as answer:
+    fields = {"content-type": "application/json", **(headers or {})}
+    with urlopen(Request(url, data, fields), timeout=PATIENCE) as answer:
         text = answer.read()
         return json.loads(text) if "json" in answer.headers["Content-Type"] else text.decode()
 
@@ -279,3 +280,31 @@ def test_an_engine_may_see_another_prompt_than_was_sent() -> None:
         with HttpEngine(engine, options=HttpOptions(salt="s")) as server:
             assert [cached(server, NINE) for _ in range(2)] == [0, 8]
             assert [engine.hit(range(1, 10), salt=salt) for salt in ("s", None)] == [8, 0]
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", ""])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_body_that_is_not_declared_as_json_is_refused_as_vllm_does(kind: str, path: str) -> None:
+    body = {"prompt": "x", "messages": MESSAGES}
+    with serving() as (server, _):
+        with pytest.raises(HTTPError) as raised:
+            ask(server.url + path, body, {"content-type": kind})
+        with raised.value:
+            error = json.loads(raised.value.read())["error"]
+        assert raised.value.code == error["code"] == 400
+        assert "Only 'application/json' is allowed" in error["message"]
+        body = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
+        assert ask(server.url + path, body, {"content-type": "Application/JSON; charset=utf-8"})
+
+
+@pytest.mark.parametrize("missing", [{"content": None}, {}])
+def test_an_agents_history_has_no_content_beside_its_tool_calls(missing: dict[str, None]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    history = [*MESSAGES, {"role": "assistant", **missing, "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "1", "content": "nothing"})
+    with serving() as (server, _):
+        cached(server, {"messages": history})
+        assert cached(server, {"messages": history}) > 0
+        without_calls = [{"role": "assistant", **missing}]
+        url = server.url + "/v1/chat/completions"
+        assert refused(url, {"messages": without_calls}) == 400

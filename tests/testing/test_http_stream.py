@@ -33,6 +33,7 @@ def post(engine: HttpEngine, body: dict[str, Any], **headers: str) -> tuple[int,
     connection = http.client.HTTPConnection(engine.url.removeprefix("http://"), timeout=120)
     try:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
+        names["content-type"] = "application/json"
         connection.request("POST", "/v1/chat/completions", json.dumps(body), names)
         answer = connection.getresponse()
         return answer.status, answer.read()
@@ -90,7 +91,8 @@ def test_a_client_that_closes_cancels_its_stream(engine: HttpEngine) -> None:
     host, port = engine.url.removeprefix("http://").split(":")
     body = json.dumps(CHAT).encode()
     with socket.create_connection((host, int(port)), timeout=120) as client:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         assert client.recv(15) == b"HTTP/1.1 200 OK"  # before the first token
     until(lambda: engine.counters.get("cancelled") == 1)

@@ -88,8 +88,10 @@ whose first batch to reach us has exactly the next number, looks like the old on
 
 from kvindex.subscribe.sequencer.sequencer import Sequencer
 from kvindex.subscribe.sequencer.values import (
+    MANY_RESTARTS,
     MAX_COUNT,
     MAX_SEQ,
+    RESTARTS_WITHIN,
     Action,
     AskReplay,
     Batch,
@@ -104,8 +106,10 @@ from kvindex.subscribe.sequencer.values import (
 from kvindex.wire.rank import State
 
 __all__ = [
+    "MANY_RESTARTS",
     "MAX_COUNT",
     "MAX_SEQ",
+    "RESTARTS_WITHIN",
     "Action",
     "AskReplay",
     "Batch",

@@ -11,7 +11,9 @@ from kvindex.subscribe.sequencer.explain import explain
 from kvindex.subscribe.sequencer.repair import Purpose, Repair
 from kvindex.subscribe.sequencer.state import StreamState
 from kvindex.subscribe.sequencer.values import (
+    MANY_RESTARTS,
     MAX_SEQ,
+    RESTARTS_WITHIN,
     Action,
     Batch,
     Cursor,
@@ -94,6 +96,15 @@ class Sequencer:
     def unrepairable(self) -> str:
         """Why nothing can be repaired at present, for people; empty while replay may help."""
         return self._replay.trouble
+
+    def several_publishers(self, now: float) -> bool:
+        """Return whether batches seem to come from several publishers at one address.
+
+        Their numbers then fall back again and again while the connection stays. One publisher that
+        restarts loses its connection; behind a relay it restarts less often than this.
+        """
+        times = self._stream.fell_back
+        return len(times) == MANY_RESTARTS and now - times[0] <= RESTARTS_WITHIN
 
     # Joining, and going on elsewhere ------------------------------------------------------------
 

@@ -7,13 +7,14 @@ except that `Sequencer.live_run` delivers a whole run.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from random import Random
 
 from kvindex.subscribe.sequencer.batches import Applied, Held, HeldBatch
 from kvindex.subscribe.sequencer.repair import Purpose, Repair, Replay
 from kvindex.subscribe.sequencer.values import (
+    MANY_RESTARTS,
     MAX_COUNT,
     Action,
     AskReplay,
@@ -80,6 +81,7 @@ class StreamState:
         self.now = self.alive_at = now
         self.is_stale = False
         self.refused = 0
+        self.fell_back: deque[float] = deque(maxlen=MANY_RESTARTS)  # when, on this connection
         self.out: list[Action] = []
         self._random = random
         self._disconnected_at = -math.inf
@@ -144,6 +146,7 @@ class StreamState:
     def disconnect(self) -> None:
         """Be CONNECTING again; the next publisher may be another one."""
         self.counters["disconnects"] += 1
+        self.fell_back.clear()  # an engine that restarts closes its connection
         self._disconnected_at = self.now
         self.abandon_repair()
         self.replay.pair(False)
@@ -166,6 +169,8 @@ class StreamState:
 
     def restart(self, reason: str, trigger: Batch | None = None, *, resync: bool = True) -> None:
         """Begin a new epoch; with `resync`, by a join."""
+        if reason == "seq_fell_back":
+            self.fell_back.append(self.now)
         self.abandon_repair()
         self._begin_epoch(reason, trigger)
         if trigger is not None:

@@ -13,6 +13,12 @@ from kvindex.wire.rank import Rank
 MAX_SEQ = 2**64 - 2
 """Largest number of a batch: 2**64 - 1 marks the end of a replay."""
 
+MANY_RESTARTS = 5
+"""So many restarts on one connection within `RESTARTS_WITHIN` show several publishers there."""
+
+RESTARTS_WITHIN = 30.0
+"""Seconds, see `MANY_RESTARTS`."""
+
 MAX_COUNT = 2**63 - 1
 """No count passes this: a publisher chooses its numbers, and 64 bits must hold their sum."""
 

@@ -5,6 +5,10 @@ change as an engine does, with replay. DP rank r listens at port + r on both end
 in ten is the prompt 0, 1, ... 99 (on rank r only its first 100 / (r + 1) tokens), so that there is
 something to match. With --rate 0 it serves only what you send over HTTP. Runs until Ctrl-C, SIGTERM
 or --seconds, its normal ends (exit 0). Exit 2: an endpoint cannot be used.
+
+Over HTTP, as vLLM, it refuses a body without `content-type: application/json` (400). A byte is a
+token. The answer is letters that mean nothing. It accepts tools, tool_calls and logprobs, and
+ignores them: they change no token, no answer calls a tool, and logprobs are null.
 """
 
 from __future__ import annotations

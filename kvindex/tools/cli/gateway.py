@@ -234,7 +234,8 @@ def print_engines(routers: Any, url: str) -> None:
     lines += [f"not found yet: {name}: {why}" for name, why in missing.items()]
     if url and servings and servings[0].models:
         chat = {"model": servings[0].models[0], "messages": [{"role": "user", "content": "Hi"}]}
-        lines.append(f"try: curl {url}/v1/chat/completions -d '{json.dumps(chat)}'")
+        header = "-H 'content-type: application/json'"
+        lines.append(f"try: curl {url}/v1/chat/completions {header} -d '{json.dumps(chat)}'")
     _print_lines(lines)
 
 

@@ -286,8 +286,8 @@ _STREAMS: Final = {
         "by load: docs/guarantees.md, exact or a bound",
     ),
     "several-publishers": _error(
-        "connections to {endpoint} reach different publishers",
-        "give each pod its own address: no Service that balances",
+        "several publishers send at {endpoint}",
+        "give each rank its own address: no Service that balances, and no relay of several",
     ),
     "prompts-diverge": _info(
         "{prompts} of {all} prompts part after their first {tokens} tokens",

@@ -24,6 +24,7 @@ _MAX_MESSAGES: Final = 100_000  # of one connection in one examination
 _MAX_TOPICS: Final = 64
 _MAX_KEPT: Final = 4096  # numbers, hashes
 _CONNECTIONS: Final = 2
+_MANY_FALLS: Final = 3  # of one connection's numbers: a restart is one, and ends the connection
 
 
 class Reception:
@@ -33,6 +34,7 @@ class Reception:
         self.messages = 0
         self.topics: Counter[str] = Counter()
         self.missing = 0
+        self.falls = 0  # numbers that were lower than the one before
         self.undecodable = 0
         self.stored = 0
         self.stored_again = 0
@@ -57,6 +59,7 @@ class Reception:
             self.topics[topic] += 1
         if self._last is not None:
             self.missing += max(0, live.seq - self._last - 1)
+            self.falls += live.seq < self._last
         self._last = live.seq
         _keep(self.marks, live.seq, zlib.crc32(live.payload))
         for event in batch.events:
@@ -135,11 +138,16 @@ class Listener:
         return sorted(self.first(dp_rank).topics)
 
     def differing(self) -> list[int]:
-        """Return the ranks whose two connections received different batches of one number."""
+        """Return the ranks at whose address several publishers send.
+
+        Two connections received different batches of one number, or one connection's numbers fall
+        back again and again.
+        """
         return [
             rank
             for rank, (first, second) in self.received.items()
-            if bool(first.tested) != bool(second.tested)
+            if max(first.falls, second.falls) >= _MANY_FALLS
+            or bool(first.tested) != bool(second.tested)
             or any(second.marks.get(seq, mark) != mark for seq, mark in first.marks.items())
         ]
 

@@ -79,6 +79,7 @@ class Envoy:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             fields = {name.replace("_", "-"): value for name, value in headers.items()}
+            fields["content-type"] = "application/json"
             connection.request("POST" if body else "GET", path, body or None, fields)
             response = connection.getresponse()
             return response.status, dict(response.getheaders()), response.read()

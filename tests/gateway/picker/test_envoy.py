@@ -154,7 +154,8 @@ class _WithTrailers(BaseHTTPRequestHandler):
     def _forward(self, body: bytes | None) -> None:
         url = f"{self.server.engine}{self.path}"
         try:
-            with urlopen(Request(url, body), timeout=PATIENCE) as answer:
+            request = Request(url, body, {"content-type": "application/json"})
+            with urlopen(request, timeout=PATIENCE) as answer:
                 status, whole = answer.status, answer.read()
         except HTTPError as error:
             status, whole = error.code, error.read()
@@ -241,6 +242,7 @@ def opened_streams(picked: Picker) -> int:
 def asked(proxy: Envoy, body: bytes, fields: str = "") -> socket.socket:
     """Ask, and leave the answer unread."""
     fields = fields or f"content-length: {len(body)}\r\n"
+    fields += "content-type: application/json\r\n"
     connection = socket.create_connection(("127.0.0.1", proxy.port), PATIENCE)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n{fields}\r\n"
     connection.sendall(head.encode() + body)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.subscribe.sequencer import AskReplay, CloseReplay, RankRestarted, State
+from kvindex.subscribe.sequencer import (
+    MANY_RESTARTS,
+    RESTARTS_WITHIN,
+    AskReplay,
+    CloseReplay,
+    RankRestarted,
+    State,
+)
 from tests.subscribe.sequencer.sequencer_script import RANK, TIMEOUT, Script, batch, without_replay
 
 pytestmark = pytest.mark.unit
@@ -158,3 +165,39 @@ def test_clock_set_back_without_replay_heals_after_many_refusals() -> None:
     out = script.live(*(batch(seq, 1, ts=float(seq)) for seq in range(20)))
     assert out.restarts == ["clock_fell_back"]
     assert out.delivered[-1] == (1, 19)
+
+
+def test_two_publishers_at_one_address_are_recognised_by_numbers_that_fall_back_and_back() -> None:
+    script = without_replay(0)
+    for turn in range(6):
+        assert not script.sequencer.several_publishers(script.now)
+        script.live(batch(100 + turn, ts=2_000.0 + turn))
+        script.pass_time(TIMEOUT)  # what lies between is lost
+        script.live(batch(turn, ts=2_000.5 + turn))
+        if script.count["restarts"] == MANY_RESTARTS:
+            break
+    assert script.sequencer.several_publishers(script.now)
+    assert not script.sequencer.several_publishers(script.now + RESTARTS_WITHIN)
+
+
+def test_a_publisher_that_is_restarted_often_is_not_taken_for_several() -> None:
+    script = Script().joined(0, 1)
+    for life in range(1, 3 * MANY_RESTARTS):
+        script.disconnect()
+        script.connect()
+        assert script.live(batch(0, life)).restarts == ["seq_fell_back"]
+        script.reply(batch(0, life), batch(1, life), end=True)
+        assert script.is_in(State.LIVE)
+    assert not script.sequencer.several_publishers(script.now)
+
+
+def test_a_publisher_behind_a_relay_that_is_restarted_each_minute_is_not_taken_for_several() -> (
+    None
+):
+    script = without_replay(0, 1)
+    for life in range(1, 3 * MANY_RESTARTS):
+        script.pass_time(60.0)
+        script.live(batch(0, life))
+        script.live(batch(1, life))
+    assert script.count["restarts"] > MANY_RESTARTS
+    assert not script.sequencer.several_publishers(script.now)

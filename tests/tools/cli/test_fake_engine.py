@@ -56,6 +56,7 @@ def test_a_fake_engine_without_requests_of_its_own_serves_what_it_is_sent() -> N
         url = lines[1].split()[-1]
         prompt = {"model": "fake-model", "prompt": list(range(100)), "max_tokens": 1}
         request = Request(f"{url}/v1/completions", json.dumps(prompt).encode())
+        request.add_header("content-type", "application/json")
         cached = []
         for _ in range(2):
             with urlopen(request, timeout=PATIENCE) as answer:

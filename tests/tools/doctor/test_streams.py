@@ -302,6 +302,23 @@ def test_an_address_that_balances_over_engines_is_found() -> None:
             assert any("several-publishers" in finding_ids for finding_ids in looks)
 
 
+def test_an_address_at_which_a_relay_sends_two_ranks_is_found() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as relay:
+        relay.setsockopt(zmq.LINGER, 0)
+        relay.bind("tcp://127.0.0.1:*")
+
+        def send(number: int) -> None:
+            payload = encode_batch(EventBatch(1_000.0 + number, []))
+            for first in (0, 100_000):  # two ranks that count for themselves
+                relay.send_multipart(live_frames(b"", first + number, payload))
+
+        with meanwhile(send):
+            report = look_at(
+                Worker("a", relay.getsockopt_string(zmq.LAST_ENDPOINT)), limits=HEARING
+            )
+    assert "several-publishers" in ids(report)
+
+
 @contextmanager
 def endless_replay() -> Iterator[Worker]:
     """A publisher that says nothing, and whose replay goes on and on: a batch, a little later one.
