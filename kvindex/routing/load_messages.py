@@ -26,7 +26,7 @@ MAX_LOAD: Final = 1 << 40
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOAD)]
 LoadRow: TypeAlias = tuple[
-    Annotated[str, Meta(max_length=1_024)],
+    Annotated[str, Meta(max_length=256)],
     Annotated[int, Meta(ge=0, lt=1 << 32)],
     _Count,
     _Count,
@@ -55,6 +55,8 @@ class _Head(msgspec.Struct, array_like=True):
     version: int
 
 
+# Text that is no UTF-8, and deep nesting, raise errors that are not msgspec's.
+_NONSENSE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LoadMessage).decode
 _decode_head = msgspec.msgpack.Decoder(_Head).decode
@@ -90,7 +92,7 @@ def decode_load(data: bytes) -> LoadMessage:
         raise DecodeError("size")
     try:
         message = _decode(data)
-    except msgspec.MsgspecError:
+    except _NONSENSE:
         raise DecodeError("version" if _is_foreign(data) else "malformed") from None
     if message.version != VERSION:
         raise DecodeError("version")
@@ -101,5 +103,5 @@ def _is_foreign(data: bytes) -> bool:
     """Return whether this is a message of another version."""
     try:
         return _decode_head(data).version != VERSION
-    except msgspec.MsgspecError:
+    except _NONSENSE:
         return False

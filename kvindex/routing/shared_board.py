@@ -26,8 +26,8 @@ ROW_LIFE: Final = 3.0
 """Seconds after its receipt for which another gateway's row counts."""
 
 MAX_GATEWAYS: Final = 1_024
-MAX_GATEWAY_ROWS: Final = 65_536
-MAX_ALL_ROWS: Final = 1 << 20
+MAX_GATEWAY_ROWS: Final = 16_384
+MAX_ALL_ROWS: Final = 65_536
 _ZERO_LIFE: Final = 4.0  # seconds for which a row that became zero is sent
 _HELD_ROWS: Final = 64  # rows for which the router's lock is held at once
 
@@ -75,7 +75,7 @@ class SharedBoard(LocalLoadBoard):
         self._published: dict[Rank, float] = {}  # ranks, and when their rows were last not zero
         self._number = 0  # of the last message
         self._others: dict[str, _Gateway] = {}
-        self._counts = dict.fromkeys(("received", "missed", "late"), 0)
+        self._counts = dict.fromkeys(("received", "missed", "late", "unknown_ranks"), 0)
         self._refused: dict[str, int] = {}
 
     # The router's calls
@@ -192,19 +192,24 @@ class SharedBoard(LocalLoadBoard):
                 if len(self._others) >= MAX_GATEWAYS:
                     return self._refuse("too many gateways")
                 other = _Gateway()
-            if reason := self._lacks_room(other, message.rows):
+            # Ranks that this router does not have are none of its memory. Those that it gets later
+            # count from their gateway's next whole message on.
+            known = cast("dict[_Key, int]", self._rows)
+            rows = [row for row in message.rows if row[:2] in known or row[:2] in other.rows]
+            if reason := self._lacks_room(other, rows):
                 return self._refuse(reason)
             if other.number and message.number <= other.number:
                 self._counts["late"] += 1
                 return ""
             self._counts["received"] += 1
             self._counts["missed"] += message.number - other.number - 1 if other.number else 0
+            self._counts["unknown_ranks"] += len(message.rows) - len(rows)
             other.number, other.heard_at = message.number, self._clock()
             self._others[message.gateway] = other
-        for first in range(0, len(message.rows), _HELD_ROWS):
+        for first in range(0, len(rows), _HELD_ROWS):
             with self._lock:
                 if self.is_sharing:
-                    self._replace(other, message.rows[first : first + _HELD_ROWS])
+                    self._replace(other, rows[first : first + _HELD_ROWS])
         return ""
 
     def _lacks_room(self, other: _Gateway, rows: Sequence[LoadRow]) -> str:

@@ -91,7 +91,8 @@ class SharedLoad(SharedBoard):
         `connected`; `trouble`: what is wrong, or ""; `sent`: messages; `gateways`: others of which
         load was received; `rows`: theirs that count now; `age`: seconds since the receipt of the
         oldest of these, or None; `received`: messages; `missed`: numbers that were skipped, such as
-        of lost messages; `late`: messages that came after a later one; `refused`: by reason.
+        of lost messages; `late`: messages that came after a later one; `unknown_ranks`: rows that
+        were left out, of ranks that the router does not have; `refused`: by reason.
         """
         return {**self._link.statistics(), **super().statistics()}
 
