@@ -99,5 +99,5 @@ def test_a_torch_group_that_cannot_work_is_refused(
 
 def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ConfigurationError, match=r"kvindex\[torch\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install -e '\.\[torch\]'"):
         TorchProcessGroup()

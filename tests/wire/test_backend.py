@@ -211,7 +211,9 @@ for use in (lambda: __import__("kvindex.service.queries"), lambda: ShmRingBuffer
     except Exception as error:
         print(type(error).__name__, error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    free = {name: value for name, value in os.environ.items() if name != "KVINDEX_BACKEND"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=free)
     query, ring = done.stdout.splitlines()
     for line, error in ((query, "ImportError"), (ring, "SegmentError")):
         assert line.startswith(error), done.stderr
