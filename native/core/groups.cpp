@@ -53,11 +53,14 @@ void RankGroups::learn_size(uint32_t group_idx, uint32_t block_size, bool on_dev
     found = groups_.emplace(group_idx, Group{}).first;
   }
   Group& group = found->second;
-  if (group.block_size == block_size || (group.block_size != 0 && !on_device)) return;
+  const bool is_sure = group.block_size == block_size && !group.size_off_device;
+  if (group.block_size != 0 && (!on_device || is_sure)) return;
+  const uint32_t known = group.size_off_device ? 0 : group.block_size;
+  group.size_off_device = !on_device;
   const bool alone = std::all_of(groups_.begin(), groups_.end(), [&](const auto& entry) {
     return &entry.second == &group || entry.second.block_size == 0;
   });
-  group.block_size = std::max(group.block_size, block_size);
+  group.block_size = std::max(known, block_size);
   unit_ = alone ? std::gcd(group.block_size, settings_.hash_block_size)
                 : std::gcd(unit_, block_size);
   changed();
@@ -83,7 +86,9 @@ GroupFault RankGroups::learn(uint32_t group_idx, const GroupSpec* reported, uint
     shapes_.insert(shape);
   }
   // A partial or an offloaded block may still be followed by one that teaches the group's size.
-  if (group.block_size == block_size) last_shape_ = {group_idx, block_size, lookahead};
+  if (group.block_size == block_size && !group.size_off_device) {
+    last_shape_ = {group_idx, block_size, lookahead};
+  }
   return GroupFault::none;
 }
 

@@ -20,6 +20,7 @@ struct Group {
   bool configured = false;
   bool kind_known = false;  // by an event or by the settings
   uint32_t block_size = 0;  // 0 until a block is stored
+  bool size_off_device = false;  // that of a store off the device, which may be of several blocks
   bool eagle = false;       // whether EAGLE drops the last block matched; follows from the settings
 };
 
@@ -63,7 +64,7 @@ class RankGroups {
   const std::set<std::pair<uint32_t, uint32_t>>& shapes() const { return shapes_; }
 
   // Learn a group's block size, and what it makes of the unit. A store of offloaded blocks, which
-  // may be larger, teaches nothing of a known group.
+  // may be larger, teaches nothing of a known group; and what it taught yields to the device's size.
   void learn_size(uint32_t group_idx, uint32_t block_size, bool on_device);
   // Whether a store of the group would teach nothing.
   bool knows(uint32_t group_idx, uint32_t block_size, uint32_t lookahead) const {

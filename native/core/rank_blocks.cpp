@@ -15,7 +15,7 @@ const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredName
     "lookahead_count",  "too_many_groups",      "group_kind",   "partial_block",
     "too_many_block_sizes", "unit_changed",     "position_unknown", "parent_namespace",
     "parent_ambiguous", "max_blocks",           "max_blocks_per_rank",
-    "too_many_units"};
+    "too_many_units", "chunk_blocks"};
 
 namespace {
 

@@ -35,7 +35,7 @@ enum class Ignored : uint8_t {
   too_many_media, block_size, token_count, extra_keys_count, lookahead_count,
   too_many_groups, group_kind, partial_block, too_many_block_sizes, unit_changed,
   position_unknown, parent_namespace, parent_ambiguous, max_blocks,
-  max_blocks_per_rank, too_many_units,
+  max_blocks_per_rank, too_many_units, chunk_blocks,
   kCount
 };
 
@@ -197,6 +197,7 @@ class RankBlocks {
   void gather_labels(const Batch& batch, const Event& event, Hold& hold);
   void learn_sizes(const Batch& batch, Hold& hold);
   Ignored learn(const Batch& batch, const Event& event);
+  void note_chunk(const Event& event);
   bool names_only(const Batch& batch, const Event& event) const;
   void store_whole(const Batch& batch, const Event& event, OwnerId owner, const Label* parent,
                    Hold& hold);

@@ -90,7 +90,7 @@ void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
     relocate(labels.data(), labels.size(), *owner, hold);
   } else if (const Ignored fault = learn(batch, event); fault != Ignored::kCount) {
     ignore(fault, at_least_one);
-  } else if (!(groups_.summary().windows_only && store_proven(batch, event, *owner, hold)) &&
+  } else if (note_chunk(event); !(groups_.summary().windows_only && store_proven(batch, event, *owner, hold)) &&
              event.hashes_count != 0) {  // 0: a sparse event of no block
     if (event.tokens_count != uint64_t{event.hashes_count} * event.block_size) {
       store_sparsely(event, *owner, hold);
@@ -105,6 +105,14 @@ void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
   for (const Label& label : labels) shared_.names.release(label);
   if (parent) shared_.names.release(*parent);
   if (labels.capacity() > kMostScratch) shared_.drop_scratch();
+}
+
+// Only the last block of a larger one, as stored off the device, is placed.
+void RankBlocks::note_chunk(const Event& event) {
+  if (event.block_size == groups_.unit()) return;
+  const uint32_t size = groups_.known().at(event.group_idx).block_size;
+  if (event.block_size <= size) return;
+  ignore(Ignored::chunk_blocks, uint64_t{event.hashes_count} * (event.block_size / size - 1));
 }
 
 // Take the event's labels, and fetch what will be asked about them: it comes while the blocks are

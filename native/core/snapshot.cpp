@@ -125,7 +125,8 @@ class ImageWriter {
       number(group_idx);
       number(group.block_size);
       number((group.configured ? 1u : 0u) | (group.kind_known ? 2u : 0u) |
-             (group.spec.sliding_window ? 4u : 0u) | (group.spec.attention_chunk_size ? 8u : 0u));
+             (group.spec.sliding_window ? 4u : 0u) | (group.spec.attention_chunk_size ? 8u : 0u) |
+             (group.size_off_device ? 16u : 0u));
       word(static_cast<uint64_t>(group.spec.sliding_window.value_or(0)));
       word(static_cast<uint64_t>(group.spec.attention_chunk_size.value_or(0)));
       text(group.spec.kind);
@@ -310,13 +311,14 @@ class ImageReader {
       const uint32_t group_idx = small();
       Group group;
       group.block_size = small();
-      const uint32_t flags = below(16);
+      const uint32_t flags = below(32);
       const auto window = static_cast<int64_t>(word());
       const auto chunk = static_cast<int64_t>(word());
       group.configured = (flags & 1) != 0;
       group.kind_known = (flags & 2) != 0;
       if ((flags & 4) != 0) group.spec.sliding_window = window;
       if ((flags & 8) != 0) group.spec.attention_chunk_size = chunk;
+      group.size_off_device = (flags & 16) != 0;
       group.spec.kind = text();
       if (group.configured) image_.settings.groups[group_idx] = group.spec;
       require(image_.groups.emplace(group_idx, std::move(group)).second);

@@ -35,7 +35,8 @@
 //    wait; how many were dropped.
 // 5. Groups: list of (group, block size, flags, a word for the window, a word for the chunk, kind
 //    text); flags: 1 the user set the kind, 2 the kind is known, 4 it has a window, 8 it has a
-//    chunk size. Torn labels: list. Unknown event tags: list of (text, count). Counters, reasons
+//    chunk size, 16 its size was stored off the device. Torn labels: list. Unknown event tags: list
+//    of (text, count). Counters, reasons
 //    of ignored blocks: two lists of numbers. Ambiguous labels and further copies counted so far.
 //    The unit; the `hash_block_size`, or 0; list of the groups that EAGLE drops a block of. Flags:
 //    1 report mode "full", 2 its blocks' positions are unknown, 4 EAGLE drops a block of every

@@ -29,6 +29,8 @@ class Group:
         configured: whether the user set the kind; events do not change it then.
         known: whether the kind is known; otherwise it counts as full attention.
         block_size: tokens per block, 0 until one is stored.
+        size_off_device: whether that is the size of a store off the device, which may be of several
+            blocks.
     """
 
     def __init__(self, spec: GroupSpec | None = None) -> None:
@@ -36,6 +38,7 @@ class Group:
         self.configured = spec is not None
         self.known = spec is not None
         self.block_size = 0
+        self.size_off_device = False
 
 
 class RankGroups:
@@ -132,7 +135,9 @@ class RankGroups:
         for group_idx, spec in settings.groups.items():
             group = Group(spec)
             before = self.known.get(group_idx)
-            group.block_size = before.block_size if before is not None else 0
+            if before is not None:
+                group.block_size = before.block_size
+                group.size_off_device = before.size_off_device
             self.known[group_idx] = group
         self._choose_main()
 
@@ -146,19 +151,24 @@ class RankGroups:
     def learn_size(self, event: BlockStored) -> None:
         """Learn a group's block size, and adapt the unit.
 
-        A store of offloaded blocks, which may be larger, changes no known group.
+        A store of offloaded blocks, which may be larger, changes no known group; and what was
+        learned from one yields to the device's size.
         """
         size, group_idx = event.block_size, event.group_idx or 0
+        if size <= 0 or not event.token_ids:
+            return
         group = self.known.get(group_idx)
-        known = group.block_size if group is not None else 0
-        if size <= 0 or not event.token_ids or known == size:
-            return
-        if known and medium_tier(fold_medium(event.medium)):
-            return
         if group is None:
             if len(self.known) >= _MAX_GROUPS:
                 return
             group = self.known[group_idx] = Group()
+        off_device = bool(medium_tier(fold_medium(event.medium)))
+        known = group.block_size
+        if known and (off_device or (known == size and not group.size_off_device)):
+            return
+        if group.size_off_device:
+            known = 0
+        group.size_off_device = off_device
         alone = all(other is group or not other.block_size for other in self.known.values())
         group.block_size = max(known, size)
         if alone:  # a smaller block is a partial one: it has no place of its own

@@ -170,7 +170,11 @@ class RankBlocks:
         fault = _shape_fault(event) or self.groups.learn(event, place.group_idx)
         if fault is not None:
             self._placing.ignore(fault, max(1, len(hashes)))
-        elif self.groups.windows_only and self._sparse.store_proven(event, hashes, place):
+            return
+        size = self.groups.known[place.group_idx].block_size
+        if event.block_size > size:  # only the last one of a larger block's is placed
+            self._placing.ignore("chunk_blocks", len(hashes) * (event.block_size // size - 1))
+        if self.groups.windows_only and self._sparse.store_proven(event, hashes, place):
             pass
         elif not hashes:
             pass  # a sparse event of no block
