@@ -19,6 +19,7 @@ from tests.live import (
     caught_up,
     client_of,
     link_to,
+    until,
     wait_counter,
     wait_status,
     worker_of,
@@ -183,6 +184,8 @@ def serve_growing(engine: FakeEngine, tokens: list[int]) -> None:
     """Serve beginnings of a prompt, each longer than the one before: a batch for each."""
     for length in (40, 60, 80, 100):
         engine.serve(tokens[:length])
+    # All is sent: who connects now gets none of it live, not even the end, as if it followed on.
+    until(lambda: engine.statistics()["sent"] == engine.published)
 
 
 def assert_replaced(client: Client, engine: FakeEngine) -> None:
