@@ -14,7 +14,7 @@ PeerDiedError ── WriterDiedError, ReaderDiedError, ReaderEvictedError
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from kvindex.wire.rank import Rank
 
@@ -49,6 +49,9 @@ __all__ = [
     "WaitCancelledError",
     "WriterDiedError",
 ]
+
+MALFORMED: Final = (ValueError, RecursionError)
+"""What decoders raise for bytes of strangers: also for invalid UTF-8 and for deep nesting."""
 
 
 def how_to_install(extra: str) -> str:

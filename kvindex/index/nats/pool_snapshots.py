@@ -26,7 +26,7 @@ from kvindex.index.replicas.messages import LENGTH, PROTOCOL, Begin
 from kvindex.index.replicas.snapshot import Part, TakenRank
 from kvindex.index.snapshot import MAX_CURSOR_BYTES, SnapshotReader, SnapshotWriter
 from kvindex.subscribe import RankStatus
-from kvindex.wire.errors import NatsError, SnapshotError
+from kvindex.wire.errors import MALFORMED, NatsError, SnapshotError
 from kvindex.wire.nats import NatsPool
 from kvindex.wire.rank import Rank
 
@@ -183,21 +183,22 @@ class SnapshotContents:
 def _decoded(data: bytes, kind: type[Struct], what: str) -> Struct:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise SnapshotError(f"{what} cannot be read: {error}", reason="content") from error
 
 
 # The object store -----------------------------------------------------------------------------
 
 
-class _Info(msgspec.Struct):
-    """What the object store notes of an object."""
+class Note(msgspec.Struct):
+    """What the object store notes of an object; without a `nuid` it is none that can be used."""
 
     nuid: str = ""
     size: int = 0
     digest: str = ""
+    chunks: int = 0
     deleted: bool = False
-    seq: int = 0  # number of this note in the bucket's stream
+    seq: int = 0  # number of this note in the bucket's stream; 0: not read from there
 
 
 class PoolSnapshots:
@@ -214,18 +215,30 @@ class PoolSnapshots:
         self._stream = client.jetstream(timeout=_API_SECONDS)
         self._without: set[str] = set()  # subjects of chunks that belong to no object
 
-    async def put(self, name: str, data: bytes) -> None:
-        """Store an object: it is listed once all of it is stored."""
+    async def put(self, name: str, data: bytes) -> Note:
+        """Store an object: it is listed once all of it is stored. Return what is noted of it."""
         from nats.js import api
 
         store = await ask(self._pool, self._stream.object_store(self._pool.bucket))
         options = api.ObjectMetaOptions(max_chunk_size=self._chunk_bytes)
-        await ask(self._pool, store.put(name, data, api.ObjectMeta(name=name, options=options)))
+        meta = api.ObjectMeta(name=name, options=options)
+        info = await ask(self._pool, store.put(name, data, meta))
+        return Note(info.nuid, info.size, info.digest, info.chunks)
+
+    async def has(self, name: str, note: Note) -> bool:
+        """Return whether an object is there as it was put, by its note and the number of chunks."""
+        try:
+            found = await self._note(name)
+            chunks = await self._chunk_count(note.nuid)
+        except NoStreamError:  # the bucket or the note is gone
+            return False
+        found.seq = note.seq
+        return found == note and chunks == note.chunks
 
     async def names(self) -> list[str]:
         """Return the names of all snapshots, sorted; others in the bucket are left out."""
         names = []
-        for subject in await self._subjects(self._metas):
+        for subject in await self._subjects(f"{self._metas}>"):
             with suppress(ValueError):  # not made by an object store
                 name = base64.urlsafe_b64decode(subject.removeprefix(self._metas)).decode()
                 if position_and_epoch(name) is not None:
@@ -234,31 +247,38 @@ class PoolSnapshots:
 
     async def size(self, name: str) -> int:
         """Return how many bytes an object has."""
-        return (await self._info(name)).size
+        return (await self._note(name)).size
 
     async def get(self, name: str) -> bytes:
         """Return an object whose digest is right; memory grows with the bytes that arrive."""
         # `ObjectStore.get` is not used: it waits for ever if the object is deleted meanwhile.
-        info = await self._info(name)
-        if not info.nuid or info.size > MAX_SNAPSHOT_BYTES:
-            raise NatsError(f"{self._pool}: the snapshot {name} of {info.size} bytes is unreadable")
+        note = await self._note(name)
+        if not note.nuid or note.size > MAX_SNAPSHOT_BYTES:
+            raise NatsError(f"{self._pool}: the snapshot {name} of {note.size} bytes is unreadable")
+        chunks = await self._chunk_count(note.nuid)
+        if chunks != note.chunks:
+            raise NatsError(
+                f"{self._pool}: the snapshot {name} has {chunks} of {note.chunks} chunks"
+            )
         subscription = await ask(
             self._pool,
             self._stream.subscribe(
-                self._chunks + info.nuid, stream=self._stream_name, ordered_consumer=True
+                self._chunks + note.nuid, stream=self._stream_name, ordered_consumer=True
             ),
         )
         file, digest = io.BytesIO(), hashlib.sha256()
         try:
-            while file.tell() < info.size:
+            for _ in range(chunks):
                 message = await ask(self._pool, subscription.next_msg(_API_SECONDS))
                 digest.update(message.data)
                 file.write(message.data)
+                if file.tell() >= note.size:
+                    break
         finally:
             with suppress(NatsError):
                 await ask(self._pool, subscription.unsubscribe())
-        wanted = info.digest.partition("=")[2]
-        if file.tell() != info.size or wanted != base64.urlsafe_b64encode(digest.digest()).decode():
+        wanted = note.digest.partition("=")[2]
+        if file.tell() != note.size or wanted != base64.urlsafe_b64encode(digest.digest()).decode():
             raise NatsError(f"{self._pool}: the snapshot {name} is damaged: its digest is wrong")
         return file.getvalue()
 
@@ -278,39 +298,43 @@ class PoolSnapshots:
         by_age = await self._by_age()
         for name, _ in by_age[newest:]:
             await self._purge(self._meta(name))
-        kept = {self._chunks + info.nuid for _, info in by_age[:newest]}
-        deleted = {self._chunks + info.nuid for _, info in by_age[newest:]}
-        without = set(await self._subjects(self._chunks)) - kept
+        kept = {self._chunks + note.nuid for _, note in by_age[:newest]}
+        deleted = {self._chunks + note.nuid for _, note in by_age[newest:]}
+        without = set(await self._subjects(f"{self._chunks}>")) - kept
         for subject in without & (deleted | self._without):
             await self._purge(subject)
         self._without = without
 
-    async def _by_age(self) -> list[tuple[str, _Info]]:
-        infos = []
+    async def _by_age(self) -> list[tuple[str, Note]]:
+        notes = []
         for name in await self.names():
             with suppress(NoStreamError):  # deleted just now
-                infos.append((name, await self._info(name)))
-        return sorted(infos, key=lambda each: each[1].seq, reverse=True)
+                notes.append((name, await self._note(name)))
+        return sorted(notes, key=lambda each: each[1].seq, reverse=True)
 
     def _meta(self, name: str) -> str:
         return self._metas + base64.urlsafe_b64encode(name.encode()).decode()
 
-    async def _info(self, name: str) -> _Info:
+    async def _note(self, name: str) -> Note:
         call = self._stream.get_last_msg(self._stream_name, self._meta(name))
         message = await ask(self._pool, call)
         try:
-            info = msgspec.json.decode(message.data or b"", type=_Info)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise NatsError(f"{self._pool}: what is noted of {name} cannot be read") from error
-        if info.deleted:
+            note = msgspec.json.decode(message.data or b"", type=Note)
+        except MALFORMED:
+            note = Note()  # deleted like any other, so that nobody has to
+        if note.deleted:
             raise NoStreamError(f"{self._pool}: the snapshot {name} is deleted")
-        info.seq = message.seq or 0
-        return info
+        note.seq = message.seq or 0
+        return note
 
-    async def _subjects(self, prefix: str) -> list[str]:
-        """Return the subjects in the bucket that begin with this."""
-        call = self._stream.stream_info(self._stream_name, subjects_filter=f"{prefix}>")
-        return list((await ask(self._pool, call)).state.subjects or ())
+    async def _chunk_count(self, nuid: str) -> int:
+        subject = self._chunks + nuid
+        return (await self._subjects(subject)).get(subject, 0)
+
+    async def _subjects(self, wanted: str) -> dict[str, int]:
+        """Return subjects in the bucket, and how many messages each has."""
+        call = self._stream.stream_info(self._stream_name, subjects_filter=wanted)
+        return (await ask(self._pool, call)).state.subjects or {}
 
     async def _purge(self, subject: str) -> None:
         await ask(self._pool, self._stream.purge_stream(self._stream_name, subject=subject))

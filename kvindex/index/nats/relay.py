@@ -179,9 +179,10 @@ class Relay:
         that NATS had acknowledged and lost. `fenced`: how often another relay took over. `foreign`:
         how often an epoch was given up since another client wrote in its subject. `refused`,
         `failures`: appends that came too late, and steps without an answer. `epochs`: begun.
-        `queue`: as `LogQueue.statistics`. `snapshots`, `snapshot_failures`, `last_snapshot`: stored
-        ones. `restart_refused`: snapshots that this relay could not continue from, by reason.
-        `entries`, `heartbeats`: of its messages.
+        `queue`: as `LogQueue.statistics`. `snapshots`: stored ones; `snapshots_lost`: of these, the
+        newest ones that NATS lost or somebody changed; `snapshot_failures`: attempts, by the kind
+        of error; `last_snapshot`: the newest. `restart_refused`: snapshots that this relay could
+        not continue from, by reason. `entries`, `heartbeats`: of its messages.
         """
         writer, writing, keeper = self._writer, self._writing, self._keeper
         counters = {name: writer.counters[name] for name in _COUNTED}

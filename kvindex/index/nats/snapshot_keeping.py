@@ -1,4 +1,4 @@
-"""Keeps a snapshot of the present epoch in the object store, which the log continues."""
+"""Keeps a whole snapshot of the present epoch in the object store, which the log continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvindex.index import Index
 from kvindex.index.nats.log import Log, NoStreamError, StreamSettings
 from kvindex.index.nats.log_writer import LogWriter
-from kvindex.index.nats.pool_snapshots import PoolSnapshots, encode_snapshot, name_of
+from kvindex.index.nats.pool_snapshots import Note, PoolSnapshots, encode_snapshot, name_of
 from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.snapshot import Part, Snapshots
 from kvindex.wire.errors import ClosedError, NatsError
@@ -24,20 +24,23 @@ from kvindex.wire.nats import run_apart
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
-_LOOK_EVERY = 5.0  # seconds between two looks at where the log begins
+_LOOK_EVERY = 5.0  # seconds between two looks at the newest, and at where the log begins
 _BACKOFF, _MAX_BACKOFF = 0.5, 30.0  # seconds between two attempts
 
 
 class StoredSnapshot(NamedTuple):
-    """The newest snapshot that was stored: its position in the log, its bytes, and when."""
+    """The newest snapshot that was stored: its position in the log, what is noted, and when."""
 
+    name: str
     position: int
-    size: int
+    note: Note
     stored_at: float
 
 
 class SnapshotKeeper:
     """Writes a snapshot at the start of an epoch, and again before the log leaves the newest.
+
+    The bucket is not trusted: a snapshot that is not there as it was stored is written again.
 
     Args:
         log: which they belong to.
@@ -107,12 +110,13 @@ class SnapshotKeeper:
         newest = self.newest
         return {
             "snapshots": self.counters["stored"],
+            "snapshots_lost": self.counters["lost"],
             "snapshot_failures": dict(self.failures),
             "last_snapshot": None
             if newest is None
             else {
                 "position": newest.position,
-                "bytes": newest.size,
+                "bytes": newest.note.size,
                 "age": time.monotonic() - newest.stored_at,
             },
         }
@@ -123,14 +127,7 @@ class SnapshotKeeper:
             try:
                 await self._write()
             except Exception as error:
-                self.failures[type(error).__name__] += 1
-                if self._log_rate.allows():
-                    logger.warning(
-                        "%s: no snapshot could be stored, so that no replica can join: %s",
-                        self._log.pool,
-                        error,
-                        exc_info=None if isinstance(error, NatsError) else error,
-                    )
+                self._note_failure("no snapshot could be stored", error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _MAX_BACKOFF)
                 continue
@@ -146,11 +143,12 @@ class SnapshotKeeper:
         name = name_of(position, epoch)
         data = await self._encoded(name, epoch, position)
         try:
-            await self._store.put(name, data)
-        except NoStreamError:  # the bucket was deleted
+            note = await self._store.put(name, data)
+        except NoStreamError:
+            self._note_loss("the bucket of its snapshots is gone")
             await self._log.make(self._settings)
-            raise
-        self.newest = StoredSnapshot(position, len(data), time.monotonic())
+            note = await self._store.put(name, data)
+        self.newest = StoredSnapshot(name, position, note, time.monotonic())
         self.counters["stored"] += 1
         logger.info("%s: stored the snapshot %s of %d bytes", self._log.pool, name, len(data))
         await self._store.keep(_KEPT)
@@ -183,9 +181,23 @@ class SnapshotKeeper:
         while not self._is_due.is_set():
             with suppress(asyncio.TimeoutError):
                 await run_apart(self._is_due.wait(), _LOOK_EVERY)
-            with suppress(NatsError):  # appends fail likewise, and report it
-                if await self._is_left_behind():
+            try:
+                if await self._is_left_behind() or await self._is_lost():
                     return
+            except NatsError as error:
+                if self._log.is_connected:  # else appends fail likewise, and report it
+                    self._note_failure("the newest snapshot could not be looked at", error)
+
+    async def _is_lost(self) -> bool:
+        """Return whether the newest snapshot is not in the store any more, or is damaged.
+
+        The log may be on another server than the bucket, so appends do not show it.
+        """
+        assert self.newest is not None
+        if await self._store.has(self.newest.name, self.newest.note):
+            return False
+        self._note_loss(f"the snapshot {self.newest.name} is gone or damaged")
+        return True
 
     async def _is_left_behind(self) -> bool:
         """Return whether the log will soon begin after the newest snapshot, or does.
@@ -199,3 +211,22 @@ class SnapshotKeeper:
         return position < head.first_seq or (
             head.first_seq > 1 and position - head.first_seq < (head.seq - head.first_seq) // 2
         )
+
+    def _note_loss(self, what: str) -> None:
+        if self.newest is None:  # noted before
+            return
+        self.newest = None
+        self.counters["lost"] += 1
+        if self._log_rate.allows("lost"):
+            logger.warning("%s: %s; another snapshot is written", self._log.pool, what)
+
+    def _note_failure(self, what: str, error: Exception) -> None:
+        self.failures[type(error).__name__] += 1
+        if self._log_rate.allows(what):
+            logger.warning(
+                "%s: %s, so that perhaps no replica can join: %s",
+                self._log.pool,
+                what,
+                error,
+                exc_info=None if isinstance(error, NatsError) else error,
+            )

@@ -20,6 +20,7 @@ _APPENDS: Final = {
     "moves": "Changes to another server, since JetStream did not answer for 10 s",
     "epochs": "Epochs that the relay began",
     "snapshots": "Snapshots that were stored",
+    "snapshots_lost": "Snapshots that were not in the bucket any more as they were stored",
 }
 
 

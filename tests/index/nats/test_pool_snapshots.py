@@ -215,24 +215,21 @@ async def test_an_unfinished_upload_is_not_listed_and_is_deleted_by_the_second_c
         assert await store.get(NAME) == b"whole"
 
 
-async def test_an_object_that_loses_its_chunks_ends_the_download(
-    pool: NatsPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_object_that_lost_its_chunks_is_refused_without_waiting(pool: NatsPool) -> None:
     async with opened(pool) as (store, stream):
         await store.put(NAME, bytes(2 << 20))
         await stream.purge_stream(f"OBJ_{pool.bucket}", subject=f"$O.{pool.bucket}.C.>")
-        monkeypatch.setattr(pool_snapshots, "_API_SECONDS", 0.2)
-        with pytest.raises(NatsError, match="TimeoutError"):
+        with pytest.raises(NatsError, match="0 of 4 chunks"):
             await store.get(NAME)
 
 
 @pytest.mark.parametrize(
     ("note", "reason"),
     [
-        (b"", "cannot be read"),
-        (b"\xff", "cannot be read"),
-        (b'{"nuid": 3}', "cannot be read"),
-        (b"[" * 100_000, "cannot be read"),
+        (b"", "unreadable"),
+        (b"\xff", "unreadable"),
+        (b'{"nuid": 3}', "unreadable"),
+        (b"[" * 100_000, "unreadable"),
         (b"{}", "unreadable"),
         (json.dumps({"nuid": "x", "size": 1 << 50}).encode(), "unreadable"),
         (json.dumps({"nuid": "x", "size": -1}).encode(), "digest"),
@@ -251,12 +248,28 @@ async def test_a_foreign_note_of_an_object_is_refused(
         assert await store.names() == [NAME]
 
 
-async def test_a_chunk_too_many_is_refused(pool: NatsPool) -> None:
+@pytest.mark.parametrize("size", [1, 100])
+async def test_another_size_than_that_of_the_chunks_is_refused_without_waiting(
+    pool: NatsPool, size: int
+) -> None:
     async with opened(pool) as (store, stream):
         digest = base64.urlsafe_b64encode(hashlib.sha256(b"ab").digest()).decode()
-        note = {"nuid": "x", "size": 1, "digest": f"SHA-256={digest}"}
+        note = {"nuid": "x", "size": size, "chunks": 1, "digest": f"SHA-256={digest}"}
         name = base64.urlsafe_b64encode(NAME.encode()).decode()
         await stream.publish(f"$O.{pool.bucket}.C.x", b"ab")
         await stream.publish(f"$O.{pool.bucket}.M.{name}", json.dumps(note).encode())
         with pytest.raises(NatsError, match="digest"):
             await store.get(NAME)
+
+
+async def test_notes_that_cannot_be_read_are_deleted_with_the_older_snapshots(
+    pool: NatsPool,
+) -> None:
+    async with opened(pool) as (store, stream):
+        for position in (1, 2):
+            name = base64.urlsafe_b64encode(name_of(position, "r-1").encode()).decode()
+            await stream.publish(f"$O.{pool.bucket}.M.{name}", b"{")
+        for position in (3, 4):
+            await store.put(name_of(position, "r-1"), b"whole")
+        await store.keep(2)
+        assert await store.names() == [name_of(3, "r-1"), name_of(4, "r-1")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import nats.errors
 import pytest
 from nats.aio.client import Client
+from nats.js import JetStreamContext
 
 from kvindex import ConfigurationError
 from kvindex.index.nats import relay as relay_module
 from kvindex.index.nats import snapshot_keeping
-from kvindex.index.nats.log import Log, NoStreamError
+from kvindex.index.nats.log import Log
 from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots
 from kvindex.index.nats.relay import Relay
@@ -329,27 +330,63 @@ def test_fault_a_server_that_forgets_acknowledged_bodies_gets_them_again(
         assert own["appended_again"] > 0
 
 
-def test_fault_a_deleted_bucket_is_made_again(pool: NatsPool, engine: FakeEngine) -> None:
-    async def delete() -> None:
+async def _delete(stream: JetStreamContext, pool: NatsPool) -> None:
+    await stream.delete_object_store(pool.bucket)
+
+
+async def _empty(stream: JetStreamContext, pool: NatsPool) -> None:
+    await stream.purge_stream(f"OBJ_{pool.bucket}")
+
+
+async def _empty_but_for_notes(stream: JetStreamContext, pool: NatsPool) -> None:
+    await stream.purge_stream(f"OBJ_{pool.bucket}", subject=f"$O.{pool.bucket}.C.>")
+
+
+async def _change_notes(
+    stream: JetStreamContext, pool: NatsPool, change: Callable[[bytes], bytes]
+) -> None:
+    notes = f"$O.{pool.bucket}.M.>"
+    info = await stream.stream_info(f"OBJ_{pool.bucket}", subjects_filter=notes)
+    for subject in info.state.subjects or ():
+        note = await stream.get_last_msg(f"OBJ_{pool.bucket}", subject)
+        changed = change(note.data or b"")
+        await stream.publish(subject, changed, headers={"Nats-Rollup": "sub"})
+
+
+DAMAGES: dict[str, Callable[[JetStreamContext, NatsPool], Awaitable[None]]] = {
+    "deleted": _delete,
+    "emptied": _empty,
+    "without chunks": _empty_but_for_notes,
+    "with another size noted": partial(
+        _change_notes, change=lambda note: note.replace(b'"size"', b'"size": 1, "_"')
+    ),
+    "with notes that cannot be read": partial(_change_notes, change=lambda note: b"[" * 9_999),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_fault_a_bucket_that_is_damaged_gets_another_snapshot_though_no_engine_sends(
+    pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(snapshot_keeping, "_LOOK_EVERY", 0.1)
+
+    async def harm() -> None:
         client = await open_connection(pool, "test", timeout=PATIENCE)
         try:
-            await client.jetstream().delete_object_store(pool.bucket)
+            await DAMAGES[damage](client.jetstream(), pool)
         finally:
             await client.close()
 
-    def has_snapshot() -> bool:
-        try:
-            return bool(newest_snapshot(pool))
-        except (NoStreamError, IndexError):  # no bucket, or nothing in it
-            return False
-
-    with relay_of(pool, engine, snapshot_every=1000) as relay:
+    with relay_of(pool, engine) as relay:
         stored(relay)
-        asyncio.run(delete())
-        engine.run(MEANWHILE)
-        until(lambda: counters(relay)["snapshot_failures"].get("NoStreamError", 0) > 0)
-        until(has_snapshot)
+        caught_up(relay.client, engine)
+        asyncio.run(harm())
+        until(lambda: counters(relay)["snapshots_lost"] > 0)
+        stored(relay, 2)
         copy_of(pool, holds(engine))
+        own = counters(relay)
+        assert (own["snapshots"], own["snapshots_lost"]) == (2, 1)
+        assert (own["epochs"], own["snapshot_failures"]) == (1, {})
 
 
 def test_fault_a_purged_log_gets_a_snapshot_that_it_continues(
