@@ -22,7 +22,7 @@ def judge_live(stream: StreamState, batch: Batch) -> None:
         # Declared lost, and none was applied since. Without replay that may rest on the number of
         # one unreadable message, far ahead of all others.
         if not stream.replay.usable and batch.ts >= applied.ts:
-            stream.restart("seq_fell_back", batch)
+            stream.restart("seq_fell_back" if stream.replay.foreign else "unreadable_seq", batch)
         else:
             _refuse(stream, batch, "delayed")
     elif batch.ts < applied.oldest_ts:
