@@ -14,7 +14,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvindex.wire.errors import DecodeError
+from kvindex.wire.errors import MALFORMED, DecodeError
 
 VERSION: Final = 1
 MAX_ROWS: Final = 1_000
@@ -55,8 +55,6 @@ class _Head(msgspec.Struct, array_like=True):
     version: int
 
 
-# Text that is no UTF-8, and deep nesting, raise errors that are not msgspec's.
-_NONSENSE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LoadMessage).decode
 _decode_head = msgspec.msgpack.Decoder(_Head).decode
@@ -92,7 +90,7 @@ def decode_load(data: bytes) -> LoadMessage:
         raise DecodeError("size")
     try:
         message = _decode(data)
-    except _NONSENSE:
+    except MALFORMED:
         raise DecodeError("version" if _is_foreign(data) else "malformed") from None
     if message.version != VERSION:
         raise DecodeError("version")
@@ -103,5 +101,5 @@ def _is_foreign(data: bytes) -> bool:
     """Return whether this is a message of another version."""
     try:
         return _decode_head(data).version != VERSION
-    except _NONSENSE:
+    except MALFORMED:
         return False
