@@ -234,10 +234,12 @@ async def open_connection(
 
     from kvindex.wire.nats_transport import PromptTransport
 
-    last = "no answer"
+    last = ""
 
     async def note(error: Exception) -> None:
         nonlocal last
+        if last and isinstance(error, ConnectionResetError):
+            return  # the server had said why before it hung up
         last = _explained(pool, error)
         on_change(last)
 
@@ -245,6 +247,8 @@ async def open_connection(
         on_change("disconnected")
 
     async def reconnected() -> None:
+        nonlocal last
+        last = ""
         on_change("")
 
     client = NatsClient()
@@ -274,7 +278,8 @@ async def open_connection(
             await client.close()
         if not isinstance(error, Exception):
             raise
-        reason = last if isinstance(error, asyncio.TimeoutError) else _explained(pool, error)
+        is_late = isinstance(error, asyncio.TimeoutError)
+        reason = last or "no answer" if is_late else _explained(pool, error)
         raise NatsError(f"no connection to {pool} in {timeout:g} s: {reason}") from error
     return client
 
@@ -325,7 +330,7 @@ def _explained(pool: NatsPool, error: Exception) -> str:
     is_late = pool.is_encrypted and isinstance(error, asyncio.TimeoutError)
     if is_late or (isinstance(error, ssl.SSLError) and "WRONG_VERSION" in text.upper()):
         return f"{text}; does the server's TLS have handshake_first? Without it, kvindex refuses it"
-    if "authorization" in text.lower():
+    if "authorization" in text.lower() or "permissions violation" in text.lower():
         return f"{text}; check user, token, nkey or credentials, and their rights"
     return text
 

@@ -29,7 +29,7 @@ from kvindex.index.nats.connecting import (
     TrimmedError,
     connect,
 )
-from kvindex.index.nats.log import Head, LogMessage, LogReader, NoStreamError
+from kvindex.index.nats.log import Head, LogMessage, LogReader, NoStreamError, UnansweredError
 from kvindex.index.nats.pool_snapshots import SnapshotContents, position_and_epoch
 from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.copy import Copy
@@ -182,8 +182,16 @@ class LogMembership:
             DecodeError: a body cannot be read.
             WaitCancelledError: it was interrupted.
         """
+        try:
+            self._join()
+        except UnansweredError as error:
+            if not self._trouble:
+                raise
+            # A server that denies a right says so apart from the request, and does not answer it.
+            raise NatsError(f"{error}; {self._trouble}") from error
+
+    def _join(self) -> None:
         origin = self._origin
-        self._note("connecting")
         self._connected = self._run(partial(origin.connect, origin.pool, self._note_connection))
         self._restore_newest()
         head = self._run(self._read_again)
@@ -252,6 +260,8 @@ class LogMembership:
         if not trouble:
             self._must_ask = True
             self._cancel()
+        elif not self._epoch:  # it has not joined, so nothing else says what it waits for
+            self._note(trouble)
 
     # The snapshot -----------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from kvindex.wire.errors import (
     SegmentError,
     SnapshotError,
 )
+from kvindex.wire.log_rate import LogRate
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Follower:
         self._counters: Counter[str] = Counter()
         self._rejoins: Counter[str] = Counter()  # by reason, as the failures
         self._failures: Counter[str] = Counter()
+        self._log_rate = LogRate()
         self._thread = threading.Thread(target=self._run, name="kvindex-replica", daemon=True)
         self._thread.start()
 
@@ -174,7 +176,8 @@ class Follower:
                 self._note_end(error, followed=followed)
 
     def _note_joining(self, trouble: str) -> None:
-        self.trouble = trouble
+        if trouble not in self.trouble:  # else the last attempt failed with it, and said more
+            self.trouble = trouble
 
     def _take_over(self, membership: Membership) -> None:
         """Use the new copy for answers from now on."""
@@ -234,8 +237,8 @@ class Follower:
             self._stop.set()
         if reason == "error":
             logger.error("the replica of %s joins anew", self.origin.name, exc_info=error)
-        log = logger.warning if followed else logger.debug
-        log("%s: %s", self.origin.name, error)
+        if followed or self._log_rate.allows(reason):
+            logger.warning("%s: %s", self.origin.name, error)
         cause = f"({reason}): {error}"
         if followed:
             what = self._lost = f"lost {cause}"

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvindex.index import nats
+from kvindex.index.nats import connecting, log
 from kvindex.index.nats.log import Log, StreamSettings
 from kvindex.routing import Router, SharedLoad
 from kvindex.testing import FakeEngine
+from kvindex.testing.ports import reserve_port
+from kvindex.wire import log_rate
 from kvindex.wire import nats as wire_nats
 from kvindex.wire.errors import ConfigurationError, NatsError
 from kvindex.wire.nats import NatsOptions, NatsPool, open_connection, parse_pool
@@ -340,6 +345,45 @@ RELAY: Any = {**user("relay"), "max_bytes": 32 << 20}
 
 def as_user(server: NatsServer, name: str) -> NatsPool:
     return parse_pool(server.url, "llama", user(name))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
+@pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"user": "replica", "password": "wrong"}, "'Authorization Violation'; check user"),
+        (user("gateway"), "permissions violation"),
+        (None, "ConnectionRefusedError"),
+    ],
+)
+def test_a_replica_that_cannot_join_always_shows_why_and_warns_once(
+    guarded: NatsServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: Any,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(connecting, "open_connection", partial(open_connection, timeout=0.5))
+    monkeypatch.setattr(log, "_API_SECONDS", 0.5)
+    monkeypatch.setattr(log_rate, "_INTERVAL", math.inf)
+    holder, nobodys = reserve_port()
+    url = guarded.url if options else f"nats://127.0.0.1:{nobodys}"
+    with holder, nats.follow(url, "llama", **(options or {})) as replica:
+        until(lambda: reason in replica.trouble)
+        shown = set()
+
+        def has_failed_often() -> bool:
+            shown.add(reason in replica.trouble)
+            failures: dict[str, int] = replica.statistics()["replica"]["join_failures"]
+            return failures.get("nats", 0) >= 3
+
+        until(has_failed_often)
+        assert shown == {True}
+    gc.collect()  # here, where the warnings are expected
+    warnings = [r.getMessage() for r in caplog.records if r.name.endswith("replicas.follower")]
+    assert len(warnings) == 1
+    assert reason in warnings[0]
 
 
 async def denied(server: NatsServer, name: str, subject: str, *, subscribes: bool = False) -> bool:
