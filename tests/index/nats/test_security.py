@@ -364,7 +364,7 @@ def test_a_replica_that_cannot_join_always_shows_why_and_warns_once(
     options: Any,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(connecting, "open_connection", partial(open_connection, timeout=0.5))
+    monkeypatch.setattr(connecting, "open_connection", partial(open_connection, timeout=3.0))
     monkeypatch.setattr(log, "_API_SECONDS", 0.5)
     monkeypatch.setattr(log_rate, "_INTERVAL", math.inf)
     holder, nobodys = reserve_port()
