@@ -11,7 +11,7 @@ import msgspec
 from kvindex.gateway.passing import with_fields
 from kvindex.routing import reads_cache
 from kvindex.service.http import Headers, Reply, json_reply
-from kvindex.wire.errors import KVIndexError
+from kvindex.wire.errors import UNREADABLE, KVIndexError
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
@@ -34,7 +34,6 @@ _READ: Final = tuple(
     b'"%b"' % name
     for name in (b"model", b"messages", b"prompt", b"input", b"stream", b"n", b"cache_salt")
 )
-_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -150,7 +149,7 @@ def _read_object(body: bytes) -> dict[str, Any]:
         raise CallError(400, f"the body has {brackets:,} brackets, over {_MOST_BRACKETS:,}")
     try:
         fields = msgspec.json.decode(body)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise CallError(400, f"the body is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise CallError(400, "the body must be a JSON object")

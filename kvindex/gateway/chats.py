@@ -14,6 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvindex import ConfigurationError
+from kvindex.wire.errors import UNREADABLE
 
 _MOST_BYTES: Final = 4 << 20  # of a file
 _PROBE: Final = "kvindex"
@@ -151,7 +152,7 @@ def _tool_call(call: Any) -> Any:
     arguments = function["arguments"]
     try:
         read = msgspec.json.decode(arguments or "{}")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise ChatError("a tool's arguments are no JSON") from None
     return {**call, "function": {**function, "arguments": read}}
 
@@ -192,7 +193,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
 
 

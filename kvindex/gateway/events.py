@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from kvindex.wire.errors import UNREADABLE
+
 MOST_KEPT: Final = 1 << 20
 """Bytes of an event that has no end yet; a longer one is forwarded without being read."""
 
@@ -106,7 +108,6 @@ class _Started(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Event).decode
 _decode_started = msgspec.json.Decoder(_Started).decode
-_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Events:
@@ -216,7 +217,7 @@ class Events:
             return False
         try:
             read = _decode(data)
-        except _UNREADABLE:
+        except UNREADABLE:
             self.unread += 1
             return False
         choices, usage = read.choices, read.usage
@@ -255,7 +256,7 @@ def usage_of(body: bytes, before: Usage | None = None) -> Usage | None:
     """
     try:
         usage = _decode(body).usage
-    except _UNREADABLE:
+    except UNREADABLE:
         return before
     return before if usage is None else _merged(before, usage)
 
@@ -298,5 +299,5 @@ def _message_of(error: object) -> str:
 def _started(data: bytes) -> _Holder | None:
     try:
         return _decode_started(data).message
-    except _UNREADABLE:
+    except UNREADABLE:
         return None

@@ -16,6 +16,7 @@ import msgspec
 
 from kvindex import Rank
 from kvindex.gateway.models import Serving
+from kvindex.wire.errors import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class Link(asyncio.Protocol):
             begin = end
             try:
                 message = self._decode(memoryview(received)[body:end].tobytes())
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 self._fail(f"a message cannot be read: {error}")
                 return
             self._on_message(message)

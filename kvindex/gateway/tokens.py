@@ -26,6 +26,7 @@ from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPO
 from kvindex.gateway.models import Serving
 from kvindex.gateway.wires import UpstreamError
 from kvindex.service.http import Headers
+from kvindex.wire.errors import UNREADABLE
 
 if TYPE_CHECKING:
     from kvindex.gateway.local import LocalTokens
@@ -232,7 +233,7 @@ class Tokenizing:
                 pause = 0.0  # it is the request
         except UpstreamError as error:
             failure = error.reason
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             failure = "content"
         self._failures[failure] += 1
         if pause:

@@ -14,19 +14,21 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvindex.wire.errors import MALFORMED, DecodeError
+from kvindex.wire.errors import UNREADABLE, DecodeError
 
 VERSION: Final = 1
 MAX_ROWS: Final = 1_000
 """Rows of one message."""
 MAX_BYTES: Final = 1 << 20
 """Bytes of one message; a server's own limit may be lower."""
+MAX_NAME: Final = 256
+"""Characters of a worker's name."""
 MAX_LOAD: Final = 1 << 40
 """The largest number in a row: doubles add 4,096 of these without an error."""
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOAD)]
 LoadRow: TypeAlias = tuple[
-    Annotated[str, Meta(max_length=256)],
+    Annotated[str, Meta(max_length=MAX_NAME)],
     Annotated[int, Meta(ge=0, lt=1 << 32)],
     _Count,
     _Count,
@@ -90,7 +92,7 @@ def decode_load(data: bytes) -> LoadMessage:
         raise DecodeError("size")
     try:
         message = _decode(data)
-    except MALFORMED:
+    except UNREADABLE:
         raise DecodeError("version" if _is_foreign(data) else "malformed") from None
     if message.version != VERSION:
         raise DecodeError("version")
@@ -101,5 +103,5 @@ def _is_foreign(data: bytes) -> bool:
     """Return whether this is a message of another version."""
     try:
         return _decode_head(data).version != VERSION
-    except MALFORMED:
+    except UNREADABLE:
         return False

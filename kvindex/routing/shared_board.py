@@ -11,6 +11,7 @@ from kvindex.routing.load import HALF_LIFE, LoadColumns, LocalLoadBoard
 from kvindex.routing.load_messages import (
     MAX_BYTES,
     MAX_LOAD,
+    MAX_NAME,
     LoadRow,
     decode_load,
     encode_load,
@@ -75,7 +76,7 @@ class SharedBoard(LocalLoadBoard):
         self._published: dict[Rank, float] = {}  # ranks, and when their rows were last not zero
         self._number = 0  # of the last message
         self._others: dict[str, _Gateway] = {}
-        self._counts = dict.fromkeys(("received", "missed", "late", "unknown_ranks"), 0)
+        self._counts = dict.fromkeys(("received", "missed", "late", "unknown_ranks", "unsent"), 0)
         self._refused: dict[str, int] = {}
 
     # The router's calls
@@ -144,13 +145,15 @@ class SharedBoard(LocalLoadBoard):
 
     def _own_rows(self, ranks: Sequence[Rank]) -> list[LoadRow]:
         rows = []
-        for first in range(0, len(ranks), _HELD_ROWS):
+        sent = [rank for rank in ranks if len(rank.worker) <= MAX_NAME]  # others refuse the message
+        self._counts["unsent"] += len(ranks) - len(sent)
+        for first in range(0, len(sent), _HELD_ROWS):
             with self._lock:
                 now = self._clock()
                 # What is given counts half after each half-life; an origin of infinity: nothing is.
                 halvings = max(0.0, now - self._origin) / HALF_LIFE
                 decay = 2.0**-halvings
-                for rank in ranks[first : first + _HELD_ROWS]:
+                for rank in sent[first : first + _HELD_ROWS]:
                     row = self._own_row(rank, decay)
                     if row[3] or row[2] or row[4] or row[5] >= 1.0:
                         self._published[rank] = now

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 _EXPIRY_SECONDS: Final = 0.25  # between looks for rows that were not renewed
 _RETRY_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 2.0  # for a server that no longer answers
-_PENDING_MESSAGES: Final = 65_536  # that wait to be read
-_PENDING_BYTES: Final = 64 << 20
+_PENDING_MESSAGES: Final = 16_384  # that wait to be read
+_PENDING_BYTES: Final = 16 << 20
 _LOCKED_SECONDS: Final = 5.0
 
 
@@ -92,7 +92,8 @@ class SharedLoad(SharedBoard):
         load was received; `rows`: theirs that count now; `age`: seconds since the receipt of the
         oldest of these, or None; `received`: messages; `missed`: numbers that were skipped, such as
         of lost messages; `late`: messages that came after a later one; `unknown_ranks`: rows that
-        were left out, of ranks that the router does not have; `refused`: by reason.
+        were left out, of ranks that the router does not have; `unsent`: own rows that were left
+        out, since others refuse a worker's name of over 256 characters; `refused`: by reason.
         """
         return {**self._link.statistics(), **super().statistics()}
 

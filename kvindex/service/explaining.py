@@ -17,9 +17,9 @@ from kvindex import (
     TokenError,
     UnknownRankError,
 )
-from kvindex.service.http.messages import UNREADABLE, refusal
+from kvindex.service.http.messages import refusal
 from kvindex.subscribe.discovery.web import Web
-from kvindex.wire.errors import DiscoveryError
+from kvindex.wire.errors import UNREADABLE, DiscoveryError
 
 _MOST_BYTES: Final = 32 << 20  # of an engine's answer: some million tokens
 _WORDS_OF_ERROR: Final = 300

@@ -40,7 +40,6 @@ from kvindex import (
 from kvindex.service.apis import dynamo
 from kvindex.service.catalog import DEFAULT_GROUP, Partition
 from kvindex.service.http.messages import (
-    UNREADABLE,
     RefusedError,
     Reply,
     Request,
@@ -50,6 +49,7 @@ from kvindex.service.http.messages import (
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.service.traffic import Traffic
+from kvindex.wire.errors import UNREADABLE
 
 _SEED: Final = 1337
 _UNIT: Final = 2  # tokens that stand for a block: the halves of its hash

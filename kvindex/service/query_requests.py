@@ -21,7 +21,6 @@ from kvindex.service.catalog import DEFAULT_GROUP, Partition
 from kvindex.service.http.messages import (
     JSON,
     MSGPACK_TYPES,
-    UNREADABLE,
     RefusedError,
     Reply,
     Request,
@@ -33,6 +32,7 @@ from kvindex.service.http.messages import (
 )
 from kvindex.service.queries import QueryError, read_query
 from kvindex.service.service import Service
+from kvindex.wire.errors import UNREADABLE
 
 _OCTETS: Final = b"application/octet-stream"
 

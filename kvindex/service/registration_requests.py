@@ -20,7 +20,6 @@ from kvindex.service.apis import conductor, dynamo, rfc
 from kvindex.service.http.messages import (
     JSON,
     MSGPACK_TYPES,
-    UNREADABLE,
     RefusedError,
     Reply,
     Request,
@@ -30,7 +29,7 @@ from kvindex.service.http.messages import (
     text_reply,
 )
 from kvindex.service.service import Service
-from kvindex.wire.errors import EndpointRefusedError, RegistrationError
+from kvindex.wire.errors import UNREADABLE, EndpointRefusedError, RegistrationError
 
 _MOST_BYTES: Final = 16 << 10
 """Of a body: a registration is kept, sent to other processes and saved."""

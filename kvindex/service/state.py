@@ -19,6 +19,7 @@ from kvindex import BusyError, Client, ClosedError, ConfigurationError
 from kvindex.index.snapshot import replaced_file
 from kvindex.service.catalog import BY_CLIENTS, Catalog, Registration
 from kvindex.subscribe.discovery.web import Web
+from kvindex.wire.errors import UNREADABLE
 from kvindex.wire.log_rate import LogRate
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def read_registrations(state: str | os.PathLike[str]) -> list[Registration]:
         return msgspec.json.decode(data, type=list[Registration])
     except FileNotFoundError:
         return []
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ConfigurationError(
             f"--state {path}: it holds no registrations ({error}); to start without them, delete "
             "it or move it away"

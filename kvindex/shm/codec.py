@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvindex.shm.ring import RAW, Buffer
-from kvindex.wire.errors import ConfigurationError, DecodeError, EncodeError
+from kvindex.wire.errors import UNREADABLE, ConfigurationError, DecodeError, EncodeError
 
 ENCODED, BUFFERS = 1, 2
 """Kinds of messages beside `RAW`: an encoded object, and one with buffers beside it."""
@@ -94,7 +94,7 @@ class MsgpackCodec:
         self._in = buffers
         try:
             return self._decoder.decode(data)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             raise DecodeError(f"not a message in msgpack: {error}", size=len(data)) from error
         finally:
             self._in = ()

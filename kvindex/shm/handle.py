@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvindex.shm.ring import RingHandle
-from kvindex.wire.errors import ConfigurationError, DecodeError
+from kvindex.wire.errors import UNREADABLE, ConfigurationError, DecodeError
 
 _MAX_BYTES = 1 << 20
 
@@ -53,7 +53,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
             raise DecodeError("no handle is as long as this", size=len(data))
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise DecodeError(f"not a queue's handle: {error}", size=len(data)) from error
 
     def __hash__(self) -> int:

@@ -50,7 +50,7 @@ __all__ = [
     "WriterDiedError",
 ]
 
-MALFORMED: Final = (ValueError, RecursionError)
+UNREADABLE: Final = (ValueError, RecursionError)
 """What decoders raise for bytes of strangers: also for invalid UTF-8 and for deep nesting."""
 
 

@@ -67,7 +67,15 @@ def test_messages_arrive_whole_whatever_the_pieces(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff\xff", b"\0\0\0\1x", b"\0\0\0\2\x81\xa0"], ids=["long", "text", "map"]
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\1x",
+        b"\0\0\0\2\x81\xa0",
+        b"\0\0\0\x16\x82\xa4type\xa8progress\xa4call\xa1\xff",
+        b"\0\0\x27\x21\x82\xa4type\xa8progress\xa1x" + b"\x91" * 10_000,
+    ],
+    ids=["long", "text", "map", "no text", "deep"],
 )
 def test_what_is_no_message_closes_the_connection(data: bytes) -> None:
     receiver, transport = link([])

@@ -288,6 +288,16 @@ def test_rows_are_split_by_number_and_by_size() -> None:
     assert [decode_load(data).rows for data in encode_load(ID, 1, [])] == [[]]
 
 
+def test_an_own_row_with_a_name_that_others_refuse_is_not_sent_but_counted() -> None:
+    clock, long = Clock(), Rank("ä" * 257)
+    here, there = board(clock, A, long), board(clock, A, long)
+    for rank in (A, long):
+        here.add(rank, 5, 1, 1, clock.now)
+    send(here, there)
+    assert there.load(A, clock.now) == here.load(long, clock.now) == Load(5, 1, 1)
+    assert here.statistics()["unsent"] == 1
+
+
 def test_a_board_that_shares_no_more_counts_its_own_load_only() -> None:
     clock = Clock()
     there = board(clock, A)

@@ -96,7 +96,12 @@ def test_handles_travel_as_bytes_and_by_pickle(n_local: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x00", b"\xc1", b"\x80", b"x" * (2 << 20), MsgpackCodec().encode([1])[0]]
+    "data",
+    [
+        *(b"", b"\x00", b"\xc1", b"\x80", b"x" * (2 << 20), MsgpackCodec().encode([1])[0]),
+        b"\x81\xa1\xff\x01",  # text that is not UTF-8
+        b"\x81\xa1a" + b"\x91" * 10_000,  # nested deeper than Python's stack
+    ],
 )
 def test_bytes_that_are_no_handle_are_refused(data: bytes) -> None:
     with pytest.raises(DecodeError):

@@ -11,7 +11,7 @@ import msgspec
 from kvindex.index.nats.log import Log, NoStreamError, ask
 from kvindex.index.nats.log_writer import SILENCE
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, position_and_epoch
-from kvindex.wire.errors import NatsError
+from kvindex.wire.errors import UNREADABLE, NatsError
 from kvindex.wire.nats import NatsOptions, NatsPool, open_connection, parse_pool
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ async def _info(client: NatsClient, pool: NatsPool, timeout: float) -> _Info:
     answer = await ask(pool, call)
     try:
         return msgspec.json.decode(answer.data, type=_Info)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise NatsError(f"{pool}: what it answers about the stream cannot be read") from error
 
 

@@ -26,7 +26,7 @@ from kvindex.index.replicas.messages import LENGTH, PROTOCOL, Begin
 from kvindex.index.replicas.snapshot import Part, TakenRank
 from kvindex.index.snapshot import MAX_CURSOR_BYTES, SnapshotReader, SnapshotWriter
 from kvindex.subscribe import RankStatus
-from kvindex.wire.errors import MALFORMED, NatsError, SnapshotError
+from kvindex.wire.errors import UNREADABLE, NatsError, SnapshotError
 from kvindex.wire.nats import NatsPool
 from kvindex.wire.rank import Rank
 
@@ -183,7 +183,7 @@ class SnapshotContents:
 def _decoded(data: bytes, kind: type[Struct], what: str) -> Struct:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except MALFORMED as error:
+    except UNREADABLE as error:
         raise SnapshotError(f"{what} cannot be read: {error}", reason="content") from error
 
 
@@ -320,7 +320,7 @@ class PoolSnapshots:
         message = await ask(self._pool, call)
         try:
             note = msgspec.json.decode(message.data or b"", type=Note)
-        except MALFORMED:
+        except UNREADABLE:
             note = Note()  # deleted like any other, so that nobody has to
         if note.deleted:
             raise NoStreamError(f"{self._pool}: the snapshot {name} is deleted")

@@ -41,7 +41,7 @@ from kvindex.subscribe import (
     RankStatus,
     StreamItem,
 )
-from kvindex.wire.errors import DecodeError
+from kvindex.wire.errors import UNREADABLE, DecodeError
 from kvindex.wire.rank import Rank
 
 PROTOCOL = 3
@@ -112,14 +112,13 @@ encode_message = msgspec.msgpack.Encoder().encode
 _decode_message = msgspec.msgpack.Decoder(ReceivedMessage).decode
 _decode_entries = msgspec.msgpack.Decoder(list[Entry]).decode
 _decode_entry: Callable[[bytes], Entry] = msgspec.msgpack.Decoder(Entry).decode
-_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def decode_message(body: Buffer) -> ReceivedMessage:
     """Return the message that `encode_message` encoded; raises DecodeError."""
     try:
         return _decode_message(body)
-    except _MALFORMED as error:
+    except UNREADABLE as error:
         raise _no_message(error, len(body)) from error
 
 
@@ -127,7 +126,7 @@ def decode_entries(entries: Buffer) -> list[Entry]:
     """Return the entries of a received message; raises DecodeError."""
     try:
         return _decode_entries(entries)
-    except _MALFORMED as error:
+    except UNREADABLE as error:
         raise _no_message(error, memoryview(entries).nbytes) from error
 
 
@@ -135,7 +134,7 @@ def decode_entry(entry: bytes) -> Entry:
     """Return one entry; raises DecodeError."""
     try:
         return _decode_entry(entry)
-    except _MALFORMED as error:
+    except UNREADABLE as error:
         raise _no_message(error, len(entry)) from error
 
 
@@ -253,7 +252,7 @@ def decode_frame(body: bytes) -> Frame:
     """Return a frame of either side, which the receiver checks; raises DecodeError."""
     try:
         return _decode_frame(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise DecodeError(f"no frame of a fan-out: {error}", size=len(body)) from error
 
 

@@ -10,13 +10,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
+from kvindex.wire.errors import UNREADABLE
+
 JSON: Final = b"application/json"
 MSGPACK: Final = b"application/msgpack"
 TEXT: Final = b"text/plain; charset=utf-8"
 MSGPACK_TYPES: Final = frozenset({MSGPACK, b"application/x-msgpack", b"application/vnd.msgpack"})
-
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for a body that it cannot read, too deep a nesting included."""
 
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 

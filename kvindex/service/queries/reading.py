@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from kvindex.wire._native import read_query as _scan
-from kvindex.wire.errors import ConfigurationError, QueryError
+from kvindex.wire.errors import UNREADABLE, ConfigurationError, QueryError
 
 _FIELD = "token_ids"
 _NO_LIMIT = 2**62
@@ -155,6 +155,6 @@ def _shown(body: bytes, at: int) -> str:
 def _is_json(body: bytes) -> bool:
     try:
         msgspec.json.decode(body, type=msgspec.Raw)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return False
     return True

@@ -24,7 +24,7 @@ import zmq
 
 from kvindex.shm.ring import Patience, Waiting, check_cancel
 from kvindex.wire.curve import Curve
-from kvindex.wire.errors import ClosedError, ConfigurationError, InUseError
+from kvindex.wire.errors import UNREADABLE, ClosedError, ConfigurationError, InUseError
 
 VERSION = 1
 MAX_RANK = 2**32 - 1
@@ -131,7 +131,7 @@ def decode(part: bytes) -> Packet:
     """Return the packet in a part, and frames as views of it; Malformed if there is none."""
     try:
         return _decoder.decode(part)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    except UNREADABLE:
         raise Malformed(f"{len(part)} bytes that are no packet of this protocol") from None
 
 

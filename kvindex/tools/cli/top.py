@@ -25,7 +25,7 @@ from kvindex.service.overview import Fleet, overview
 from kvindex.subscribe.discovery.web import Web
 from kvindex.tools.cli.arguments import add_cacert_option, count, option, seconds, trusting
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of, names_engines
-from kvindex.wire.errors import DiscoveryError, how_to_install
+from kvindex.wire.errors import UNREADABLE, DiscoveryError, how_to_install
 from kvindex.wire.waker import Waker
 
 SORTS: Final = {
@@ -147,7 +147,7 @@ class ServiceFleet:
                 why = "it requires its token: set KVINDEX_TOKEN"
             elif answer.status == 404:
                 why = f"it has no {_FLEET}: is it kvindex serve?"
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             why = f"it answers something else than kvindex serve of this version ({error})"
         except DiscoveryError as error:
             why = _why_unreached(error)

@@ -120,8 +120,8 @@ def test_a_relay_that_misses_the_answer_to_each_first_request_starts_and_continu
     pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does that is stopped for some seconds while it starts."""
-    with relay_of(pool, engine) as first:
-        stored(first)
+    with relay_of(pool, engine, snapshot_every=1) as first:
+        stored_all(first, engine)
     request = Client.request
     asked: set[str] = set()
 
@@ -386,7 +386,7 @@ def test_fault_a_bucket_that_is_damaged_gets_another_snapshot_though_no_engine_s
         copy_of(pool, holds(engine))
         own = counters(relay)
         assert (own["snapshots"], own["snapshots_lost"]) == (2, 1)
-        assert (own["epochs"], own["snapshot_failures"]) == (1, {})
+        assert own["epochs"] == 1
 
 
 def test_fault_a_purged_log_gets_a_snapshot_that_it_continues(
