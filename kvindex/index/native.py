@@ -86,7 +86,7 @@ class Index(BaseIndex):
         self._core_apply = self._core.apply
         self._ids: dict[Rank, int] = {}  # read without the lock, but never iterated over
         # Made of `_ids` when a question needs it: so adding a rank costs the same however many
-        # there are.
+        # there are. Dropped before `_ids` changes: a Ctrl-C in between leaves none that is wrong.
         self._made: Directory | None = None
         self._encoded_ids: tuple[Mapping[Rank, int], dict[bytes, int]] = ({}, {})
         self._guard = Guard(self._core)  # of `_ids` and `_made`, while they are changed
@@ -102,10 +102,9 @@ class Index(BaseIndex):
 
     def remove(self, rank: Rank) -> None:
         with self._guard.lock:
-            rank_id = self._ids.pop(rank, None)
-            if rank_id is not None:
+            if rank in self._ids:
                 self._made = None
-                self._core.remove(rank_id)
+                self._core.remove(self._ids.pop(rank))
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         with self._guard.lock:
@@ -113,7 +112,8 @@ class Index(BaseIndex):
             moved = {new: ids.pop(old) for old, new in names.items() if old in ids}
             replaced = [ids.pop(rank) for rank in moved if rank in ids]
             ids.update(moved)
-            self._ids, self._made = ids, None
+            self._made = None
+            self._ids = ids
             for rank_id in replaced:
                 self._core.remove(rank_id)
 
@@ -167,12 +167,11 @@ class Index(BaseIndex):
         Returns: how many were applied, and the entries that are left: statuses, and all from the
             first one on that needs Python. None: these are no entries.
         """
-        ids, encoded = self._encoded_ids
-        if ids is not self._directory.ids:
-            ids = self._directory.ids
+        ids = self._directory.ids
+        if self._encoded_ids[0] is not ids:
             encoded = {_encode(rank): rank_id for rank, rank_id in ids.items()}
             self._encoded_ids = ids, encoded
-        return self._core.apply_entries(encoded, entries)
+        return self._core.apply_entries(self._encoded_ids[1], entries)
 
     # Queries ---------------------------------------------------------------------------------
 
@@ -244,7 +243,8 @@ class Index(BaseIndex):
             if isinstance(restored, tuple):
                 raise no_room(*restored)
             if rank_id is None:
-                self._ids[Rank(*rank)], self._made = restored, None
+                self._made = None
+                self._ids[Rank(*rank)] = restored
 
     def _identity(self) -> Identity:
         return Identity(self._seed, self._core.key_check().to_bytes(8, "little"))
@@ -304,8 +304,8 @@ class Index(BaseIndex):
         with self._guard.lock:
             rank_id = self._ids.get(rank)
             if rank_id is None:
-                self._ids[Rank(*rank)] = rank_id = self._core.add()
                 self._made = None
+                self._ids[Rank(*rank)] = rank_id = self._core.add()
             return rank_id
 
     @property

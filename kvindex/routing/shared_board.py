@@ -187,6 +187,11 @@ class SharedBoard(LocalLoadBoard):
             return self._refuse(str(error))
         if message.gateway == self.gateway:
             return self._refuse("own id")
+        # Ranks that this router does not have are none of its memory. Those that it gets later
+        # count from their gateway's next whole message on. The router does not wait for this look.
+        known, sender = cast("dict[_Key, int]", self._rows), self._others.get(message.gateway)
+        theirs = {} if sender is None else sender.rows
+        rows = [row for row in message.rows if (key := row[:2]) in known or key in theirs]
         with self._lock:
             if not self.is_sharing:
                 return ""
@@ -195,10 +200,6 @@ class SharedBoard(LocalLoadBoard):
                 if len(self._others) >= MAX_GATEWAYS:
                     return self._refuse("too many gateways")
                 other = _Gateway()
-            # Ranks that this router does not have are none of its memory. Those that it gets later
-            # count from their gateway's next whole message on.
-            known = cast("dict[_Key, int]", self._rows)
-            rows = [row for row in message.rows if row[:2] in known or row[:2] in other.rows]
             if reason := self._lacks_room(other, rows):
                 return self._refuse(reason)
             if other.number and message.number <= other.number:
