@@ -193,7 +193,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
 
 

@@ -20,7 +20,7 @@ from kvindex.index.questions import Question
 from kvindex.index.spans import Spans, main_group, union
 from kvindex.wire import GroupSpec
 from kvindex.wire.errors import UnknownRankError
-from kvindex.wire.quirks import HARMLESS_TAGS
+from kvindex.wire.quirks import may_remove
 from kvindex.wire.rank import Rank
 
 if TYPE_CHECKING:
@@ -207,12 +207,11 @@ class _Facts:
 
     def _notes(self) -> Iterator[str]:
         match = self.match
-        skipped: Mapping[str, int] = self.known.get("skipped", {})
         if match.tokens > match.device_tokens:
             on_device = f"{match.device_tokens} of these tokens are on the device"
             yield f"{on_device}; the engine decides whether it loads the rest"
         elif match.tokens and match.upper_bound:
-            unknown = {tag: n for tag, n in skipped.items() if tag not in HARMLESS_TAGS}
+            unknown = may_remove(self.known.get("skipped", {}))
             names = f"; some are of unknown kinds: {_counts(unknown)}" if unknown else ""
             yield f"an upper bound: its events do not report all that limits a hit{names}"
         if match.lower_bound:

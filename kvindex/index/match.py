@@ -33,10 +33,11 @@ class RankMatch(msgspec.Struct, frozen=True, kw_only=True):
         host_tokens: those of `tokens` that the device holds and, where it ends, the host: so
             `device_tokens` ≤ `host_tokens` ≤ `tokens`. The rest lies in storage.
         upper_bound: whether the engine's own hit may be shorter: its events do not contain all its
-            limits (see `CacheSettings`), or part of it must be loaded to the device, which the
-            engine decides for itself.
-        lower_bound: whether the engine's own hit may be longer: the rank has stored blocks whose
-            place no event has given so far, and any of them may continue the prompt.
+            limits (see `CacheSettings`), events of unknown kinds may have removed some of it, or
+            part of it must be loaded to the device, which the engine decides for itself.
+        lower_bound: whether the engine's own hit may be longer: the rank has stored blocks that
+            were left out (`ignored` in its statistics), or whose place no event has given so far,
+            and any of them may continue the prompt.
         state: stream state; None without a client.
         complete: whether all of the rank's history was seen; None without a client.
         lag: batches known of but not applied yet; None without a client.

@@ -173,8 +173,8 @@ def _log_news(feed: Feed, status: RankStatus, now: float) -> None:
         if notes.logged_down or notes.may_log("up"):
             notes.logged_down = False
             logger.info("%s: live: %s", status.rank, status.endpoint)
-    if feed.sequencer.several_publishers(now):
-        notes.warn("several_publishers", "%s", _several_publishers(feed, now))
+    if several := _several_publishers(feed, now):
+        notes.warn("several_publishers", "%s", several)
     unrepairable = "" if status.replay_endpoint is None else _unrepairable(feed)
     if unrepairable and not notes.logged_unrepairable:
         notes.warn("unrepairable", "%s", unrepairable)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvindex.subscribe.sequencer import Cursor
-from kvindex.wire.errors import ConfigurationError, DecodeError
+from kvindex.wire.errors import UNREADABLE, ConfigurationError, DecodeError
 from kvindex.wire.rank import Rank
 
 _VERSION = 1
@@ -82,7 +82,7 @@ class SavedCursor(msgspec.Struct, frozen=True, kw_only=True):
             version, fields = _envelopes.decode(data)
             if version == _VERSION:
                 return _decoder.decode(fields)
-        except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
+        except UNREADABLE as error:
             raise DecodeError(f"no cursor: {error}", size=len(data)) from error
         raise DecodeError(
             f"a cursor of version {version}; this release reads {_VERSION}", size=len(data)

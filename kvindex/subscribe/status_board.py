@@ -92,7 +92,7 @@ class StatusBoard:
         """Show ranks as not live until `rename`: the index exchanges what they hold before that."""
         with self._lock:
             held = [
-                msgspec.structs.replace(self._statuses[rank], state=State.SYNCING, reason=_RENAMED)
+                under_new_name(self._statuses[rank], rank)
                 for rank in ranks
                 if rank in self._statuses
             ]
@@ -327,8 +327,9 @@ class StatusBoard:
     def is_live(self, wanted: list[Rank] | None, complete: bool) -> bool:
         """Return whether all ranks, at least one, or all wanted ones, are as `late` demands."""
         with self._lock:
-            some = bool(self._statuses) if wanted is None else True
-            return some and not self._late(wanted, complete)
+            if wanted is None and not self._statuses:
+                return False
+            return not self._late(wanted, complete)
 
     def late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
         """Return the ranks that are not live, or not complete if that is wanted, and why."""
@@ -405,6 +406,11 @@ class _Snapshots(Mapping[Rank, RankStatus]):
 
     def __len__(self) -> int:
         return len(self._statuses)
+
+
+def under_new_name(status: RankStatus, name: Rank) -> RankStatus:
+    """Return a status as not live under a name, until what the rank of that name holds is known."""
+    return msgspec.structs.replace(status, rank=name, state=State.SYNCING, reason=_RENAMED)
 
 
 def _trust(status: RankStatus, stuck: bool) -> Trust:

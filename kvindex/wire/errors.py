@@ -51,7 +51,10 @@ __all__ = [
 ]
 
 UNREADABLE: Final = (ValueError, RecursionError)
-"""What decoders raise for bytes of strangers: also for invalid UTF-8 and for deep nesting."""
+"""What decoders raise for bytes of strangers: also for invalid UTF-8 and for deep nesting.
+
+msgspec's own errors are ValueErrors (from 0.21 on).
+"""
 
 
 def how_to_install(extra: str) -> str:

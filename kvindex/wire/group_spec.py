@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import repeat
 from typing import Literal
 
 import msgspec
 
 from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.events import BlockRemoved
 from kvindex.wire.fields import informational_int
 
 _WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
@@ -152,3 +154,9 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(
                 f"hash_block_size is at least 1 token, not {self.hash_block_size}"
             )
+
+    def copies_left(self, event: BlockRemoved) -> Iterable[int | None]:
+        """Return for each removed block how many copies are left; None: one less than before."""
+        return event.remaining_copy_counts or repeat(
+            0 if self.removals == "last" else None, len(event.block_hashes)
+        )

@@ -351,13 +351,15 @@ async def run_apart(call: Awaitable[_Result], timeout: float | None = None) -> _
     task = asyncio.ensure_future(call)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else asks
     try:
-        left = timeout
+        if timeout is None:
+            await asyncio.wait([task])
+        left = timeout or 0.0
         while not task.done():
-            if left is not None and left <= 0:
+            if left <= 0:
                 raise asyncio.TimeoutError
-            step = None if left is None else min(left, _AWAKE_SECONDS)
+            step = min(left, _AWAKE_SECONDS)
             await asyncio.wait([task], timeout=step)
-            left = left and left - (step or 0.0)
+            left -= step
         return task.result()
     finally:
         task.cancel()

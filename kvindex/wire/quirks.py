@@ -5,7 +5,7 @@ Nothing here keeps state, and nothing here reads an event: these are facts about
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -37,6 +37,11 @@ def is_root_parent(parent_block_hash: BlockHash | None) -> bool:
         [True, True, True, False, False]
     """
     return parent_block_hash in (None, 0, EMPTY_TUPLE_HASH)
+
+
+def may_remove(skipped: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts, by tag, of those unknown events that may have taken blocks away."""
+    return {tag: count for tag, count in skipped.items() if tag not in HARMLESS_TAGS}
 
 
 def content_hash(token_ids: Iterable[int]) -> int:

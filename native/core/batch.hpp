@@ -51,7 +51,7 @@ struct Event {
 
   uint32_t tokens_begin = 0;  // in Batch::tokens or Batch::wide
   uint32_t tokens_count = 0;
-  uint32_t copies_left_begin = 0;  // in Batch::tokens: how many copies of each removed block are left
+  uint32_t copies_left_begin = 0;  // in Batch::tokens: for each removed block, copies that are left
 
   // Lookahead tokens of all blocks one after the other, `lookahead` each, always in Batch::wide.
   uint32_t lookahead = 0;  // tokens after each block (of the first one, when ragged)

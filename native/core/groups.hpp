@@ -64,7 +64,7 @@ class RankGroups {
   const std::set<std::pair<uint32_t, uint32_t>>& shapes() const { return shapes_; }
 
   // Learn a group's block size, and what it makes of the unit. A store of offloaded blocks, which
-  // may be larger, teaches nothing of a known group; and what it taught yields to the device's size.
+  // may be larger, teaches nothing of a known group; what it taught yields to the device's size.
   void learn_size(uint32_t group_idx, uint32_t block_size, bool on_device);
   // Whether a store of the group would teach nothing.
   bool knows(uint32_t group_idx, uint32_t block_size, uint32_t lookahead) const {

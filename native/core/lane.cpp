@@ -33,7 +33,8 @@ ZmqMessage::Received ZmqMessage::receive(void* socket) {
       const int error = errno;
       zmq_->msg_close(&frame);
       frames_.pop_back();
-      if (!frames_.empty()) break;  // a message that breaks off has too few frames, which is noticed
+      // A message that breaks off has too few frames, which is noticed.
+      if (!frames_.empty()) break;
       return error == EAGAIN || error == EINTR ? Received::nothing : Received::failure;
     }
   } while (zmq_->msg_more(&frames_.back()) != 0);

@@ -197,7 +197,8 @@ void RankBlocks::remove_one(const Label& label, OwnerId owner, Left left, Hold& 
   count(held ? Counter::removed_orphans : Counter::removed_unknown, 1);
 }
 
-// Which of several blocks of one label is gone is not said, unless all are: none may be answered for.
+// Which of several blocks of one label is gone is not said, unless all are: none may be answered
+// for.
 void RankBlocks::remove_several(const Label& label, const std::vector<BlockRef>& blocks,
                                 OwnerId owner, Left left, Hold& hold) {
   count(Counter::removed, 1);

@@ -102,12 +102,14 @@ class Index(BaseIndex):
     # Events ----------------------------------------------------------------------------------
 
     def apply(self, rank: Rank, batch: EventBatch | bytes | bytearray | memoryview) -> None:
-        decoded = batch if isinstance(batch, EventBatch) else decode_batch(batch)
-        for event in decoded.events:
-            if isinstance(event, BlockRemoved):
-                copy_counts(event.remaining_copy_counts, len(event.block_hashes))
+        if not isinstance(batch, EventBatch):
+            batch = decode_batch(batch)
+        else:  # a program made it, and nothing has checked it yet
+            for event in batch.events:
+                if isinstance(event, BlockRemoved):
+                    copy_counts(event.remaining_copy_counts, len(event.block_hashes))
         with self._guard.lock, self._changes:
-            self._rank(rank).apply(decoded)
+            self._rank(rank).apply(batch)
 
     # Queries ---------------------------------------------------------------------------------
 

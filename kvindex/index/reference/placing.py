@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from kvindex.index.keys import Namespace
 from kvindex.index.reference.blocks import Block, Blocks, Place
 from kvindex.index.reference.orphans import Orphan, Orphans
-from kvindex.wire import BlockHash, BlockRemoved
+from kvindex.wire import BlockHash
 from kvindex.wire.quirks import fold_hash
 
 _COUNTERS = (
@@ -150,13 +149,11 @@ class Placing:
         torn = block_hash in self._torn or len(self._torn) >= _MAX_TORN
         return not torn and not self.blocks.is_ambiguous(block_hash)
 
-    def remove(self, event: BlockRemoved, place: Place, *, last: bool) -> None:
-        """Drop one copy of each block from a place, or as many as the engine states.
-
-        `last`: the engine names a block only when its last copy is gone.
-        """
-        counts = event.remaining_copy_counts or repeat(0 if last else None)
-        for block_hash, left in zip(map(fold_hash, event.block_hashes), counts, strict=False):
+    def remove(
+        self, block_hashes: Sequence[BlockHash], copies_left: Iterable[int | None], place: Place
+    ) -> None:
+        """Drop copies of each block from a place; see `CacheSettings.copies_left`."""
+        for block_hash, left in zip(map(fold_hash, block_hashes), copies_left, strict=True):
             blocks = list(self.blocks.held_at(block_hash, place))
             if not blocks:
                 held = self.orphans.drop_copy(block_hash, place, left)

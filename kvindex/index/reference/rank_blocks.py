@@ -101,7 +101,8 @@ class RankBlocks:
             elif isinstance(event, BlockRemoved):
                 self._announced = None  # its blocks may be gone
                 place = Place(fold_medium(event.medium), event.group_idx or 0)
-                self._placing.remove(event, place, last=self.groups.settings.removals == "last")
+                copies_left = self.groups.settings.copies_left(event)
+                self._placing.remove(event.block_hashes, copies_left, place)
             elif isinstance(event, AllBlocksCleared):
                 self._announced = None
                 self.counters["cleared"] += 1

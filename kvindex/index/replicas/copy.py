@@ -23,8 +23,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
-
 from kvindex.index import Index, read_batch
 from kvindex.index.client.feeding import follow_item
 from kvindex.index.replicas.messages import (
@@ -38,8 +36,9 @@ from kvindex.index.replicas.messages import (
     follow_names,
 )
 from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed, RankStatus
+from kvindex.subscribe.status_board import under_new_name
 from kvindex.wire.errors import DecodeError
-from kvindex.wire.rank import Rank, State
+from kvindex.wire.rank import Rank
 
 
 class Catchup:
@@ -193,7 +192,5 @@ class Copy:
             (new, self.statuses.pop(old)) for old, new in names.items() if old in self.statuses
         ]
         for rank, status in moved:
-            self.statuses[rank] = msgspec.structs.replace(
-                status, rank=rank, state=State.SYNCING, reason="its batches give it another name"
-            )
+            self.statuses[rank] = under_new_name(status, rank)
             self.changed.add(rank)

@@ -17,7 +17,7 @@ from kvindex.subscribe.discovery.engine import engine_name
 from kvindex.subscribe.discovery.targets import Notify, Target, check_names
 from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
-from kvindex.wire.errors import ConfigurationError, DiscoveryError
+from kvindex.wire.errors import UNREADABLE, ConfigurationError, DiscoveryError
 
 _MAX_BYTES: Final = 16 << 20
 LOOK_EVERY: Final = 0.1  # seconds
@@ -248,7 +248,7 @@ class FileSource(FollowedFile):
             if not content.strip():
                 raise ConfigurationError("it is empty")
             return read_targets(self._decoded(content))
-        except (ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             text = f"{self.path} cannot be understood: {error}"
             raise DiscoveryError(text, url=str(self.path), reason="content") from None
 

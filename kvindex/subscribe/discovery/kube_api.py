@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from kvindex.subscribe.discovery.web import Stream, Web
-from kvindex.wire.errors import ConfigurationError, DiscoveryError
+from kvindex.wire.errors import UNREADABLE, ConfigurationError, DiscoveryError
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod has its account's token, the API server's certificate, and its namespace."""
@@ -162,7 +162,7 @@ class KubeApi:
     def _object(self, path: str, body: bytes) -> Mapping[str, Any]:
         try:
             content = msgspec.json.decode(body)
-        except (ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             raise self._error(path, "content", f"answers no JSON ({error})") from None
         if not isinstance(content, dict):
             raise self._error(path, "content", "answers no object")

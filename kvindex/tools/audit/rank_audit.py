@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 from kvindex import (
@@ -136,11 +135,9 @@ class RankAudit:
 
     def _remove(self, event: BlockRemoved) -> None:
         tier = tier_of(event.medium)
-        counts = event.remaining_copy_counts or repeat(
-            0 if self.groups.settings.removals == "last" else None
-        )
+        copies_left = self.groups.settings.copies_left(event)
         counted = self._window.counted
-        for label, left in zip(map(fold_hash, event.block_hashes), counts, strict=False):
+        for label, left in zip(map(fold_hash, event.block_hashes), copies_left, strict=False):
             if not self.blocks.remove(label, tier, self._now, left, counted=counted):
                 self.counts["removed_unknown"] += 1
             if self._content_hashes and tier is None:

@@ -11,7 +11,7 @@ from kvindex.tools.doctor.active import event_block_sizes
 from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineMetrics
 from kvindex.tools.doctor.report import Finding, finding_of
-from kvindex.wire.quirks import HARMLESS_TAGS
+from kvindex.wire.quirks import may_remove
 
 _MANY: Final = 20  # blocks, or prompts, from which a share of them means something
 _MOMENT: Final = 0.05  # seconds to receive what has arrived already
@@ -147,8 +147,7 @@ def _check_index(case: Case, rank: int, index: Mapping[str, Any]) -> None:
     total = sum(counted.values())
     if total and total * 100 >= index.get("blocks", 0):
         case.add("blocks-left-out", rank, count=total, reasons=_counts(counted))
-    skipped: dict[str, int] = index.get("skipped", {})
-    if unknown := {tag: count for tag, count in skipped.items() if tag not in HARMLESS_TAGS}:
+    if unknown := may_remove(index.get("skipped", {})):
         case.add("events-unknown", rank, tags=_counts(unknown))
     for advice in index.get("advice", []):
         case.add("setting-untold", rank, advice=advice)
