@@ -128,6 +128,7 @@ class Index(BaseIndex):
             settings.eagle is True,
             [] if isinstance(settings.eagle, bool) else [*map(group_number, settings.eagle)],
             min(settings.hash_block_size or 0, 2**31 - 1),
+            min(settings.offload_chunk or 0, 2**31 - 1),
             settings.upper_bound,
             settings.resets_connector,
         )

@@ -174,6 +174,7 @@ class Index:
         eagle: bool,
         eagle_groups: list[int],
         hash_block_size: int,
+        offload_chunk: int,
         upper_bound: bool,
         resets_connector: bool,
     ) -> bool: ...

@@ -110,6 +110,11 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             model's). Lookahead hashing (vLLM 0.33) and SGLang drop none.
         hash_block_size: tokens per hash where that is less than every group's block size (vLLM's
             `prefix_match_unit`); otherwise it is learned.
+        offload_chunk: tokens that the engine offloads and loads together, where that is more than
+            a block: vLLM's `block_size` of the OffloadingConnector (or `blocks_per_chunk` times the
+            block size). Off the device then only whole chunks count, and an event without tokens
+            and size names the chunk that ends with its block. It must be a multiple of the block
+            size, or has no effect. Events with their chunks' tokens (LMCache's) need no setting.
         upper_bound: whether the engine's events report only part of what limits a hit, so that
             answers are upper bounds: SGLang's hybrid caches (sliding window, Mamba), and SGLang
             when requests carry an `extra_key`.
@@ -127,6 +132,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     report_mode: Literal["incremental", "full"] = "incremental"
     eagle: bool | tuple[int, ...] = False
     hash_block_size: int | None = None
+    offload_chunk: int | None = None
     upper_bound: bool = False
     resets_connector: bool = False
 
@@ -150,10 +156,10 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             isinstance(group_idx, int) and group_idx >= 0 for group_idx in self.eagle
         ):
             raise ConfigurationError(f"eagle is a bool, or group_idx >= 0, not {self.eagle!r}")
-        if self.hash_block_size is not None and self.hash_block_size < 1:
-            raise ConfigurationError(
-                f"hash_block_size is at least 1 token, not {self.hash_block_size}"
-            )
+        for name in ("hash_block_size", "offload_chunk"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens < 1:
+                raise ConfigurationError(f"{name} is at least 1 token, not {tokens}")
 
     def copies_left(self, event: BlockRemoved) -> Iterable[int | None]:
         """Return for each removed block how many copies are left; None: one less than before."""

@@ -287,10 +287,10 @@ using PlainSpec = std::tuple<std::string, std::optional<int64_t>, std::optional<
 bool configure(PyIndex& self, uint32_t rank, const std::map<uint32_t, PlainSpec>& groups,
                bool removes_last, bool reports_full, bool eagle,
                const std::vector<uint32_t>& eagle_groups, uint32_t hash_block_size,
-               bool upper_bound, bool resets_connector) {
+               uint32_t offload_chunk, bool upper_bound, bool resets_connector) {
   CacheSettings settings{{}, removes_last, reports_full, eagle,
                          {eagle_groups.begin(), eagle_groups.end()},
-                         hash_block_size, upper_bound, resets_connector};
+                         hash_block_size, offload_chunk, upper_bound, resets_connector};
   for (const auto& [group_idx, spec] : groups) {
     settings.groups[group_idx] = {std::get<0>(spec), std::get<1>(spec), std::get<2>(spec)};
   }

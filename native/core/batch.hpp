@@ -92,6 +92,13 @@ struct Batch {
     bytes.clear();
   }
 
+  // Bytes of memory that a copy takes.
+  size_t size() const {
+    return sizeof(Batch) + events.size() * sizeof(Event) + hashes.size() * sizeof(WireHash) +
+           tokens.size() * sizeof(uint32_t) + wide.size() * sizeof(uint64_t) +
+           (extras.size() + skipped.size()) * sizeof(ByteRange) + bytes.size();
+  }
+
   // Bytes of memory that it keeps.
   size_t capacity() const {
     return events.capacity() * sizeof(Event) + hashes.capacity() * sizeof(WireHash) +

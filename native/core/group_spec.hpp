@@ -48,6 +48,7 @@ struct CacheSettings {
   bool eagle = false;               // in all groups
   std::set<uint32_t> eagle_groups;  // in these
   uint32_t hash_block_size = 0;  // 0: as learned
+  uint32_t offload_chunk = 0;    // 0: a block
   bool upper_bound = false;
   bool resets_connector = false;
 };

@@ -66,6 +66,43 @@ void RankGroups::learn_size(uint32_t group_idx, uint32_t block_size, bool on_dev
   changed();
 }
 
+bool RankGroups::knows_device_size() const {
+  return std::any_of(groups_.begin(), groups_.end(), [](const auto& entry) {
+    return entry.second.block_size != 0 && !entry.second.size_off_device;
+  });
+}
+
+uint32_t RankGroups::chunk_of(uint32_t group_idx, uint32_t block_size, uint8_t tier) const {
+  if (tier == kDeviceTier) return 0;
+  if (block_size == 0) return settings_.offload_chunk;
+  const auto group = groups_.find(group_idx);
+  const bool is_usual = group != groups_.end() && !group->second.size_off_device &&
+                        block_size <= group->second.block_size;
+  return is_usual ? 0 : block_size;
+}
+
+Spans RankGroups::whole_chunks(Spans spans, uint32_t group_idx, uint32_t chunk) const {
+  const uint32_t whole = units_in(settings_.offload_chunk);
+  const auto group = groups_.find(group_idx);
+  if (whole > 1 && chunk == 0 && group != groups_.end()) chunk = group->second.block_size;
+  const uint32_t before = units_in(chunk) - 1;
+  if (before == 0 && whole == 1) return spans;
+  Spans covered;
+  for (const auto& [start, stop] : spans) {
+    const uint32_t first = start - std::min(start, before);
+    // A chunk may begin before the one that ends before it.
+    while (!covered.empty() && covered.back().first >= first) covered.pop_back();
+    extend_spans(covered, first, stop);
+  }
+  Spans counted;
+  for (const auto& [start, stop] : covered) {
+    const uint32_t first = start + (whole - start % whole) % whole;
+    const uint32_t last = stop - stop % whole;
+    if (first < last) counted.emplace_back(first, last);
+  }
+  return counted;
+}
+
 GroupFault RankGroups::learn(uint32_t group_idx, const GroupSpec* reported, uint32_t block_size,
                              uint32_t lookahead) {
   const auto found = groups_.find(group_idx);

@@ -66,6 +66,16 @@ class RankGroups {
   // Learn a group's block size, and what it makes of the unit. A store of offloaded blocks, which
   // may be larger, teaches nothing of a known group; what it taught yields to the device's size.
   void learn_size(uint32_t group_idx, uint32_t block_size, bool on_device);
+  // Whether a store on the device has shown a group's block size.
+  bool knows_device_size() const;
+  // The `Owner::chunk` of what a store on a tier names.
+  uint32_t chunk_of(uint32_t group_idx, uint32_t block_size, uint8_t tier) const;
+  // How many units a chunk has; 1 if it has no whole number of them.
+  uint32_t units_in(uint32_t tokens) const {
+    return tokens != 0 && unit_ != 0 && tokens % unit_ == 0 ? tokens / unit_ : 1;
+  }
+  // The units that count where an owner off the device has labels at these units.
+  Spans whole_chunks(Spans spans, uint32_t group_idx, uint32_t chunk) const;
   // Whether a store of the group would teach nothing.
   bool knows(uint32_t group_idx, uint32_t block_size, uint32_t lookahead) const {
     return last_shape_ == Shape{group_idx, block_size, lookahead};

@@ -41,6 +41,11 @@ std::vector<Holding> find_holdings(const Shared& shared, const std::vector<RankS
       if (query.ranks && !std::binary_search(query.ranks->begin(), query.ranks->end(), rank)) {
         continue;
       }
+      if (owner.tier != kDeviceTier) {
+        spans = ranks[owner.rank].blocks->groups().whole_chunks(std::move(spans), owner.group_idx,
+                                                                owner.chunk);
+      }
+      if (spans.empty()) continue;
       all.push_back({rank, owner.group_idx, *owner.medium, root.name.block_size,
                      root.name.lookahead, std::move(spans)});
     }

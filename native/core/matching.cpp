@@ -256,7 +256,7 @@ class Matcher {
     Hashed best_groups;
     uint32_t best = 0;
     for (const uint32_t lookahead : lookaheads) {
-      Spread spread = spread_of(first, groups.unit(), lookahead);
+      Spread spread = spread_of(first, groups, lookahead);
       const Hashed hashed = hashed_groups(groups, spread);
       const TieredHit hit =
           tiered_hit(groups.summary().cache, query_.tokens.length, coverage(hashed, spread));
@@ -270,15 +270,24 @@ class Matcher {
     add(rank, summary, main->block_size, most);
     const auto units = static_cast<uint32_t>(most.tokens / groups.unit());
     const uint32_t scale = main->block_size / groups.unit();
+    std::vector<std::pair<const std::string*, Spans>> media;  // chunks have owners of their own
     each_held(first, groups.unit(), [&](const Held& held) {
-      if (held.lookahead != best || shared_.owners[held.owner].group_idx != main_idx) return;
+      const Owner& owner = shared_.owners[held.owner];
+      if (held.lookahead != best || owner.group_idx != main_idx) return;
+      auto medium = std::find_if(media.begin(), media.end(),
+                                 [&](const auto& some) { return some.first == owner.medium; });
+      if (medium == media.end()) medium = media.insert(media.end(), {owner.medium, {}});
+      const Spans some = counted(groups, held);
+      medium->second.insert(medium->second.end(), some.begin(), some.end());
+    });
+    for (auto& [medium, all] : media) {
       uint32_t count = 0;
-      for (const auto& [start, stop] : spans(held)) {
+      for (const auto& [start, stop] : merged(std::move(all))) {
         const uint32_t within = std::min(stop, units);
         if (within > start) count += within / scale - start / scale;
       }
-      if (count != 0) add_medium(shared_.owners[held.owner].medium, count);
-    });
+      if (count != 0) add_medium(medium, count);
+    }
   }
 
   template <class Visit>
@@ -296,17 +305,25 @@ class Matcher {
     return all;
   }
 
+  // Likewise those that count.
+  Spans counted(const RankGroups& groups, const Held& held) const {
+    const Owner& owner = shared_.owners[held.owner];
+    if (owner.tier == kDeviceTier) return spans(held);
+    return groups.whole_chunks(spans(held), owner.group_idx, owner.chunk);
+  }
+
   // What a rank holds of the prompt, by tier and group.
   using Spread = std::array<std::map<uint32_t, Spans>, kTiers>;
   using Hashed = std::map<uint32_t, const Group*>;
 
-  Spread spread_of(uint32_t first, uint32_t unit, uint32_t lookahead) const {
+  Spread spread_of(uint32_t first, const RankGroups& groups, uint32_t lookahead) const {
     Spread spread;
-    each_held(first, unit, [&](const Held& held) {
+    each_held(first, groups.unit(), [&](const Held& held) {
       if (held.lookahead != lookahead) return;
       const Owner& owner = shared_.owners[held.owner];
+      const Spans some = counted(groups, held);
+      if (some.empty()) return;
       Spans& all = spread[owner.tier][owner.group_idx];
-      const Spans some = spans(held);
       all.insert(all.end(), some.begin(), some.end());
     });
     for (auto& tier : spread) {

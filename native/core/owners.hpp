@@ -46,7 +46,8 @@ struct Owner {
   uint32_t rank = 0;  // the rank's slot
   uint32_t group_idx = 0;
   const std::string* medium = nullptr;
-  uint8_t tier = 0;  // of the medium
+  uint8_t tier = 0;    // of the medium
+  uint32_t chunk = 0;  // tokens of its blocks, off the device; 0: they are the group's
 };
 
 // All owners by number. Owned by the index, under its lock.

@@ -15,7 +15,7 @@ const std::array<const char*, static_cast<size_t>(Ignored::kCount)> kIgnoredName
     "lookahead_count",  "too_many_groups",      "group_kind",   "partial_block",
     "too_many_block_sizes", "unit_changed",     "position_unknown", "parent_namespace",
     "parent_ambiguous", "max_blocks",           "max_blocks_per_rank",
-    "too_many_units", "chunk_blocks"};
+    "too_many_units"};
 
 namespace {
 
@@ -46,13 +46,24 @@ void RankBlocks::summarize() {
       places_missing() != summary.places_missing) {
     shared_.sizes.reset();
   }
-  summary = {known.only_group, known.only_size, known.may_skip_holes ? groups_.unit() : 0,
+  const bool chunks = has_chunks();
+  summary = {known.only_group, chunks ? 0 : known.only_size,
+             known.may_skip_holes || chunks ? groups_.unit() : 0,
              upper_bound(), known.main_size, groups_.unit(), places_missing()};
+}
+
+// Whether a label may stand for more than the block that it names, or for less.
+bool RankBlocks::has_chunks() const {
+  return groups_.units_in(groups_.settings().offload_chunk) > 1 ||
+         std::any_of(places_.begin(), places_.end(), [&](const Place& place) {
+           return groups_.units_in(place.chunk) > 1;
+         });
 }
 
 void RankBlocks::apply(const Batch& batch, Hold& hold) {
   announced_.reset();
   learn_sizes(batch, hold);
+  if (early_ != nullptr && !early_->keep(batch)) early_.reset();
   for (const Event& event : batch.events) {
     switch (event.kind) {
       case EventKind::stored:
@@ -77,8 +88,9 @@ void RankBlocks::apply(const Batch& batch, Hold& hold) {
 
 void RankBlocks::skip(std::string_view tag) {
   std::string name(tag);
-  if (skipped_.size() >= kMostTags && !skipped_.contains(name)) name = "(other)";
-  ++skipped_[name];
+  auto& skipped = counts_.skipped;
+  if (skipped.size() >= kMostTags && !skipped.contains(name)) name = "(other)";
+  ++skipped[name];
   // It may have removed what is held, wherever it stood in the batch.
   if (!is_harmless(tag) && (labels_.size() != 0 || orphans_.size() != 0)) removals_unknown_ = true;
 }
@@ -86,7 +98,12 @@ void RankBlocks::skip(std::string_view tag) {
 void RankBlocks::clear(Hold& hold) {
   drop_all(hold);
   groups_.forget();
+  drop_places();
+  early_ = std::make_unique<Early>(counts_);
   summarize();
+}
+
+void RankBlocks::drop_places() {
   for (const Place& place : places_) shared_.owners.drop(place.owner);
   places_.clear();
   labels_.places().clear();
@@ -124,24 +141,23 @@ void RankBlocks::drop_all(Hold& hold) {
 
 // Places and labels --------------------------------------------------------------------------
 
-std::optional<OwnerId> RankBlocks::find_place(const Batch& batch, const Event& event) const {
-  const std::string_view medium = batch.text(event.medium);
-  for (const Place& place : places_) {
-    if (place.group_idx == event.group_idx && place.medium == medium) return place.owner;
-  }
-  return std::nullopt;
-}
-
-// The place that an event names, or nothing if there are too many.
+// The place of what an event stores, or nothing if there are too many.
 std::optional<OwnerId> RankBlocks::place(const Batch& batch, const Event& event) {
-  if (const auto known = find_place(batch, event)) return known;
+  const std::string_view name = batch.text(event.medium);
+  const uint8_t tier = medium_tier(name);
+  const uint32_t chunk = groups_.chunk_of(event.group_idx, event.block_size, tier);
+  for (const Place& place : places_) {
+    if (place.group_idx == event.group_idx && place.chunk == chunk && place.medium == name) {
+      return place.owner;
+    }
+  }
   if (places_.size() >= kMostPlaces) return std::nullopt;
-  const std::string* medium = shared_.media.name(batch.text(event.medium));
+  const std::string* medium = shared_.media.name(name);
   if (medium == nullptr) return std::nullopt;
-  const OwnerId owner =
-      shared_.owners.make({slot_, event.group_idx, medium, medium_tier(*medium)});
-  places_.push_back({event.group_idx, *medium, owner});
+  const OwnerId owner = shared_.owners.make({slot_, event.group_idx, medium, tier, chunk});
+  places_.push_back({event.group_idx, *medium, chunk, owner});
   labels_.places().push_back(owner);
+  if (chunk != 0) summarize();
   return owner;
 }
 
@@ -156,8 +172,12 @@ Label RankBlocks::label(const Batch& batch, const WireHash& hash) {
 // Removing -----------------------------------------------------------------------------------
 
 void RankBlocks::remove(const Batch& batch, const Event& event, Hold& hold) {
-  const auto owner = find_place(batch, event);
-  if (!owner) {
+  const std::string_view medium = batch.text(event.medium);
+  Few<OwnerId> owners;  // of blocks, and of chunks of each size: a removal does not show whose
+  for (const Place& place : places_) {
+    if (place.group_idx == event.group_idx && place.medium == medium) owners.push_back(place.owner);
+  }
+  if (owners.empty()) {
     count(Counter::removed_unknown, event.hashes_count);
     return;
   }
@@ -168,7 +188,7 @@ void RankBlocks::remove(const Batch& batch, const Event& event, Hold& hold) {
     if (event.has_copies_left) left = batch.tokens[event.copies_left_begin + i];
     hold.did(1);
     if (!hash.is_bytes()) {
-      remove_one({hash.value, false}, *owner, left, hold);
+      remove_one({hash.value, false}, owners, left, hold);
       continue;
     }
     const Label named{shared_.names.find(batch.text(hash)), true};
@@ -177,37 +197,60 @@ void RankBlocks::remove(const Batch& batch, const Event& event, Hold& hold) {
       continue;
     }
     shared_.names.acquire(named);
-    remove_one(named, *owner, left, hold);
+    remove_one(named, owners, left, hold);
     shared_.names.release(named);
   }
 }
 
-void RankBlocks::remove_one(const Label& label, OwnerId owner, Left left, Hold& hold) {
-  if (labels_.ambiguous(label)) {
-    const std::vector<BlockRef> blocks = labels_.held_in(label, owner, hold);
-    if (!blocks.empty()) return remove_several(label, blocks, owner, left, hold);
-  } else if (const BlockRef only = labels_.newest(label); only != kNoBlock) {
-    if (labels_.copies(label, only, owner) != 0) {  // as nearly always
+void RankBlocks::remove_one(const Label& label, const Few<OwnerId>& owners, Left left,
+                            Hold& hold) {
+  if (owners.size() == 1 && !labels_.ambiguous(label)) {  // as nearly always
+    const OwnerId owner = *owners.begin();
+    const BlockRef only = labels_.newest(label);
+    if (only != kNoBlock && labels_.copies(label, only, owner) != 0) {
       count(Counter::removed, 1);
       if (labels_.drop(label, only, owner, left)) shared_.tree.disown(only, owner);
       return;
     }
+  } else if (const Held held = held_in(label, owners, hold); !held.empty()) {
+    return remove_several(label, held, left, hold);
   }
-  const bool held = orphans_.drop_copy(label, owner, left);
-  count(held ? Counter::removed_orphans : Counter::removed_unknown, 1);
+  bool waited = false;
+  for (const OwnerId owner : owners) waited |= orphans_.drop_copy(label, owner, left);
+  count(waited ? Counter::removed_orphans : Counter::removed_unknown, 1);
+}
+
+// The blocks of a label that these owners have copies of.
+RankBlocks::Held RankBlocks::held_in(const Label& label, const Few<OwnerId>& owners, Hold& hold) {
+  Held held;
+  for (const OwnerId owner : owners) {
+    if (labels_.ambiguous(label)) {
+      for (const BlockRef block : labels_.held_in(label, owner, hold)) {
+        held.emplace_back(owner, block);
+      }
+    } else if (const BlockRef only = labels_.newest(label);
+               only != kNoBlock && labels_.copies(label, only, owner) != 0) {
+      held.emplace_back(owner, only);
+    }
+  }
+  return held;
 }
 
 // Which of several blocks of one label is gone is not said, unless all are: none may be answered
 // for.
-void RankBlocks::remove_several(const Label& label, const std::vector<BlockRef>& blocks,
-                                OwnerId owner, Left left, Hold& hold) {
+void RankBlocks::remove_several(const Label& label, const Held& held, Left left, Hold& hold) {
   count(Counter::removed, 1);
-  if (blocks.size() > 1 && left != 0) {
+  if (held.size() > 1 && left != 0) {
     left.reset();
-    count(Counter::removed_ambiguous, blocks.size() - 1);
-    if (torn_.size() < kMostTorn && torn_.insert(label).second) shared_.names.acquire(label);
+    count(Counter::removed_ambiguous, held.size() - 1);
+    const bool is_torn = std::any_of(held.begin(), held.end(), [&](const auto& some) {
+      return some.second != held.front().second;
+    });
+    if (is_torn && torn_.size() < kMostTorn && torn_.insert(label).second) {
+      shared_.names.acquire(label);
+    }
   }
-  for (const BlockRef block : blocks) {
+  for (const auto& [owner, block] : held) {
     if (labels_.drop(label, block, owner, left)) shared_.tree.disown(block, owner);
     hold.did(1);
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/batch.hpp"
+#include "core/few.hpp"
 #include "core/groups.hpp"
 #include "core/hold.hpp"
 #include "core/labels.hpp"
@@ -35,7 +36,7 @@ enum class Ignored : uint8_t {
   too_many_media, block_size, token_count, extra_keys_count, lookahead_count,
   too_many_groups, group_kind, partial_block, too_many_block_sizes, unit_changed,
   position_unknown, parent_namespace, parent_ambiguous, max_blocks,
-  max_blocks_per_rank, too_many_units, chunk_blocks,
+  max_blocks_per_rank, too_many_units,
   kCount
 };
 
@@ -93,6 +94,32 @@ struct Shared {
   }
 };
 
+struct Counts {
+  std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters{};
+  std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored{};
+  std::map<std::string, uint64_t> skipped;
+};
+
+// What a rank applied while no block size on the device was known, and its counts before.
+class Early {
+ public:
+  static constexpr size_t kMostBytes = size_t{16} << 20;
+
+  explicit Early(const Counts& counts) : before(counts) {}
+  // Keep a batch; say whether there was room.
+  bool keep(const Batch& batch) {
+    bytes_ += batch.size();
+    if (bytes_ <= kMostBytes) batches.push_back(batch);
+    return bytes_ <= kMostBytes;
+  }
+
+  Counts before;
+  std::vector<Batch> batches;
+
+ private:
+  size_t bytes_ = 0;
+};
+
 // Must be cleared before it is dropped, unless all that is shared goes too.
 class RankBlocks {
  public:
@@ -137,9 +164,11 @@ class RankBlocks {
   }
   // Whether the engine's hits may be shorter than the answers.
   bool upper_bound() const { return groups_.summary().upper_bound || removals_unknown_; }
-  uint64_t counter(Counter counter) const { return counters_[static_cast<size_t>(counter)]; }
-  uint64_t ignored(Ignored reason) const { return ignored_[static_cast<size_t>(reason)]; }
-  const std::map<std::string, uint64_t>& skipped() const { return skipped_; }
+  uint64_t counter(Counter counter) const {
+    return counts_.counters[static_cast<size_t>(counter)];
+  }
+  uint64_t ignored(Ignored reason) const { return counts_.ignored[static_cast<size_t>(reason)]; }
+  const std::map<std::string, uint64_t>& skipped() const { return counts_.skipped; }
   // Call `visit(medium, blocks of the tree)` for each place that blocks can be in.
   template <class Visit>
   void each_place(Visit&& visit) const {
@@ -155,6 +184,7 @@ class RankBlocks {
   struct Place {
     uint32_t group_idx = 0;
     std::string medium;
+    uint32_t chunk = 0;  // as `Owner::chunk`
     OwnerId owner = 0;
   };
   // Consecutive blocks that an event stores at one place.
@@ -175,9 +205,11 @@ class RankBlocks {
     }
   };
 
-  void count(Counter counter, uint64_t by) { counters_[static_cast<size_t>(counter)] += by; }
+  void count(Counter counter, uint64_t by) {
+    counts_.counters[static_cast<size_t>(counter)] += by;
+  }
   void ignore(Ignored reason, uint64_t blocks) {
-    ignored_[static_cast<size_t>(reason)] += blocks;
+    counts_.ignored[static_cast<size_t>(reason)] += blocks;
     left_out_ = left_out_ || blocks != 0;
   }
   // Why there was no room for a block.
@@ -185,19 +217,20 @@ class RankBlocks {
     return labels_.full() ? Ignored::max_blocks_per_rank : Ignored::max_blocks;
   }
   void summarize();
+  bool has_chunks() const;
   void skip(std::string_view tag);
   void drop_cleared(Hold& hold);
   void drop_all(Hold& hold);
+  void drop_places();
 
-  std::optional<OwnerId> find_place(const Batch& batch, const Event& event) const;
   std::optional<OwnerId> place(const Batch& batch, const Event& event);
   Label label(const Batch& batch, const WireHash& hash);
 
   void store(const Batch& batch, const Event& event, Hold& hold);
   void gather_labels(const Batch& batch, const Event& event, Hold& hold);
   void learn_sizes(const Batch& batch, Hold& hold);
+  void apply_again(const Early& early, Hold& hold);
   Ignored learn(const Batch& batch, const Event& event);
-  void note_chunk(const Event& event);
   bool names_only(const Batch& batch, const Event& event) const;
   void store_whole(const Batch& batch, const Event& event, OwnerId owner, const Label* parent,
                    Hold& hold);
@@ -244,9 +277,10 @@ class RankBlocks {
 
   void remove(const Batch& batch, const Event& event, Hold& hold);
   using Left = std::optional<uint64_t>;  // how many copies a removal leaves; none: one less
-  void remove_one(const Label& label, OwnerId owner, Left left, Hold& hold);
-  void remove_several(const Label& label, const std::vector<BlockRef>& blocks, OwnerId owner, Left left,
-                      Hold& hold);
+  using Held = std::vector<std::pair<OwnerId, BlockRef>>;
+  void remove_one(const Label& label, const Few<OwnerId>& owners, Left left, Hold& hold);
+  Held held_in(const Label& label, const Few<OwnerId>& owners, Hold& hold);
+  void remove_several(const Label& label, const Held& held, Left left, Hold& hold);
 
   Shared& shared_;
   const uint32_t slot_;
@@ -255,9 +289,9 @@ class RankBlocks {
   RankGroups groups_;
   Proofs proofs_;
   std::vector<Place> places_;
-  std::array<uint64_t, static_cast<size_t>(Counter::kCount)> counters_{};
-  std::array<uint64_t, static_cast<size_t>(Ignored::kCount)> ignored_{};
-  std::map<std::string, uint64_t> skipped_;
+  Counts counts_;
+  // Null once a size on the device is known, or there was too much.
+  std::unique_ptr<Early> early_ = std::make_unique<Early>(counts_);
   // Whether the engine announced blocks again whose last label is this one, as the first group of a
   // batch showed.
   std::optional<std::pair<Label, bool>> announced_;

@@ -168,7 +168,9 @@ void copy_orphans(const Orphans& orphans, ChainCopy& chains, LabelCopy& copy, Ra
 
 RankImage RankBlocks::image() const {
   RankImage image;
-  for (const Place& place : places_) image.places.push_back({place.group_idx, place.medium});
+  for (const Place& place : places_) {
+    image.places.push_back({place.group_idx, place.medium, place.chunk});
+  }
   ChainCopy chains(shared_.tree, labels_, image);
   LabelCopy copy(shared_.names, labels_.places(), image);
   copy_labels(labels_, chains, copy, image);
@@ -176,9 +178,9 @@ RankImage RankBlocks::image() const {
   for (const Label& label : torn_) image.torn.push_back(copy.label(label));
   image.groups = groups_.known();
   image.shapes.assign(groups_.shapes().begin(), groups_.shapes().end());
-  image.skipped = skipped_;
-  image.counters.assign(counters_.begin(), counters_.end());
-  image.ignored.assign(ignored_.begin(), ignored_.end());
+  image.skipped = counts_.skipped;
+  image.counters.assign(counts_.counters.begin(), counts_.counters.end());
+  image.ignored.assign(counts_.ignored.begin(), counts_.ignored.end());
   image.orphans_dropped = orphans_.dropped();
   image.orphans_forgotten = orphans_.forgot();
   image.ambiguous_count = labels_.ambiguous();
@@ -197,10 +199,10 @@ void RankBlocks::restore(const RankImage& image, const std::vector<const std::st
     roots.push_back(shared_.tree.enter(root.block_size, root.lookahead, root.lora));
   }
   for (size_t i = 0; i < image.places.size(); ++i) {
-    const uint32_t group_idx = image.places[i].group_idx;
+    const auto& [group_idx, medium, chunk] = image.places[i];
     const OwnerId owner =
-        shared_.owners.make({slot_, group_idx, media[i], medium_tier(*media[i])});
-    places_.push_back({group_idx, *media[i], owner});
+        shared_.owners.make({slot_, group_idx, media[i], medium_tier(medium), chunk});
+    places_.push_back({group_idx, medium, chunk, owner});
     labels_.places().push_back(owner);
   }
   const std::vector<BlockRef> blocks = restore_blocks(image, roots);
@@ -215,9 +217,11 @@ void RankBlocks::restore(const RankImage& image, const std::vector<const std::st
     if (torn_.insert(label).second) shared_.names.acquire(label);
   }
   groups_.restore(image.groups, image.shapes, image.unit, image.settings);
-  skipped_ = image.skipped;
-  std::copy(image.counters.begin(), image.counters.end(), counters_.begin());
-  std::copy(image.ignored.begin(), image.ignored.end(), ignored_.begin());
+  counts_.skipped = image.skipped;
+  std::copy(image.counters.begin(), image.counters.end(), counts_.counters.begin());
+  std::copy(image.ignored.begin(), image.ignored.end(), counts_.ignored.begin());
+  // What a rank applied early is not in an image.
+  early_ = image.unit == 0 && image.orphans.empty() ? std::make_unique<Early>(counts_) : nullptr;
   positions_unknown_ = image.positions_unknown;
   left_out_ = image.left_out;
   removals_unknown_ = image.removals_unknown;

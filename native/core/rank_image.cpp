@@ -68,6 +68,8 @@ class ImageCheck {
       require(std::count(image_.places.begin(), image_.places.end(), image_.places[i]) == 1,
               "a place twice");
       require(is_utf8_or_surrogates(image_.places[i].medium), "a medium that is no text");
+      require(image_.places[i].chunk == 0 || medium_tier(image_.places[i].medium) != kDeviceTier,
+              "a chunk on the device");
     }
   }
 

@@ -29,6 +29,7 @@ class ImageError : public std::runtime_error {
 struct PlaceImage {
   uint32_t group_idx = 0;
   std::string medium;
+  uint32_t chunk = 0;  // as `Owner::chunk`
 
   bool operator==(const PlaceImage&) const = default;
 };

@@ -90,7 +90,7 @@ void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
     relocate(labels.data(), labels.size(), *owner, hold);
   } else if (const Ignored fault = learn(batch, event); fault != Ignored::kCount) {
     ignore(fault, at_least_one);
-  } else if (note_chunk(event); !(groups_.summary().windows_only && store_proven(batch, event, *owner, hold)) &&
+  } else if (!(groups_.summary().windows_only && store_proven(batch, event, *owner, hold)) &&
              event.hashes_count != 0) {  // 0: a sparse event of no block
     if (event.tokens_count != uint64_t{event.hashes_count} * event.block_size) {
       store_sparsely(event, *owner, hold);
@@ -105,14 +105,6 @@ void RankBlocks::store(const Batch& batch, const Event& event, Hold& hold) {
   for (const Label& label : labels) shared_.names.release(label);
   if (parent) shared_.names.release(*parent);
   if (labels.capacity() > kMostScratch) shared_.drop_scratch();
-}
-
-// Only the last block of a larger one, as stored off the device, is placed.
-void RankBlocks::note_chunk(const Event& event) {
-  if (event.block_size == groups_.unit()) return;
-  const uint32_t size = groups_.known().at(event.group_idx).block_size;
-  if (event.block_size <= size) return;
-  ignore(Ignored::chunk_blocks, uint64_t{event.hashes_count} * (event.block_size / size - 1));
 }
 
 // Take the event's labels, and fetch what will be asked about them: it comes while the blocks are
@@ -139,11 +131,26 @@ void RankBlocks::learn_sizes(const Batch& batch, Hold& hold) {
     groups_.learn_size(event.group_idx, event.block_size, on_device);
     summarize();
   }
-  if (unit == 0 || groups_.unit() == unit) return;
+  const bool changed = unit != 0 && groups_.unit() != unit;
+  if (early_ != nullptr) {
+    auto early = std::move(early_);
+    const bool is_known = groups_.knows_device_size();
+    if (!early->batches.empty() && (is_known || changed)) apply_again(*early, hold);
+    if (!is_known) early_ = std::move(early);
+    return;
+  }
+  if (!changed) return;
   // What is held lies in the tree by the old unit, where nothing new would meet it.
   const size_t dropped = labels_.size();
   drop_all(hold);
   ignore(Ignored::unit_changed, dropped);
+}
+
+void RankBlocks::apply_again(const Early& early, Hold& hold) {
+  drop_all(hold);
+  drop_places();
+  counts_ = early.before;
+  for (const Batch& batch : early.batches) apply(batch, hold);
 }
 
 // Whether only the labels of an event can be used: it does not tell the blocks' contents.
@@ -260,12 +267,12 @@ bool RankBlocks::is_announced_again(const Event& event, const Chain& chain, Hold
 
 // Whether the engine's own lookup would have found a chain from the root, group by group.
 bool RankBlocks::would_be_found(const Event& event, const Chain& chain, Hold& hold) const {
-  const std::string* const medium = shared_.owners[chain.owner].medium;
+  const auto& [rank, own_group, medium, tier, chunk] = shared_.owners[chain.owner];
   const uint64_t size = event.block_size;
   for (const auto& [group_idx, group] : groups_.known()) {
     if (!group.spec.takes_part() || group.block_size == 0) continue;
     const auto place = std::find_if(places_.begin(), places_.end(), [&](const Place& some) {
-      return some.group_idx == group_idx && some.medium == *medium;
+      return some.group_idx == group_idx && some.chunk == chunk && some.medium == *medium;
     });
     const uint64_t first = group.spec.needed_from(chain.count * size, group.block_size);
     for (size_t i = 0; i < chain.count; ++i) {

@@ -43,6 +43,7 @@ class ImageWriter {
     for (const PlaceImage& place : image_.places) {
       number(place.group_idx);
       text(place.medium);
+      number(place.chunk);
     }
     chains();
     number(image_.odd.size());
@@ -146,6 +147,7 @@ class ImageWriter {
     number(image_.duplicates);
     number(image_.unit);
     number(image_.settings.hash_block_size);
+    number(image_.settings.offload_chunk);
     number(image_.settings.eagle_groups.size());
     for (const uint32_t group_idx : image_.settings.eagle_groups) number(group_idx);
     number((image_.settings.reports_full ? 1u : 0u) | (image_.positions_unknown ? 2u : 0u) |
@@ -200,6 +202,7 @@ class ImageReader {
       PlaceImage place;
       place.group_idx = small();
       place.medium = text();
+      place.chunk = small();
       image_.places.push_back(std::move(place));
     });
     require(image_.places.size() <= RankBlocks::kMostPlaces);
@@ -336,6 +339,7 @@ class ImageReader {
     image_.duplicates = number();
     image_.unit = small();
     image_.settings.hash_block_size = small();
+    image_.settings.offload_chunk = small();
     repeat([&] { image_.settings.eagle_groups.insert(small()); });
     const uint32_t flags = below(512);
     image_.settings.reports_full = (flags & 1) != 0;

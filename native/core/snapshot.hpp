@@ -20,7 +20,7 @@
 // items. *Copies* are a list of (place, count).
 //
 // 1. Shapes: list of (block size, lookahead). Namespaces: list of (block size, lookahead, LoRA
-//    text). Places: list of (group, medium text).
+//    text). Places: list of (group, medium text, tokens of a chunk or 0).
 // 2. Chains of 1 to 64 blocks, parents first: list of
 //    - how many chains back the parent is, and the block in it that it follows; or 0 and 2 ×
 //      namespace, + 1 if its prompts start under a salt or other extra keys;
@@ -38,7 +38,7 @@
 //    chunk size, 16 its size was stored off the device. Torn labels: list. Unknown event tags: list
 //    of (text, count). Counters, reasons
 //    of ignored blocks: two lists of numbers. Ambiguous labels and further copies counted so far.
-//    The unit; the `hash_block_size`, or 0; list of the groups that EAGLE drops a block of. Flags:
+//    The unit; the `hash_block_size`, or 0; the `offload_chunk`, or 0; list of the groups that EAGLE drops a block of. Flags:
 //    1 report mode "full", 2 its blocks' positions are unknown, 4 EAGLE drops a block of every
 //    group, 8 `upper_bound`, 16 `resets_connector`, 32 blocks without a place were dropped, 64 blocks
 //    were left out, 128 unknown events may have removed some, 256 `removals="last"`.

@@ -54,27 +54,72 @@ class Waiting(NamedTuple):
     content: Content
 
 
+class Label(NamedTuple):
+    """What an engine names; off the device, it ends a chunk of so many tokens (0: a block)."""
+
+    block_hash: BlockHash
+    owner: Owner
+    chunk: int
+
+
 class RankModel:
     """What one rank holds. `windows` maps a group to its window in tokens, None if it has none."""
 
-    def __init__(self) -> None:
-        self.copies: Counter[tuple[BlockHash, Owner]] = Counter()
+    def __init__(self, offload_chunk: int = 0) -> None:
+        self.offload_chunk = offload_chunk
+        self.early: list[tuple[str, tuple[Any, ...]]] = []  # before the device showed a size
+        self.restart()
+
+    def restart(self) -> None:
+        self.copies: Counter[Label] = Counter()
         self.places: dict[BlockHash, Place] = {}
         self.waiting: dict[BlockHash, Waiting] = {}
         self.sizes: dict[int, int] = {}
+        self.sizes_off_device: set[int] = set()
         self.windows: dict[int, int | None] = {}
         self.unit = 0
 
     # Events
 
+    def apply(self, what: str, *arguments: Any) -> None:
+        """Apply an event by its method's name.
+
+        When the first block on the device shows its size, everything before it happens again, now
+        that the size is known.
+        """
+        event, owner = arguments[0], arguments[-1]
+        first = what == "store" and owner[0] == "GPU" and not self.device_size_known
+        if first:
+            self.restart()
+            self._learn(event, owner)
+            for before, its_arguments in self.early:
+                getattr(self, before)(*its_arguments)
+        elif not self.device_size_known:
+            self.early.append((what, arguments))
+        getattr(self, what)(*arguments)
+
+    @property
+    def device_size_known(self) -> bool:
+        return bool(self.sizes.keys() - self.sizes_off_device)
+
+    def _chunk_of(self, event: BlockStored, owner: Owner) -> int:
+        medium, group = owner
+        if medium == "GPU":
+            return 0
+        if not event.block_size:
+            return self.offload_chunk
+        known = group in self.sizes and group not in self.sizes_off_device
+        return 0 if known and event.block_size <= self.sizes[group] else event.block_size
+
     def store(
-        self, event: BlockStored, prompt: Prompt, start: int, owner: Owner, lookahead: int
+        self, event: BlockStored, prompt: Prompt, start: int, lookahead: int, owner: Owner
     ) -> None:
         """Apply a store of a prompt's blocks from number `start` on; parent None is the start."""
         parent, size = event.parent_block_hash, event.block_size
         self._learn(event, owner)
         if size % self.unit:
             return
+        chunk = self._chunk_of(event, owner)
         scale = size // self.unit
         stop = start + len(event.token_ids) // size
         units = prompt.contents(self.unit, lookahead)[start * scale : stop * scale]
@@ -83,12 +128,12 @@ class RankModel:
             return
         offloaded = event.extra_keys is None and owner[0] != "GPU"
         if len(event.block_hashes) < stop - start or offloaded:
-            self.copies.update((block_hash, owner) for block_hash in event.block_hashes)
+            self.copies.update(Label(h, owner, chunk) for h in event.block_hashes)
             self._settle()
             return
         for i, block_hash in enumerate(event.block_hashes):
             contents = units[i * scale : (i + 1) * scale]
-            self.copies[block_hash, owner] += 1
+            self.copies[Label(block_hash, owner, chunk)] += 1
             if block_hash not in self.places:
                 if parent is None:
                     self.places[block_hash] = Place(namespace, tuple(contents))
@@ -105,30 +150,37 @@ class RankModel:
         before = self.unit
         self.windows[group] = event.kv_cache_spec_sliding_window
         if group not in self.sizes or medium == "GPU":
+            if group in self.sizes_off_device:
+                del self.sizes[group]
             self.sizes[group] = max(self.sizes.get(group, 0), event.block_size)
+            self.sizes_off_device -= {group}
+            self.sizes_off_device |= {group} if medium != "GPU" else set()
             alone = len(self.sizes) == 1
             self.unit = self.sizes[group] if alone else gcd(self.unit, event.block_size)
         if before and self.unit != before:
             self.clear()
 
-    def locate(self, block_hash: BlockHash, owner: Owner) -> None:
+    def locate(self, event: BlockStored, owner: Owner) -> None:
         """Apply a store that names no tokens."""
-        self.copies[block_hash, owner] += 1
+        (block_hash,) = event.block_hashes
+        self.copies[Label(block_hash, owner, self._chunk_of(event, owner))] += 1
 
-    def remove(self, block_hash: BlockHash, owner: Owner, left: int | None) -> None:
-        before = self.copies[block_hash, owner]
-        if before:
-            self.copies[block_hash, owner] = before - 1 if left is None else left
+    def remove(self, block_hash: BlockHash, left: int | None, owner: Owner) -> None:
+        """Drop a copy of a block or chunk; one of each, if both have the label and one is left."""
+        of = [label for label in self.copies if label[:2] == (block_hash, owner)]
+        several = len(of) > 1 and block_hash in self.places and left != 0
+        for label in of:
+            self.copies[label] = self.copies[label] - 1 if left is None or several else left
         self._forget_gone()
 
     def clear(self) -> None:
         self.copies.clear()
         self._forget_gone()
 
-    def clear_told(self) -> None:
+    def clear_told(self, _: Owner) -> None:
         """Apply AllBlocksCleared: vLLM's connector keeps what it holds."""
         self.copies = Counter(
-            {key: count for key, count in self.copies.items() if key[1][0] in ("CPU", "STORAGE")}
+            {key: n for key, n in self.copies.items() if key.owner[0] in ("CPU", "STORAGE")}
         )
         self._forget_gone()
 
@@ -143,14 +195,14 @@ class RankModel:
                 if place.namespace == namespace:
                     self.places[block_hash] = Place(namespace, (*place.prefix, content))
                 else:
-                    for key in [key for key in self.copies if key[0] == block_hash]:
+                    for key in [key for key in self.copies if key.block_hash == block_hash]:
                         del self.copies[key]
                 self._settle()
                 return
 
     def _forget_gone(self) -> None:
         self.copies = +self.copies
-        alive = {block_hash for block_hash, _ in self.copies}
+        alive = {label.block_hash for label in self.copies}
         self.places = {h: place for h, place in self.places.items() if h in alive}
         self.waiting = {h: waits for h, waits in self.waiting.items() if h in alive}
 
@@ -159,18 +211,18 @@ class RankModel:
     @property
     def held(self) -> set[BlockHash]:
         """Labels that have no place yet."""
-        return {block_hash for block_hash, _ in self.copies if block_hash not in self.places}
+        return {h for h, _, _ in self.copies if h not in self.places}
 
-    def resident(self) -> dict[tuple[BlockHash, Owner], tuple[int, int]]:
-        """Copies and depth of each resident (hash, (medium, group))."""
-        return {
-            (h, owner): (count, len(self.places[h].prefix) - 1)
-            for (h, owner), count in self.copies.items()
+    def resident(self) -> list[tuple[BlockHash, Owner, int, int]]:
+        """Hash, place, copies and depth of each resident block and chunk."""
+        return [
+            (h, owner, count, len(self.places[h].prefix) - 1)
+            for (h, owner, _), count in self.copies.items()
             if h in self.places and count
-        }
+        ]
 
     def size(self) -> int:
-        return len({(h, group) for h, (_, group) in self.resident()})
+        return len({(h, group) for h, (_, group), *_ in self.resident()})
 
     def match(self, prompt: Prompt, media: set[str] | None = None) -> tuple[int, dict[str, int]]:
         """Tokens that the engine would find cached, and the blocks of them on each medium."""
@@ -186,12 +238,7 @@ class RankModel:
         namespace = Namespace(self.unit, prompt.lora, lookahead)
         contents = prompt.contents(self.unit, lookahead)
         places = [Place(namespace, tuple(contents[: i + 1])) for i in range(len(contents))]
-        present = {
-            group: {
-                (i + 1) * self.unit: self._media_of(p, group, media) for i, p in enumerate(places)
-            }
-            for group in self.sizes
-        }
+        present = {group: self._present(places, group, media) for group in self.sizes}
         on_gpu = self._longest(present, lambda stop, on: "GPU" in on)
         hit = max(
             on_gpu, self._longest(present, lambda s, on: ("GPU" if s <= on_gpu else "CPU") in on)
@@ -224,10 +271,30 @@ class RankModel:
         start = 0 if window is None else max(0, hit - -(-(window - 1) // size) * size)
         return all(counts(stop, present[stop]) for stop in range(start + size, hit + 1, size))
 
-    def _media_of(self, place: Place, group: int, media: set[str] | None) -> set[str]:
-        return {
-            medium
-            for (h, (medium, its_group)), count in self.copies.items()
-            if count and its_group == group and (media is None or medium in media)
-            if self.places.get(h) == place
+    def _present(
+        self, places: list[Place], group: int, media: set[str] | None
+    ) -> dict[int, set[str]]:
+        """The media of each unit of a prompt, by the token that the unit ends before."""
+        present: dict[int, set[str]] = {(i + 1) * self.unit: set() for i in range(len(places))}
+        kinds = {(owner, chunk) for _, owner, chunk in self.copies if owner[1] == group}
+        for (medium, _), chunk in kinds:
+            if media is None or medium in media:
+                for number in self._counted(places, (medium, group), chunk):
+                    present[(number + 1) * self.unit].add(medium)
+        return present
+
+    def _counted(self, places: list[Place], owner: Owner, chunk: int) -> set[int]:
+        """The units that labels of one kind stand for: whole chunks, up to each label's unit."""
+        named = {
+            places.index(self.places[label.block_hash])
+            for label, count in self.copies.items()
+            if count and label[1:] == (owner, chunk)
+            if self.places.get(label.block_hash) in places
         }
+        span = self._units_in(chunk)
+        covered = {end - back for end in named for back in range(span) if end >= back}
+        whole = 1 if owner[0] == "GPU" else self._units_in(self.offload_chunk)
+        return {n for n in covered if {n - n % whole + i for i in range(whole)} <= covered}
+
+    def _units_in(self, tokens: int) -> int:
+        return tokens // self.unit if tokens and tokens % self.unit == 0 else 1

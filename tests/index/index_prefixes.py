@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     salted: bool
     depth: int
     blocks: int
-    holders: frozenset[tuple[Rank, str]]
+    holders: tuple[tuple[Rank, str], ...]  # sorted
     following: tuple[Shape, ...]
 
 
@@ -30,7 +30,7 @@ def forest(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
 def expected(models: Mapping[Rank, RankModel]) -> tuple[Shape, ...]:
     holders: dict[Place, set[tuple[Rank, str]]] = defaultdict(set)
     for rank, model in models.items():
-        for (block_hash, (medium, _)), copies in model.copies.items():
+        for (block_hash, (medium, _), _), copies in model.copies.items():
             if copies and block_hash in model.places:
                 holders[model.places[block_hash]].add((rank, medium))
     following: dict[Place, set[Place]] = defaultdict(set)
@@ -61,7 +61,7 @@ def _shape(
         _salted(place.prefix[0]),
         len(first.prefix) - 1,
         len(place.prefix) - len(first.prefix) + 1,
-        frozenset(held),
+        tuple(sorted(held)),
         forest(_shape(child, holders, following) for child in after),
     )
 
@@ -89,7 +89,7 @@ def shown(walk: Prefixes) -> tuple[Shape, ...]:
             node.salted,
             node.depth,
             node.blocks,
-            frozenset(held),
+            tuple(sorted(held)),
             forest(map(shape, following[row])),
         )
 

@@ -380,6 +380,7 @@ calls = st.builds(
         report_mode=st.sampled_from(["incremental", "full"]),
         eagle=st.sampled_from([False, True, (0,), (1, 2)]),
         hash_block_size=st.sampled_from([None, None, 1, 2]),
+        offload_chunk=st.sampled_from([None, None, 2, 4, 6]),
         upper_bound=st.booleans(),
         resets_connector=st.booleans(),
     ),

@@ -115,17 +115,6 @@ PLACES = {
         Scene(stored(*ALL), unknown("BlockInactive"), answers(upper_bound=False)),
         counts(skipped={"TierBlocksCleared": 1, "BlockInactive": 1}),
     ),
-    "a block size learned off the device yields to the device's": Story(
-        stored(0, token_ids=prompt(4), block_size=4 * SIZE, medium="CPU"),
-        Scene(stored(0, 1, 2, 3, base=500), holds(4), stored(4, 5, base=500), holds(6)),
-        Scene(answers(lower_bound=True), counts(ignored={"unit_changed": 1})),
-    ),
-    "of a larger block off the device one block counts, which makes a lower bound": Story(
-        stored(0, 1, 2, 3),
-        stored(0, token_ids=prompt(4), block_size=4 * SIZE, medium="CPU", block_hashes=[9]),
-        answers(lower_bound=True, blocks=4),
-        counts(ignored={"chunk_blocks": 3}),
-    ),
     "orphans that came in any order attach": Story(
         stored(3), stored(2), stored(4), stored(1), stored(0), holds(5)
     ),

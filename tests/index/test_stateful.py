@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Index, Rank
-from kvindex.wire import BlockHash, Event
+from kvindex.wire import BlockHash, CacheSettings, Event
 from kvindex.wire.errors import ConfigurationError
 from tests.examples import examples
 from tests.index import index_prefixes
@@ -37,6 +37,7 @@ class Kind(NamedTuple):
     lookahead: int
     windows: tuple[int | None, ...]
     label: Callable[[int], BlockHash]
+    offload_chunk: int | None = None
 
 
 def _signed(number: int) -> int:
@@ -53,6 +54,8 @@ RANKS = {
     Rank("hybrid", 0): Kind(2, 0, (None, 4), _digest),
     Rank("windows", 0): Kind(2, 0, (3,), int),
     Rank("lookahead", 0): Kind(2, 1, (None,), _digest),
+    Rank("chunks", 0): Kind(1, 0, (None,), int),
+    Rank("chunks", 1): Kind(2, 0, (None,), int, offload_chunk=4),
 }
 
 media = st.sampled_from(MEDIA)
@@ -108,9 +111,15 @@ class IndexMachine(RuleBasedStateMachine):
         return self.ranks[number % len(self.ranks)]
 
     def model(self, rank: Rank) -> RankModel:
-        return self.models.setdefault(rank, RankModel())
+        if rank not in self.models:
+            chunk = RANKS[rank].offload_chunk
+            if chunk is not None:
+                self.index.configure(rank, CacheSettings(offload_chunk=chunk))
+            self.models[rank] = RankModel(chunk or 0)
+        return self.models[rank]
 
     def apply(self, rank: Rank, *events: Event) -> None:
+        self.model(rank)
         self.index.apply(rank, EventBatch(ts=0.0, events=list(events)))
 
     def remember(self, prompt: Prompt) -> None:
@@ -153,7 +162,7 @@ class IndexMachine(RuleBasedStateMachine):
             **self.extras(prompt, named, salt_apart=options.get("salt_apart", False)),
         )
         self.apply(rank, event)
-        self.model(rank).store(event, prompt, start, (medium, group), lookahead)
+        self.model(rank).apply("store", event, prompt, start, lookahead, (medium, group))
 
     @staticmethod
     def extras(prompt: Prompt, named: list[int], *, salt_apart: bool) -> dict[str, Any]:
@@ -191,11 +200,11 @@ class IndexMachine(RuleBasedStateMachine):
         prompt = data.draw(st.sampled_from(list(self.seen)))
         self.store_blocks(self.rank(rank), prompt, where, owner, {"sparse": sparse})
 
-    @rule(rank=ranks, prompt=prompts, start=starts, size=st.sampled_from([2, 3, 4]), group=starts)
+    @rule(rank=ranks, prompt=prompts, start=starts, size=st.sampled_from([2, 3, 4]), owner=owners)
     def store_in_another_block_size(
-        self, rank: int, prompt: Prompt, start: int, size: int, group: int
+        self, rank: int, prompt: Prompt, start: int, size: int, owner: Owner
     ) -> None:
-        self.store_blocks(self.rank(rank), prompt, (start, 2), ("GPU", group), {"block_size": size})
+        self.store_blocks(self.rank(rank), prompt, (start, 2), owner, {"block_size": size})
 
     @precondition(lambda self: self.numbers)
     @rule(number=ranks, data=st.data(), owner=owners)
@@ -206,14 +215,14 @@ class IndexMachine(RuleBasedStateMachine):
         where: dict[str, Any] = {"medium": medium.lower(), "group_idx": group}
         event = BlockStored(block_hashes=[block_hash], token_ids=[], block_size=0, **where)
         self.apply(rank, event)
-        self.model(rank).locate(block_hash, (medium, group))
+        self.model(rank).apply("locate", event, (medium, group))
 
     @precondition(lambda self: any(model.copies for model in self.models.values()))
     @rule(data=st.data(), times=st.integers(1, 2), left=copies_left)
     def remove_what_is_there(self, data: st.DataObject, times: int, left: int | None) -> None:
         rank = data.draw(st.sampled_from(sorted(r for r, m in self.models.items() if m.copies)))
         keys = sorted(self.models[rank].copies, key=repr)
-        block_hash, owner = data.draw(st.sampled_from(keys))
+        block_hash, owner, _ = data.draw(st.sampled_from(keys))
         self.remove(rank, [block_hash] * times, owner, left)
 
     @precondition(lambda self: self.numbers)
@@ -234,7 +243,7 @@ class IndexMachine(RuleBasedStateMachine):
         )
         self.apply(rank, event)
         for block_hash in hashes:
-            self.model(rank).remove(block_hash, owner, left)
+            self.model(rank).apply("remove", block_hash, left, owner)
 
     def any_label(self, rank: Rank) -> st.SearchStrategy[BlockHash]:
         return st.integers(1, len(self.numbers) + 1).map(RANKS[rank].label)
@@ -244,14 +253,14 @@ class IndexMachine(RuleBasedStateMachine):
     def clear_event(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.models)))
         self.apply(rank, AllBlocksCleared())
-        self.models[rank].clear_told()
+        self.models[rank].apply("clear_told", ("GPU", 0))
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())
     def clear_tree(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(self.models)))
         self.index.tree(rank).clear()
-        self.models[rank] = RankModel()
+        self.models[rank] = RankModel(RANKS[rank].offload_chunk or 0)
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())
@@ -295,14 +304,13 @@ class ExactMachine(IndexMachine):
         statistics = self.index.statistics()
         for rank, model in self.models.items():
             tree = self.index.tree(rank)
-            resident = {
-                (block.block_hash, (block.medium, block.group_idx)): (block.copies, block.depth)
+            resident = Counter(
+                (block.block_hash, (block.medium, block.group_idx), block.copies, block.depth)
                 for block in tree.walk()
-            }
-            assert resident == {
-                (h if isinstance(h, bytes) else h % 2**64, owner): held
-                for (h, owner), held in model.resident().items()
-            }
+            )
+            assert resident == Counter(
+                (h if isinstance(h, bytes) else h % 2**64, *held) for h, *held in model.resident()
+            )
             assert len(tree) == model.size()
             assert statistics["ranks"][str(rank)]["orphans"] == len(model.held)
 

@@ -39,6 +39,7 @@ def test_a_worker_takes_the_settings_of_its_cache_and_refuses_others() -> None:
         ({"report_mode": "partial"}, "report_mode"),
         ({"removals": "first"}, "removals"),
         ({"hash_block_size": 0}, "hash_block_size"),
+        ({"offload_chunk": 0}, "offload_chunk"),
     ],
 )
 def test_settings_of_a_cache_are_checked(settings: dict[str, Any], message: str) -> None:

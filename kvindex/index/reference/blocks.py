@@ -46,10 +46,15 @@ class Budget:
 
 
 class Place(NamedTuple):
-    """Where copies of blocks lie."""
+    """Where copies of blocks lie.
+
+    Off the device a label may stand for a *chunk* of several of the group's blocks, which ends
+    with the block that the label names: chunks of each size have a place of their own.
+    """
 
     medium: str
     group_idx: int
+    chunk: int = 0  # tokens; 0: the blocks are the group's
 
 
 class Block:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import gcd, lcm
 
 from kvindex.index.reference.keys import stored_namespace
-from kvindex.index.spans import main_group
+from kvindex.index.spans import Spans, main_group, union
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
 from kvindex.wire.fields import informational_int
 from kvindex.wire.quirks import fold_medium, medium_tier
@@ -93,6 +93,41 @@ class RankGroups:
         """
         announces = self.settings.report_mode == "full"
         return self.settings.upper_bound or announces or self.kinds_unknown
+
+    @property
+    def device_size_known(self) -> bool:
+        """Whether a store on the device has shown a group's block size."""
+        return any(g.block_size and not g.size_off_device for g in self.known.values())
+
+    def chunk_of(self, event: BlockStored) -> int:
+        """Return the `Place.chunk` of the blocks that an event stores."""
+        if not medium_tier(fold_medium(event.medium)):
+            return 0
+        if event.block_size <= 0:  # vLLM's events without tokens do not state a size
+            return self.settings.offload_chunk or 0
+        group = self.known.get(event.group_idx or 0)
+        if group is None or group.size_off_device or event.block_size > group.block_size:
+            return event.block_size
+        return 0
+
+    def units_in(self, tokens: int) -> int:
+        """Return how many units a chunk has; 1 if it has no whole number of them."""
+        is_whole = tokens and self.unit and tokens % self.unit == 0
+        return tokens // self.unit if is_whole else 1
+
+    def whole_chunks(self, spans: Spans, group_idx: int, chunk: int) -> Spans:
+        """Return the units that count where a place off the device has labels at these units.
+
+        A chunk counts from its first unit to its label. With `offload_chunk`, the engine loads
+        whole chunks only, also where events name each of their blocks.
+        """
+        whole = self.units_in(self.settings.offload_chunk or 0)
+        if whole > 1 and not chunk and group_idx in self.known:
+            chunk = self.known[group_idx].block_size
+        before = self.units_in(chunk) - 1
+        covered = union((max(0, start - before), stop) for start, stop in spans)
+        rounded = ((-(-start // whole) * whole, stop // whole * whole) for start, stop in covered)
+        return [(start, stop) for start, stop in rounded if start < stop]
 
     def drops_last(self, group_idx: int) -> bool:
         """Whether EAGLE drops the last block of a group: set for the group or one of its kind."""

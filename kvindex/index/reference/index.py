@@ -144,8 +144,7 @@ class Index(BaseIndex):
                         continue
                     if space not in keys:
                         keys[space] = PromptKeys(self._keys, space, prompt, question.extras)
-                    to_hole = not whole and blocks.groups.ends_at_holes
-                    held[space] = held_blocks(blocks.blocks, keys[space], to_hole=to_hole)
+                    held[space] = held_blocks(blocks, keys[space], whole=whole)
                     holdings += [
                         Holding(rank, place.group_idx, place.medium, size, lookahead, spans)
                         for place, spans in held[space].items()

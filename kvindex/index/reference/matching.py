@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from kvindex.index.keys import Namespace
 from kvindex.index.match import RankMatch
-from kvindex.index.reference.blocks import Blocks, Place
+from kvindex.index.reference.blocks import Place
 from kvindex.index.reference.engine_hit import Cache, GroupCoverage, tiered_hit
 from kvindex.index.reference.groups import Group, RankGroups
 from kvindex.index.reference.keys import PromptKeys
@@ -20,19 +20,28 @@ Held: TypeAlias = "dict[Namespace, dict[Place, Spans]]"
 """For each namespace, the stretches of the prompt that each place holds."""
 
 
-def held_blocks(blocks: Blocks, keys: PromptKeys, *, to_hole: bool) -> dict[Place, Spans]:
-    """Return which of a prompt's blocks each place of a rank holds, or holds up to the first hole.
+def held_blocks(rank: RankBlocks, keys: PromptKeys, *, whole: bool) -> dict[Place, Spans]:
+    """Return which of a prompt's blocks a rank holds on each medium in each group.
+
+    Unless `whole`, it may be as far only as a match can reach.
 
     Complexity: O(blocks × places), up to where the prompt leaves all of the rank's.
     """
-    held: dict[Place, Spans] = {}
+    labelled: dict[Place, Spans] = {}
+    to_hole = not whole and rank.ends_at_holes
     for depth in range(keys.length):
-        block = blocks.find(keys[depth])
+        block = rank.blocks.find(keys[depth])
         if block is None or (to_hole and not block.places):
             break
         for place in block.places:
-            extend_spans(held.setdefault(place, []), depth, depth + 1)
-    return held
+            extend_spans(labelled.setdefault(place, []), depth, depth + 1)
+    held: dict[Place, Spans] = {}
+    for (medium, group_idx, chunk), spans in labelled.items():
+        counted = spans
+        if medium_tier(medium):
+            counted = rank.groups.whole_chunks(spans, group_idx, chunk)
+        held.setdefault(Place(medium, group_idx), []).extend(counted)
+    return {place: union(spans) for place, spans in held.items() if spans}
 
 
 def no_match(rank: Rank, blocks: RankBlocks) -> RankMatch:

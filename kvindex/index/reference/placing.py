@@ -150,21 +150,28 @@ class Placing:
         return not torn and not self.blocks.is_ambiguous(block_hash)
 
     def remove(
-        self, block_hashes: Sequence[BlockHash], copies_left: Iterable[int | None], place: Place
+        self,
+        block_hashes: Sequence[BlockHash],
+        copies_left: Iterable[int | None],
+        places: Sequence[Place],
     ) -> None:
-        """Drop copies of each block from a place; see `CacheSettings.copies_left`."""
+        """Drop copies of each block; see `CacheSettings.copies_left`.
+
+        `places` are those of one medium and group: a removal does not show whether its labels are
+        those of blocks or of chunks.
+        """
         for block_hash, left in zip(map(fold_hash, block_hashes), copies_left, strict=True):
-            blocks = list(self.blocks.held_at(block_hash, place))
-            if not blocks:
-                held = self.orphans.drop_copy(block_hash, place, left)
-                self.counters["removed_orphans" if held else "removed_unknown"] += 1
+            held = [(p, block) for p in places for block in self.blocks.held_at(block_hash, p)]
+            if not held:
+                waited = [p for p in places if self.orphans.drop_copy(block_hash, p, left)]
+                self.counters["removed_orphans" if waited else "removed_unknown"] += 1
                 continue
             self.counters["removed"] += 1
             # Which of several blocks of one hash is gone is unknown, unless all: none may count.
-            if len(blocks) > 1 and left != 0:
+            if len(held) > 1 and left != 0:
                 left = None
-                self.counters["removed_ambiguous"] += len(blocks) - 1
-                if len(self._torn) < _MAX_TORN:
+                self.counters["removed_ambiguous"] += len(held) - 1
+                if len({block for _, block in held}) > 1 and len(self._torn) < _MAX_TORN:
                     self._torn.add(block_hash)
-            for block in blocks:
+            for place, block in held:
                 self.blocks.drop(block_hash, block, place, left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvindex.index.reference.blocks import Block, Blocks, Budget, Place
 from kvindex.index.reference.groups import RankGroups
@@ -34,6 +35,47 @@ _MAX_TAGS = 64  # distinct unknown event tags counted by name
 # adds: so clears, too, cost in proportion to what was sent.
 _CLEAR_LOOKS = 1 << 23
 _CLEAR_LOOKS_A_BLOCK = 16
+_MAX_EARLY_BYTES = 16 * 2**20
+
+
+class _Counts(NamedTuple):
+    """The counters of a rank."""
+
+    counters: Counter[str]
+    ignored: Counter[str]
+    skipped: Counter[str]
+
+    def copy(self) -> _Counts:
+        return _Counts(*map(Counter, self))
+
+    def reset_to(self, before: _Counts) -> None:
+        for counter, old in zip(self, before, strict=True):
+            counter.clear()
+            counter.update(old)
+
+
+class _Early:
+    """What a rank applied while no block size on the device was known, and its counters before.
+
+    A chunk off the device may come first. Its unit is too large for the device's blocks, so all is
+    applied again once these show theirs.
+    """
+
+    def __init__(self, counts: _Counts) -> None:
+        self.counts = counts.copy()
+        self.batches: list[EventBatch] = []
+        self._bytes = 0
+
+    def keep(self, batch: EventBatch) -> bool:
+        """Keep a batch; return whether there was room."""
+        self._bytes += 64
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._bytes += 4 * len(event.token_ids)
+            if not isinstance(event, AllBlocksCleared):
+                self._bytes += 64 + 16 * len(event.block_hashes)
+        self.batches.append(batch)
+        return self._bytes <= _MAX_EARLY_BYTES
 
 
 class RankBlocks:
@@ -57,6 +99,8 @@ class RankBlocks:
         self.ignored = self._placing.ignored
         self.groups = RankGroups()
         self.skipped: Counter[str] = Counter()
+        self._counts = _Counts(self.counters, self.ignored, self.skipped)
+        self._early: _Early | None = _Early(self._counts)
         self.salts = Salts()
         self._sparse = Sparse(self._placing, self.groups, self.salts)
         self._positions_unknown = False
@@ -67,6 +111,12 @@ class RankBlocks:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    @property
+    def ends_at_holes(self) -> bool:
+        """Whether a match ends at the first block without a label."""
+        chunks = any(self.groups.units_in(place.chunk) > 1 for place in self.blocks.resident)
+        return self.groups.ends_at_holes and not chunks
 
     @property
     def places_missing(self) -> bool:
@@ -90,19 +140,23 @@ class RankBlocks:
         self._drop_all()
         self.groups.forget()
         self.blocks.resident.clear()
+        self._early = _Early(self._counts)
 
     def apply(self, batch: EventBatch) -> None:
         """Apply a batch's events in order."""
         self._announced = None
         self._learn_sizes(batch)
+        if self._early is not None and not self._early.keep(batch):
+            self._early = None
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self._store(event)
             elif isinstance(event, BlockRemoved):
                 self._announced = None  # its blocks may be gone
-                place = Place(fold_medium(event.medium), event.group_idx or 0)
+                of = fold_medium(event.medium), event.group_idx or 0
+                places = [p for p in self.blocks.resident if (p.medium, p.group_idx) == of]
                 copies_left = self.groups.settings.copies_left(event)
-                self._placing.remove(event.block_hashes, copies_left, place)
+                self._placing.remove(event.block_hashes, copies_left, places)
             elif isinstance(event, AllBlocksCleared):
                 self._announced = None
                 self.counters["cleared"] += 1
@@ -120,11 +174,26 @@ class RankBlocks:
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self.groups.learn_size(event)
-        if unit and self.groups.unit != unit:
+        changed = unit and self.groups.unit != unit
+        early, self._early = self._early, None
+        if early is not None:
+            known = self.groups.device_size_known
+            if early.batches and (known or changed):
+                self._apply_again(early)
+            if not known:
+                self._early = early
+        elif changed:
             # The resident blocks are kept by the old unit, where no new block would meet them.
             dropped = len(self.blocks)
             self._drop_all()
             self._placing.ignore("unit_changed", dropped)
+
+    def _apply_again(self, early: _Early) -> None:
+        self._drop_all()
+        self.blocks.resident.clear()
+        self._counts.reset_to(early.counts)
+        for batch in early.batches:
+            self.apply(batch)
 
     def _drop_cleared(self) -> None:
         """Drop the blocks that the engine clears: vLLM keeps those off the device.
@@ -161,7 +230,7 @@ class RankBlocks:
         hashes = [fold_hash(block_hash) for block_hash in event.block_hashes]
         self._clear_looks += _CLEAR_LOOKS_A_BLOCK * len(hashes)
         self._clear_looks = min(self._clear_looks, _CLEAR_LOOKS)
-        place = self._place(event.medium, event.group_idx)
+        place = self._place(event)
         if place is None:
             self._placing.ignore("too_many_media", max(1, len(hashes)))
             return
@@ -172,9 +241,6 @@ class RankBlocks:
         if fault is not None:
             self._placing.ignore(fault, max(1, len(hashes)))
             return
-        size = self.groups.known[place.group_idx].block_size
-        if event.block_size > size:  # only the last one of a larger block's is placed
-            self._placing.ignore("chunk_blocks", len(hashes) * (event.block_size // size - 1))
         if self.groups.windows_only and self._sparse.store_proven(event, hashes, place):
             pass
         elif not hashes:
@@ -219,9 +285,10 @@ class RankBlocks:
         else:
             self._store_detached(event, chain)
 
-    def _place(self, medium: str | None, group_idx: int | None) -> Place | None:
-        """Return the place that an event names, or None if the rank has too many."""
-        place = Place(fold_medium(medium), group_idx or 0)
+    def _place(self, event: BlockStored) -> Place | None:
+        """Return the place of what an event stores, or None if the rank has too many."""
+        chunk = self.groups.chunk_of(event)
+        place = Place(fold_medium(event.medium), event.group_idx or 0, chunk)
         if place not in self.blocks.resident:
             if len(self.blocks.resident) >= _MAX_PLACES:
                 return None

@@ -136,12 +136,14 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         repeat=True,
     )
     text = 'full if requests set vLLM\'s kv_cache_report_mode to "full"'
-    option(cache, "--report-mode", text, ("incremental", "full"), "incremental")
+    option(cache, "--report-mode", text, ("incremental", "full"))
     text = "last if the engine reports only the removal of a block's last copy (vllm#55092)"
-    option(cache, "--removals", text, ("each", "last"), "each")
+    option(cache, "--removals", text, ("each", "last"))
     option(cache, "--eagle", "vLLM speculates with EAGLE or MTP: hits lose a block")
     text = "vLLM's prefix_match_unit, where it is less than every group's block size"
     option(cache, "--hash-block-size TOKENS", text, count)
+    text = "tokens that vLLM offloads and loads together, where that is more than a block"
+    option(cache, "--offload-chunk TOKENS", text, count)
     text = "flag answers as upper bounds (SGLang's hybrid caches, requests with extra_key)"
     option(cache, "--upper-bound", text)
     option(cache, "--resets-connector", "vLLM resets its connector together with its prefix cache")
@@ -153,10 +155,11 @@ def cache_of(arguments: argparse.Namespace) -> CacheSettings:
         return CacheSettings()
     return CacheSettings(
         groups=dict(arguments.group),
-        removals=arguments.removals,
-        report_mode=arguments.report_mode,
+        removals=arguments.removals or "each",
+        report_mode=arguments.report_mode or "incremental",
         eagle=arguments.eagle,
         hash_block_size=arguments.hash_block_size,
+        offload_chunk=arguments.offload_chunk,
         upper_bound=arguments.upper_bound,
         resets_connector=arguments.resets_connector,
     )

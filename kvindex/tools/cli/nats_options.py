@@ -25,7 +25,8 @@ _FILES = {  # options of the command line that name files, with those of a conne
 
 _OF_THE_RELAY = (  # options of both commands that follow a relay
     *("worker", "endpoint", "replay_endpoint", "dp_size", "topic", "name", "bind", "engine"),
-    *("group", "eagle", "hash_block_size", "upper_bound", "resets_connector"),
+    *("group", "removals", "report_mode", "eagle", "hash_block_size", "offload_chunk"),
+    *("upper_bound", "resets_connector"),
     *("state", "max_blocks_per_rank"),
 )
 

@@ -132,6 +132,8 @@ def test_a_server_is_not_ready_before_it_has_joined(pool: NatsPool) -> None:
         (("--worker", "a=tcp://h:1"), "--worker cannot be given beside it"),
         (("--engine", "http://h:1"), "--engine cannot be given beside it"),
         (("--state", "FILE"), "--state cannot be given beside it"),
+        (("--removals", "last"), "--removals cannot be given beside it"),
+        (("--offload-chunk", "64"), "--offload-chunk cannot be given beside it"),
         (("--max-blocks-per-rank", "7"), "--max-blocks-per-rank cannot be given beside it"),
         (("--nats-user", "u"), "--nats-user has no password"),
         (("--nats-token-file", "FILE"), "--nats-token-file FILE cannot be read"),

@@ -206,12 +206,14 @@ def test_cache_settings_are_given_to_each_worker() -> None:
     add_cache_options(parser)
     text = "--worker a=tcp://h:1 --endpoint tcp://h:2 --eagle --upper-bound"
     text += " --group 1=sliding_window:64 --report-mode full --resets-connector --removals last"
+    text += " --offload-chunk 64"
     arguments = parser.parse_args(text.split())
     expected = CacheSettings(
         groups={1: GroupSpec("sliding_window", 64)},
         removals="last",
         report_mode="full",
         eagle=True,
+        offload_chunk=64,
         upper_bound=True,
         resets_connector=True,
     )
