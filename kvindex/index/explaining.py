@@ -216,7 +216,7 @@ class _Facts:
             yield f"an upper bound: its events do not report all that limits a hit{names}"
         if match.lower_bound:
             waiting = f" ({self.known['orphans']} wait)" if self.known.get("orphans") else ""
-            yield f"a lower bound: no event reported where some of its blocks belong{waiting}"
+            yield f"a lower bound: blocks were left out, or have no known place{waiting}"
         if self.known.get("ignored"):
             yield f"blocks were ignored: {_counts(self.known['ignored'])}"
         strange = sorted((self.question.media or frozenset()) - self.known.get("media", {}).keys())

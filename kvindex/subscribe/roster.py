@@ -124,7 +124,8 @@ class Roster:
             for feed in self._by_endpoint.get(address.endpoint, ())
             if feed.worker.topic == worker.topic
         ]
-        if others:  # one line, however many there are
+        # One line for a pair, however many ranks they share and workers follow.
+        if len({feed.worker.name for feed in others}) == 1:
             logger.warning(
                 "workers %r and %r are both at %s%s: is one engine added under two names?",
                 others[0].worker.name,

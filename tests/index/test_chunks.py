@@ -183,7 +183,7 @@ def test_chunks_that_come_first_count_as_if_they_came_later(story: Story, way: s
     story.run(way)
 
 
-# Any chunks in any order, beside a set of what is where ---------------------------------------------
+# Any chunks in any order, beside a set of what is where ----------------------------------------
 
 TEXTS = ((0,) * 32, (0,) * 7 + (1,) * 25, (0,) * 16 + (2,) * 16)
 CHUNKS = (1, 2, 4, 16)

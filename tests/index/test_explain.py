@@ -215,7 +215,7 @@ def test_events_of_unknown_kinds_are_named_as_what_makes_an_upper_bound() -> Non
 def test_orphans_and_ignored_blocks_are_noted() -> None:
     index = index_of(stored(0), stored(5, 6), stored(9, block_size=3))
     text = str(index.explain(prompt(9)))
-    assert "a lower bound: no event reported where some of its blocks belong (2 wait)" in text
+    assert "a lower bound: blocks were left out, or have no known place (2 wait)" in text
     assert "blocks were ignored: token_count 1" in text
 
 

@@ -44,6 +44,7 @@ from kvindex.index.replicas.messages import (
 )
 from kvindex.shm.ring import Buffer, RingReceiver, ShmRingBuffer, Waiting
 from kvindex.wire.errors import (
+    UNREADABLE,
     ClosedError,
     DecodeError,
     KVIndexError,
@@ -369,7 +370,11 @@ def ask(path: str | os.PathLike[str], timeout: float = 5.0) -> dict[str, Any]:
             report = link.receive()
             if not isinstance(report, ServerReport) or report.json_bytes > _MAX_REPORT_BYTES:
                 raise DecodeError(f"the server at {path} answers with {report!r:.100}")
-            counters: dict[str, Any] = json.loads(link.read(report.json_bytes))
+            encoded = link.read(report.json_bytes)
+            try:
+                counters: dict[str, Any] = json.loads(encoded)
+            except UNREADABLE as error:
+                raise DecodeError(f"the server at {path} answers with no JSON: {error}") from error
         finally:
             link.close()
     except OSError as error:

@@ -117,7 +117,9 @@ def accept_damaged_reply(stream: StreamState, repair: Repair, seq: int | None) -
     if stream.replay.foreign:
         _probe_later(stream)
         return
-    if seq is not None:
+    # Replies ascend by one: any other number, unless below a known batch, is damaged as well.
+    follows = repair.start_seq if repair.highest_seq is None else repair.highest_seq + 1
+    if seq is not None and seq <= max(follows, stream.held.highest):
         repair.saw(seq, stream.now)
         stream.note_damaged(seq)
     _stop_flood(stream, repair, advanced=False)

@@ -83,14 +83,12 @@ def test_a_name_that_would_forge_lines_of_a_log_is_refused(
     assert len(theirs.catalog.registrations) == 1
 
 
-def test_many_instances_at_one_endpoint_cost_a_line_each(
+def test_many_instances_at_one_endpoint_cost_one_line(
     theirs: Service, ask: Asker, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(10, 20):
         assert ask.post("/register", body(EVIL, instance_id=number))[0] == 201
-    lines = [line for line in caplog.messages if "are both at" in line]
-    assert len(lines) == 9
-    assert "(and 8 more ranks)" in lines[-1]
+    assert len([line for line in caplog.messages if "are both at" in line]) == 1
 
 
 async def test_registrations_that_wait_for_names_delay_nobody_else(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvindex.service.settings import ServeSettings
-from kvindex.tools.cli import serve
+from kvindex.tools.cli import gateway, serve
 from tests.service.test_deploy import parsed
 
 pytestmark = pytest.mark.service
@@ -143,8 +144,22 @@ def test_the_commands_are_understood_and_can_work() -> None:
     assert container["ports"] == [{"name": "http", "containerPort": settings.port}]
 
 
-def test_probes_ask_what_needs_no_token() -> None:
-    (container,) = pod()["containers"]
+def test_the_gateways_command_is_understood() -> None:
+    spec = pod("kvindex-gateway")
+    (container,) = spec["containers"]
+    assert container["command"] == ["kvindex", "gateway"]
+    parser = argparse.ArgumentParser()
+    gateway.add_options(parser)
+    arguments = parser.parse_args(container["args"])
+    assert container["ports"] == [{"name": "http", "containerPort": 8080}]
+    assert spec["terminationGracePeriodSeconds"] > arguments.drain
+    service = of_kind("Service", "kvindex-gateway")["metadata"]
+    assert f"{service['name']}.{service['namespace']}.svc" in arguments.allowed_hosts
+
+
+@pytest.mark.parametrize("name", ["kvindex", "kvindex-gateway"])
+def test_probes_ask_what_needs_no_token(name: str) -> None:
+    (container,) = pod(name)["containers"]
     paths = {name: container[name]["httpGet"]["path"] for name in container if "Probe" in name}
     assert paths == {
         "startupProbe": "/health",
@@ -153,7 +168,7 @@ def test_probes_ask_what_needs_no_token() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["kvindex", "kvindex-epp"])
+@pytest.mark.parametrize("name", ["kvindex", "kvindex-gateway", "kvindex-epp"])
 def test_the_pod_may_do_no_more_than_it_must(name: str) -> None:
     spec = pod(name)
     (container,) = spec["containers"]
@@ -172,7 +187,7 @@ def test_the_pod_may_do_no_more_than_it_must(name: str) -> None:
 
 def test_everything_is_in_one_namespace_and_named_alike() -> None:
     assert {each["metadata"]["namespace"] for each in documents()} == {"llm"}
-    for name in ("kvindex", "kvindex-epp"):
+    for name in ("kvindex", "kvindex-gateway", "kvindex-epp"):
         labels = of_kind("Deployment", name)["spec"]["template"]["metadata"]["labels"]
         assert of_kind("Deployment", name)["spec"]["selector"]["matchLabels"] == labels
         assert of_kind("Service", name)["spec"]["selector"] == labels

@@ -67,6 +67,18 @@ def test_an_unreadable_number_far_ahead_does_not_make_a_rank_deaf(
     assert not script.sequencer.several_publishers(script.now)
 
 
+@pytest.mark.parametrize("far", [9, 10**9, MAX_SEQ])
+def test_an_unreadable_replys_number_far_ahead_does_not_make_a_rank_deaf(far: int) -> None:
+    script = Script().joined(0, 1)
+    script.live(3)
+    script.reply_damaged(far)
+    script.reply(1, 2, 3, end=True)
+    script.pass_time(60)
+    assert script.live(4, 5).delivered == [4, 5]
+    assert script.actions.delivered == [0, 1, 2, 3, 4, 5]
+    assert (script.actions.lost, script.actions.restarts) == ([], [])
+
+
 def test_old_batches_behind_an_unreadable_number_are_dropped_until_there_are_many() -> None:
     script = without_replay()
     script.live(batch(0, ts=100.0))
