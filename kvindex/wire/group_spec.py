@@ -112,8 +112,9 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             `prefix_match_unit`); otherwise it is learned.
         offload_chunk: tokens that the engine offloads and loads together, where that is more than
             a block: vLLM's `block_size` of the OffloadingConnector (or `blocks_per_chunk` times the
-            block size). Off the device then only whole chunks count, and an event without tokens
-            and size names the chunk that ends with its block. It must be a multiple of the block
+            block size). Off the device then only whole chunks count, where they add at least one
+            to the device's tokens, and an event without tokens and size names the chunk that ends
+            with its block. It must be a multiple of the block
             size, or has no effect. Events with their chunks' tokens (LMCache's) need no setting.
         upper_bound: whether the engine's events report only part of what limits a hit, so that
             answers are upper bounds: SGLang's hybrid caches (sliding window, Mamba), and SGLang

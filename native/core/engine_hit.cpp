@@ -200,6 +200,9 @@ TieredHit tiered_hit(const Cache& cache, uint64_t length, const Tiers& tiers) {
     if (tier == kDeviceTier) hit.device_tokens = hit.tokens;
     if (tier <= kHostTier) hit.host_tokens = hit.tokens;
   }
+  const uint64_t least = hit.device_tokens + cache.offload_chunk;
+  if (hit.tokens < least) hit.tokens = hit.device_tokens;
+  if (hit.host_tokens < least) hit.host_tokens = hit.device_tokens;
   return hit;
 }
 

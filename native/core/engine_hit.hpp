@@ -22,6 +22,7 @@ void extend_spans(Spans& spans, uint32_t start, uint32_t stop);
 struct Cache {
   uint64_t unit = 1;       // tokens per block of the tree
   uint64_t alignment = 1;  // tokens whose multiples the hits are
+  uint64_t offload_chunk = 0;  // least tokens that the engine loads from beyond its device
 };
 
 // What one rank holds of a prompt in one group.

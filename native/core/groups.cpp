@@ -172,7 +172,8 @@ void RankGroups::changed() {
     }
   }
   summary_.windows_only = any_known && !known_dense;
-  summary_.cache = {std::max(1u, unit_), alignment()};
+  const bool has_chunks = units_in(settings_.offload_chunk) > 1;
+  summary_.cache = {std::max(1u, unit_), alignment(), has_chunks ? settings_.offload_chunk : 0};
   summary_.kinds_unknown = summary_.hashed > 1 && !all_known;
   summary_.upper_bound =
       settings_.upper_bound || settings_.reports_full || summary_.kinds_unknown;

@@ -243,6 +243,8 @@ class RankModel:
         hit = max(
             on_gpu, self._longest(present, lambda s, on: ("GPU" if s <= on_gpu else "CPU") in on)
         )
+        if self._units_in(self.offload_chunk) > 1 and hit - on_gpu < self.offload_chunk:
+            hit = on_gpu
         if not hit:
             return 0, {}
         main = min(present, key=lambda group: (self.windows[group] is not None, group))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex import BlockRemoved, BlockStored, EventBatch, Index
+from kvindex import BlockRemoved, BlockStored, CacheSettings, EventBatch, Index, RankMatch
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import BlockHash, Event
+from tests.captures import CAPTURES
 from tests.examples import examples
 from tests.index.index_events import (
     CLEAR,
@@ -181,6 +184,35 @@ def test_chunks_count_as_the_engine_loads_them(story: Story, way: str) -> None:
 @stories(EARLY, restarts=False)
 def test_chunks_that_come_first_count_as_if_they_came_later(story: Story, way: str) -> None:
     story.run(way)
+
+
+# vLLM's own chunks ------------------------------------------------------------------------
+
+
+def asked(name: str, settings: CacheSettings) -> list[tuple[RankMatch, int]]:
+    """What the index says to each request of a recording, and what the scheduler found."""
+    index, answers = Index(), []
+    index.configure(A, settings)
+    with gzip.open(CAPTURES / "offload" / f"{name}.jsonl.gz") as lines:
+        for line in map(json.loads, lines):
+            if "payload" in line:
+                index.apply(A, bytes.fromhex(line["payload"]))
+            else:
+                answers.append((index.match(line["tokens"], recomputed=1)[A], line["hit_tokens"]))
+    return answers
+
+
+@pytest.mark.parametrize("name", ["default", "self-describing"])
+def test_hits_with_vllms_chunks_are_the_schedulers_own(name: str) -> None:
+    answers = asked(name, CacheSettings(offload_chunk=64))
+    assert [match.tokens for match, _ in answers] == [hit for _, hit in answers]
+    assert sum(match.tokens > match.device_tokens for match, _ in answers) == 37
+    assert len(answers) == 120
+
+
+def test_without_the_size_of_vllms_chunks_answers_are_flagged_or_too_low() -> None:
+    for match, hit in asked("default", CacheSettings()) + asked("self-describing", CacheSettings()):
+        assert match.tokens <= hit or match.upper_bound
 
 
 # Any chunks in any order, beside a set of what is where ----------------------------------------

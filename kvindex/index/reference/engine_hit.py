@@ -22,6 +22,7 @@ class Cache(NamedTuple):
 
     unit: int  # tokens per block of the index
     alignment: int  # tokens whose multiples the hits are
+    offload_chunk: int = 0  # least tokens that the engine loads from beyond its device
 
 
 class GroupCoverage(NamedTuple):
@@ -68,6 +69,10 @@ def tiered_hit(
             on_device = hit
         if tier <= 1:
             on_host = hit
+    if hit - on_device < cache.offload_chunk:
+        hit = on_device
+    if on_host - on_device < cache.offload_chunk:
+        on_host = on_device
     return TieredHit(hit, on_device, on_host)
 
 

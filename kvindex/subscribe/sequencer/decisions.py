@@ -117,9 +117,11 @@ def accept_damaged_reply(stream: StreamState, repair: Repair, seq: int | None) -
     if stream.replay.foreign:
         _probe_later(stream)
         return
-    # Replies ascend by one: any other number, unless below a known batch, is damaged as well.
+    # Replies ascend by one from what is asked for, or from the next batch that is missing. Any
+    # other number, unless below a known batch, is damaged as well.
     follows = repair.start_seq if repair.highest_seq is None else repair.highest_seq + 1
-    if seq is not None and seq <= max(follows, stream.held.highest):
+    expected = max(follows, stream.applied.next_seq or 0, stream.held.highest)
+    if seq is not None and seq <= expected:
         repair.saw(seq, stream.now)
         stream.note_damaged(seq)
     _stop_flood(stream, repair, advanced=False)
