@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -46,8 +47,9 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Cut all connections, and end the thread."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        """Cut all connections, and end the thread. Idempotent."""
+        with suppress(RuntimeError):  # the thread has closed its loop already
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
     def _run(self) -> None:

@@ -69,7 +69,8 @@ def stores(draw: st.DrawFn, dialect: Dialect) -> BlockStored:
         extra_keys=draw(optional(keys)),
         group_idx=draw(optional(small)),
         kv_cache_spec_kind=draw(optional(texts)),
-        kv_cache_spec_sliding_window=draw(optional(ints)),
+        # Beyond 64 bits with a sign it is as good as none.
+        kv_cache_spec_sliding_window=draw(optional(st.integers(-(2**63), 2**63 - 1))),
         locality=draw(optional(texts)),
         ownership=draw(optional(texts)),
         session_id=draw(optional(texts)),
