@@ -21,9 +21,12 @@ from tests.index.index_events import (
     CLEAR,
     SIZE,
     A,
+    apply,
+    counts_of,
     located,
     prompt,
     removed,
+    restored,
     stored,
     tokens,
 )
@@ -184,6 +187,27 @@ def test_chunks_count_as_the_engine_loads_them(story: Story, way: str) -> None:
 @stories(EARLY, restarts=False)
 def test_chunks_that_come_first_count_as_if_they_came_later(story: Story, way: str) -> None:
     story.run(way)
+
+
+@pytest.mark.parametrize("make", [Index, reference.Index])
+def test_of_what_comes_first_no_more_than_16_mib_is_kept(make: Callable[[], BaseIndex]) -> None:
+    index, tokens = make(), [0] * 2**20
+    for label in range(5):
+        apply(index, A, chunk(0, block_hashes=[label], token_ids=tokens, block_size=len(tokens)))
+    apply(index, A, DEVICE)
+    assert counts_of(index)["ignored"] == {"unit_changed": 5}
+    match = index.match(prompt(8))[A]
+    assert (match.blocks, match.lower_bound) == (8, True)
+
+
+@pytest.mark.skipif(Index.backend != "native", reason="snapshots are native only")
+def test_a_restored_index_leaves_out_chunks_that_came_first_and_says_so() -> None:
+    index = Index()
+    apply(index, A, chunk(0))
+    index = restored(index)
+    apply(index, A, DEVICE, EVICTED)
+    assert counts_of(index)["ignored"] == {"unit_changed": 1}
+    assert index.match(prompt(8))[A].lower_bound
 
 
 # vLLM's own chunks ------------------------------------------------------------------------
