@@ -138,6 +138,12 @@ STORIES = {
         Scene(holds(0, prompt(3)), removed(1, medium="CPU"), holds(0)),
         Scene(DEVICE, holds(8)),
     ),
+    "with a chunk's size set, the engine loads no less than that": Story(
+        Scene(CHUNKED, DEVICE, located(3, medium="CPU"), removed(1, 2, 3, 4, 5, 6, 7)),
+        Scene(answers(blocks=1, device_tokens=4, host_tokens=4, upper_bound=False)),
+        Scene(located(3, medium="CPU"), DEVICE, located(7, medium="CPU"), removed(*ALL[1:])),
+        Scene(answers(blocks=8, device_tokens=4, host_tokens=32, upper_bound=True)),
+    ),
     "a chunk's size that is no multiple of the block has no effect": Story(
         configured(offload_chunk=6),
         Scene(DEVICE, located(0, medium="CPU"), EVICTED, holds(1)),
