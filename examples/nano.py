@@ -178,8 +178,7 @@ class Stream:
 
     def __init__(self, rank: Rank, ask: Callable[[int], Iterator[tuple[int, bytes]]]) -> None:
         self.rank, self.ask = rank, ask
-        self.next = 0  # the number of the next batch
-        self.last = 0.0  # the timestamp of the last one
+        self.next, self.last = 0, 0.0  # the next batch's number, the last one's timestamp
         self.complete = True
 
     def join(self) -> None:
@@ -229,8 +228,9 @@ class Subscription:
             self.stream.accept(int.from_bytes(number, "big"), payload)
 
     def _ask(self, first: int) -> Iterator[tuple[int, bytes]]:
-        dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER, linger=0)
+        dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         with dealer:
+            dealer.linger = 0
             dealer.connect(self._endpoint)
             dealer.send_multipart([b"", first.to_bytes(8, "big")])
             while dealer.poll(2_000):
@@ -285,7 +285,7 @@ def main() -> None:
     nano = Nano()
     engines = [argument.partition("=")[::2] for argument in sys.argv[1:]]
     subscriptions = [Subscription(nano.add(name), *ends.split(",")) for name, ends in engines]
-    prompts = sys.stdin if engines else [json.dumps([*range(100)])]
+    prompts = sys.stdin if engines else [str([*range(100)])]
     for name, blocks in () if engines else (("short", 2), ("long", 5)):
         stored = ["BlockStored", [*range(blocks)], None, [*range(blocks * 16)], 16]
         nano.add(name).apply(decode(msgspec.msgpack.encode([0.0, [stored]]))[1])
