@@ -182,7 +182,7 @@ def test_it_follows_a_publisher_through_a_gap_and_a_restart() -> None:
                 return bool(instance.match(tokens)["vllm-0"] == expected)
 
             until(lambda: holds(80))
-            for number in range(2000, 2200):  # more batches than the next process sends unseen
+            for number in range(2000, 12_000):  # far more than the next process sends unseen
                 engine.serve([number] * 16)
             engine.serve(tokens)
             until(lambda: holds(160))
