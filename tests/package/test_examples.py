@@ -35,8 +35,8 @@ SHOWN = {
     "12_fastapi_router": "10 clients went away; 10 were cancelled",
     "13_litellm": "with kvindex",
     "14_proxy": "24 prompts of 10836 tokens",
-    "nano": "to long, which computes 20 of 100 tokens",
     "15_two_gateways": "both gateways find all 16 prompts",
+    "nano": "to long, which computes 20 of 100 tokens",
 }
 
 
