@@ -68,9 +68,6 @@ class RankModel:
     def __init__(self, offload_chunk: int = 0) -> None:
         self.offload_chunk = offload_chunk
         self.early: list[tuple[str, tuple[Any, ...]]] = []  # before the device showed a size
-        self.restart()
-
-    def restart(self) -> None:
         self.copies: Counter[Label] = Counter()
         self.places: dict[BlockHash, Place] = {}
         self.waiting: dict[BlockHash, Waiting] = {}
@@ -84,17 +81,17 @@ class RankModel:
     def apply(self, what: str, *arguments: Any) -> None:
         """Apply an event by its method's name.
 
-        When the first block on the device shows its size, everything before it happens again, now
-        that the size is known.
+        When the first block on the device shows its size, or one off the device changes the unit
+        before that, everything before it happens again, now that the size is known.
         """
-        event, owner = arguments[0], arguments[-1]
-        first = what == "store" and owner[0] == "GPU" and not self.device_size_known
-        if first:
-            self.restart()
-            self._learn(event, owner)
-            for before, its_arguments in self.early:
-                getattr(self, before)(*its_arguments)
-        elif not self.device_size_known:
+        if what == "store" and not self.device_size_known:
+            unit = self.unit
+            self._learn(arguments[0], arguments[-1])
+            if self.device_size_known or self.unit != unit:
+                self.clear()
+                for before, its_arguments in self.early:
+                    getattr(self, before)(*its_arguments)
+        if not self.device_size_known:
             self.early.append((what, arguments))
         getattr(self, what)(*arguments)
 
