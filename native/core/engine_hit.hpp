@@ -22,7 +22,8 @@ void extend_spans(Spans& spans, uint32_t start, uint32_t stop);
 struct Cache {
   uint64_t unit = 1;       // tokens per block of the tree
   uint64_t alignment = 1;  // tokens whose multiples the hits are
-  uint64_t offload_chunk = 0;  // least tokens that the engine loads from beyond its device
+  // Tokens that the engine loads together, and no fewer, from beyond its device; 0: any blocks.
+  uint64_t offload_chunk = 0;
 };
 
 // What one rank holds of a prompt in one group.

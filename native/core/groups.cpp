@@ -82,7 +82,7 @@ uint32_t RankGroups::chunk_of(uint32_t group_idx, uint32_t block_size, uint8_t t
 }
 
 Spans RankGroups::whole_chunks(Spans spans, uint32_t group_idx, uint32_t chunk) const {
-  const uint32_t whole = units_in(settings_.offload_chunk);
+  const auto whole = units_in(static_cast<uint32_t>(summary_.cache.offload_chunk));
   const auto group = groups_.find(group_idx);
   if (whole > 1 && chunk == 0 && group != groups_.end()) chunk = group->second.block_size;
   const uint32_t before = units_in(chunk) - 1;

@@ -54,7 +54,7 @@ void RankBlocks::summarize() {
 
 // Whether a label may stand for more than the block that it names, or for less.
 bool RankBlocks::has_chunks() const {
-  return groups_.units_in(groups_.settings().offload_chunk) > 1 ||
+  return groups_.summary().cache.offload_chunk != 0 ||
          std::any_of(places_.begin(), places_.end(), [&](const Place& place) {
            return groups_.units_in(place.chunk) > 1;
          });

@@ -267,12 +267,12 @@ bool RankBlocks::is_announced_again(const Event& event, const Chain& chain, Hold
 
 // Whether the engine's own lookup would have found a chain from the root, group by group.
 bool RankBlocks::would_be_found(const Event& event, const Chain& chain, Hold& hold) const {
-  const auto& [rank, own_group, medium, tier, chunk] = shared_.owners[chain.owner];
+  const Owner& own = shared_.owners[chain.owner];
   const uint64_t size = event.block_size;
   for (const auto& [group_idx, group] : groups_.known()) {
     if (!group.spec.takes_part() || group.block_size == 0) continue;
     const auto place = std::find_if(places_.begin(), places_.end(), [&](const Place& some) {
-      return some.group_idx == group_idx && some.chunk == chunk && some.medium == *medium;
+      return some.group_idx == group_idx && some.chunk == own.chunk && some.medium == *own.medium;
     });
     const uint64_t first = group.spec.needed_from(chain.count * size, group.block_size);
     for (size_t i = 0; i < chain.count; ++i) {

@@ -38,10 +38,10 @@
 //    chunk size, 16 its size was stored off the device. Torn labels: list. Unknown event tags: list
 //    of (text, count). Counters, reasons
 //    of ignored blocks: two lists of numbers. Ambiguous labels and further copies counted so far.
-//    The unit; the `hash_block_size`, or 0; the `offload_chunk`, or 0; list of the groups that EAGLE drops a block of. Flags:
-//    1 report mode "full", 2 its blocks' positions are unknown, 4 EAGLE drops a block of every
-//    group, 8 `upper_bound`, 16 `resets_connector`, 32 blocks without a place were dropped, 64 blocks
-//    were left out, 128 unknown events may have removed some, 256 `removals="last"`.
+//    The unit; the `hash_block_size`, or 0; the `offload_chunk`, or 0; list of the groups that EAGLE
+//    drops a block of. Flags: 1 report mode "full", 2 its blocks' positions are unknown, 4 EAGLE drops
+//    a block of every group, 8 `upper_bound`, 16 `resets_connector`, 32 blocks without a place were
+//    dropped, 64 blocks were left out, 128 unknown events may have removed some, 256 `removals="last"`.
 //
 // A chain costs some 6 bytes beyond its blocks.
 #pragma once

@@ -48,13 +48,13 @@ pytestmark = pytest.mark.property
 ALL = range(8)
 
 
-def chunk(number: int, *, blocks: int = 4, size: int = SIZE, **fields: Any) -> BlockStored:
+def chunk(number: int, *, blocks: int = 4, **fields: Any) -> BlockStored:
     """Store a chunk of blocks of the one prompt under a label of its own, after the one before."""
     first = number * blocks
     options: dict[str, Any] = {
         "block_hashes": [900 + number],
         "parent": 899 + number if number else None,
-        "block_size": blocks * size,
+        "block_size": blocks * SIZE,
         "medium": "CPU",
     }
     return stored(*range(first, first + blocks), **options | fields)
@@ -181,6 +181,7 @@ EARLY = {
     "a known size off the device in another group changes the unit, not the chunks": Story(
         Scene(chunk(0), chunk(0, blocks=2, group_idx=1, kv_cache_spec_kind="cross_attention")),
         Scene(stored(0, group_idx=2, kv_cache_spec_kind="cross_attention"), counts(ignored={})),
+        answers(tokens=16),
     ),
 }
 

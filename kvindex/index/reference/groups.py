@@ -110,6 +110,12 @@ class RankGroups:
             return event.block_size
         return 0
 
+    @property
+    def offload_chunk(self) -> int:
+        """Tokens that the engine loads together from beyond its device; 0: any blocks."""
+        tokens = self.settings.offload_chunk or 0
+        return tokens if self.units_in(tokens) > 1 else 0
+
     def units_in(self, tokens: int) -> int:
         """Return how many units a chunk has; 1 if it has no whole number of them."""
         is_whole = tokens and self.unit and tokens % self.unit == 0
@@ -121,7 +127,7 @@ class RankGroups:
         A chunk counts from its first unit to its label. With `offload_chunk`, the engine loads
         whole chunks only, also where events name each of their blocks.
         """
-        whole = self.units_in(self.settings.offload_chunk or 0)
+        whole = self.units_in(self.offload_chunk)
         if whole > 1 and not chunk and group_idx in self.known:
             chunk = self.known[group_idx].block_size
         before = self.units_in(chunk) - 1

@@ -76,8 +76,7 @@ def _match_one_way(
     hashed = groups.hashed()
     if groups.kinds_unknown:
         hashed = _with_longest_unknown(groups, hashed, spans_of)
-    whole = groups.units_in(groups.settings.offload_chunk or 0)
-    cache = Cache(groups.unit, groups.alignment, whole * groups.unit if whole > 1 else 0)
+    cache = Cache(groups.unit, groups.alignment, groups.offload_chunk)
     tiers = {medium_tier(place.medium) for place in spans_of}
     coverage = {tier: _coverage(groups, hashed, spans_of, tier) for tier in tiers}
     tokens, device_tokens, host_tokens = tiered_hit(cache, length, coverage)
