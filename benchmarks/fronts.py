@@ -69,7 +69,7 @@ def started(bench: Bench) -> Iterator[tuple[dict[str, Front], list[str]]]:
         urls = [stack.enter_context(_engine(number)) for number in range(ENGINES)]
         fronts = {DIRECT: Front(_port(urls[0])), OURS: stack.enter_context(_ours(urls))}
         if _has_envoy():
-            envoy = ("--proxy", "envoy", "--workers", "1")
+            envoy = ("--proxy", "envoy", "--threads", "1")
             fronts[WITH_ENVOY] = stack.enter_context(_ours(urls, *envoy))
         if bench.peers:
             fronts[ENVOY] = stack.enter_context(_envoy(bench, folder, urls))

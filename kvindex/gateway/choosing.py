@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvindex import KVIndexError, Rank, TokenError, TokenIds, UnknownRankError
 from kvindex.gateway.calls import CallError
-from kvindex.gateway.models import Model, Models, Pin, Serving, UnknownModelError, pin
+from kvindex.gateway.models import Model, Models, Serving, pin
 from kvindex.gateway.waiting import Waiting
 from kvindex.routing import Booking, NoCandidateError, Router
 
@@ -27,85 +27,8 @@ class NoRankError(KVIndexError):
         super().__init__(f"no rank can serve this request: {shown or 'no rank is known yet'}")
 
 
-class Place(Protocol):
-    """A rank that is reserved for a request. Calls after its end change nothing.
-
-    Attributes:
-        rank: which.
-        serving: its engine.
-        pin: what makes the engine use this rank.
-        reason: "cache": it holds some of the prompt; "load": no rank does; "no_tokens": that is
-            not known; "alone": a proxy has chosen it without the router process.
-        held: tokens of the prompt that it will find cached.
-        prompt_tokens: of the prompt.
-    """
-
-    rank: Rank
-    serving: Serving
-    pin: Pin
-    reason: str
-    held: int
-    prompt_tokens: int
-
-    def first_token(self) -> None:
-        """Report the first token."""
-
-    def touch(self, output_tokens: int) -> None:
-        """Report how many tokens were generated so far."""
-
-    def finish(self, cached_tokens: int | None) -> None:
-        """Release the rank: the request has its answer, for which so many tokens were cached."""
-
-    def cancel(self) -> None:
-        """Release the rank: the request ends without an answer."""
-
-
-class Routing(Protocol):
-    """Chooses ranks, here or in another process."""
-
-    async def reserve(
-        self,
-        model: str,
-        token_ids: TokenIds | None,
-        *,
-        prompt_tokens: int,
-        salt: str | None,
-        reads_cache: bool,
-        exclude: Sequence[Rank],
-        request_id: str,
-        deadline: float,
-    ) -> Place:
-        """Reserve a rank for a request; wait for one if none has room.
-
-        Args:
-            model: its name, or that of an adapter; "": the only one.
-            token_ids: the prompt; None if its tokens are not known.
-            prompt_tokens: how many there are, perhaps as an estimate.
-            salt: the request's cache salt.
-            reads_cache: whether the engine reads its cache for it.
-            exclude: the ranks that were tried before.
-            request_id: of the booking; no two open requests have the same.
-            deadline: until when it may wait, in seconds of the event loop.
-
-        Raises:
-            UnknownModelError: no engine serves the model.
-            NoRankError: no rank can serve it, however long it waits.
-            ShedError: no rank has room in time.
-            CallError: a token is none.
-        """
-
-    def servings(self, model: str) -> Sequence[Serving]:
-        """Return the engines of a model; raises UnknownModelError."""
-
-    def models(self) -> Mapping[str, Sequence[Serving]]:
-        """Return the engines of each model and adapter, by its name."""
-
-    def counters(self) -> dict[str, int]:
-        """Return how ranks were found, where that differs."""
-
-
-class LocalRouting:
-    """Reserves with the routers of this process.
+class Routing:
+    """Reserves ranks with the routers of the models.
 
     Args:
         models: which engines serve which model.
@@ -139,7 +62,25 @@ class LocalRouting:
         deadline: float,
         workers: Collection[str] | None = None,
     ) -> Place:
-        """Reserve a rank, as `Routing.reserve`; on one of these engines, if they are given."""
+        """Reserve a rank for a request; wait for one if none has room.
+
+        Args:
+            model: its name, or that of an adapter; "": the only one.
+            token_ids: the prompt; None if its tokens are not known.
+            prompt_tokens: how many there are, perhaps as an estimate.
+            salt: the request's cache salt.
+            reads_cache: whether the engine reads its cache for it.
+            exclude: the ranks that were tried before.
+            request_id: of the booking; no two open requests have the same.
+            deadline: until when it may wait, in seconds of the event loop.
+            workers: names of the engines that count; None: all.
+
+        Raises:
+            UnknownModelError: no engine serves the model.
+            NoRankError: no rank can serve it, however long it waits.
+            ShedError: no rank has room in time.
+            CallError: a token is none.
+        """
         waiting = self._waiting[self._models.find(model).router]
         options: dict[str, Any] = {"salt": salt, "reads_cache": reads_cache}
         if token_ids is None:
@@ -153,7 +94,7 @@ class LocalRouting:
                     booking = _booked(found, ranks, token_ids, request_id, exclude, options)
                     serving = None if booking is None else found.serving(booking.rank)
                     if booking is not None and serving is not None:
-                        return _LocalPlace(booking, serving, waiting)
+                        return Place(booking, serving, waiting)
                     if booking is not None:  # the rank has come since `find`
                         booking.cancel()
                         continue
@@ -162,33 +103,6 @@ class LocalRouting:
         finally:
             if ticket is not None:
                 waiting.leave(ticket)
-
-    def counters(self) -> dict[str, int]:
-        """Return nothing: all ranks are found here."""
-        return {}
-
-    def hold(
-        self, model: str, rank: Rank, *, request_id: str, prompt_tokens: int, new_tokens: int
-    ) -> Place | None:
-        """Book a request that is on a rank already; None if model or rank are not known yet."""
-        try:
-            found = self._models.find(model)
-            serving = found.serving(rank)
-            if serving is None:
-                return None
-            booking = found.router.book(rank, prompt_tokens, new_tokens, request_id=request_id)
-        except (UnknownModelError, UnknownRankError):
-            return None
-        return _LocalPlace(booking, serving, self._waiting[found.router])
-
-    def move(self, place: Place, worker: str) -> None:
-        """Count a request on another engine, which serves it instead of the one of its place."""
-        if isinstance(place, _LocalPlace):
-            place.move(worker)
-
-    def attainable(self, place: Place) -> int:
-        """Return the most tokens that any rank held of a place's prompt. O(ranks)."""
-        return place.attainable if isinstance(place, _LocalPlace) else place.held
 
     def drain(self, worker: str) -> None:
         """Send an engine no more requests; open ones go on. Raises UnknownRankError."""
@@ -259,8 +173,18 @@ def _booked(
         raise CallError(400, f"the prompt has a token that is none: {error}") from None
 
 
-class _LocalPlace:
-    """A booking of this process's router."""
+class Place:
+    """A rank that is reserved for a request. Calls after its end change nothing.
+
+    Attributes:
+        rank: which.
+        serving: its engine.
+        pin: what makes the engine use this rank.
+        reason: "cache": it holds some of the prompt; "load": no rank does; "no_tokens": that is
+            not known.
+        held: tokens of the prompt that it will find cached.
+        prompt_tokens: of the prompt.
+    """
 
     def __init__(self, booking: Booking, serving: Serving, waiting: Waiting) -> None:
         self.rank = booking.rank
@@ -276,9 +200,11 @@ class _LocalPlace:
 
     @property
     def attainable(self) -> int:
+        """The most tokens that any rank held of the prompt. O(ranks)."""
         return self._booking.decision.attainable
 
     def move(self, worker: str) -> None:
+        """Count the request on another engine, which serves it instead."""
         ranks = [rank for rank in self._booking.decision.ranks if rank.worker == worker]
         if ranks:
             own = self.rank.dp_rank - self.serving.first_rank
@@ -286,10 +212,12 @@ class _LocalPlace:
             self._booking.move(self.rank)
 
     def first_token(self) -> None:
+        """Report the first token."""
         self._booking.first_token()
         self._waiting.notify()
 
     def touch(self, output_tokens: int) -> None:
+        """Report how many tokens were generated so far."""
         more = output_tokens - self._booking.output_tokens
         if more > 0:
             self._booking.output(more)
@@ -297,9 +225,11 @@ class _LocalPlace:
             self._booking.touch()
 
     def finish(self, cached_tokens: int | None) -> None:
+        """Release the rank: the request has its answer, for which so many tokens were cached."""
         self._booking.finish(cached_tokens)
         self._waiting.notify()
 
     def cancel(self) -> None:
+        """Release the rank: the request ends without an answer."""
         self._booking.cancel()
         self._waiting.notify()

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvindex import ConfigurationError, UnknownRankError
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import error_reply
-from kvindex.gateway.choosing import Routing
 from kvindex.gateway.front import Front, refusal_reply
 from kvindex.gateway.metrics import CONTENT_TYPE
-from kvindex.gateway.routers import Admin, NoRouterError
+from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
@@ -31,8 +30,7 @@ class Door:
     """Serves OpenAI's API at a socket; `run` serves until `stop`.
 
     Args:
-        routing: reserves ranks.
-        admin: answers the routes about the gateway itself.
+        routers: decide where requests go.
         settings: how to serve.
         engine_token: returns the engines' API key.
         routes: further ones.
@@ -50,8 +48,7 @@ class Door:
 
     def __init__(
         self,
-        routing: Routing,
-        admin: Admin,
+        routers: Routers,
         settings: GatewaySettings,
         engine_token: Callable[[], str | None] = lambda: None,
         *,
@@ -59,15 +56,14 @@ class Door:
     ) -> None:
         listening = settings.listening
         tokens = listening.tokens()
-        self._admin = admin
-        self._routing = routing
+        self._routers = routers
         self._drain_seconds = settings.drain
         self._upstream = Upstream(engine_token)
         local = _local_tokens(settings.tokenizers)
         self.tokenizing = Tokenizing(self._upstream, settings.tokens_within, local)
         self.access = Access()
         self._front = Front(
-            routing,
+            routers.routing,
             self._upstream,
             self.tokenizing,
             access=self.access,
@@ -112,8 +108,7 @@ class Door:
         """Return counters as plain values.
 
         Those of `Access.statistics`, and `refused`: by the guard, by reason; `token_failures` and
-        `engine_failures` by reason; `routing`, of proxies: ranks `asked` for and `decided_alone`,
-        and times the router process was `lost`; `local_tokens` and `upstream`: as their parts say.
+        `engine_failures` by reason; `local_tokens` and `upstream`: as their parts say.
         """
         tokenizing, upstream = self.tokenizing.statistics(), self._upstream.statistics()
         return {
@@ -121,7 +116,6 @@ class Door:
             "refused": self._guard.counters.values(),
             "token_failures": tokenizing["failures"],
             "local_tokens": tokenizing["local"],
-            "routing": self._routing.counters(),
             "engine_failures": upstream["failures"],
             "upstream": upstream,
         }
@@ -135,25 +129,17 @@ class Door:
         ]
 
     async def _metrics(self, _: Request) -> Reply:
-        try:
-            return Reply(200, await self._admin.metrics(self.statistics()), CONTENT_TYPE)
-        except NoRouterError as error:
-            return error_reply(503, str(error))
+        return Reply(200, await self._routers.metrics(self.statistics()), CONTENT_TYPE)
 
     async def _statistics(self, _: Request) -> Reply:
-        try:
-            return json_reply(200, await self._admin.statistics(self.statistics()))
-        except NoRouterError as error:
-            return error_reply(503, str(error))
+        return json_reply(200, self._routers.statistics(self.statistics()))
 
     async def _change(self, request: Request, is_drained: bool) -> Reply:
         worker = request.parameter("worker")
         try:
-            await self._admin.drain(worker, is_drained)
+            self._routers.drain(worker, is_drained)
         except UnknownRankError as error:
             return error_reply(404, str(error)[:1_000], param="worker")
-        except NoRouterError as error:
-            return error_reply(503, str(error))
         return json_reply(200, {"worker": worker})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -83,7 +82,7 @@ class Gateway:
 
     def statistics(self) -> dict[str, Any]:
         """Return all counters as plain values: `Door.statistics`, and `Routers.statistics`."""
-        return asyncio.run(self.routers.statistics(self._door.statistics()))
+        return self.routers.statistics(self._door.statistics())
 
 
 def door_with_page(
@@ -103,6 +102,6 @@ def door_with_page(
     shown = Shown(routers)
     page = Page(shown)
     opened.callback(page.close)
-    door = Door(routers.routing, routers, settings, engine_token, routes=page.routes)
+    door = Door(routers, settings, engine_token, routes=page.routes)
     door.access.on_end = shown.count
     return door

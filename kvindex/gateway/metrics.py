@@ -36,11 +36,6 @@ _COUNTERS: Final = {  # by the part of the statistics: name, text, label
     "refused": ("refused", "Requests that the guard refused", "reason"),
     "token_failures": ("token_failures", "Questions for tokens without an answer", "reason"),
     "engine_failures": ("engine_failures", "Requests to engines without an answer", "reason"),
-    "routing": (
-        "routing",
-        "Ranks that proxies asked for or chose alone, and losses",
-        "kind",
-    ),
     "shed": ("shed", "Requests that found no room in time", "reason"),
 }
 

@@ -6,10 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from kvindex import Client, ConfigurationError, KVIndexError
-from kvindex.gateway.choosing import LocalRouting
+from kvindex import Client, ConfigurationError
+from kvindex.gateway.choosing import Routing
 from kvindex.gateway.metrics import exposition
 from kvindex.gateway.models import Models, Serving
 from kvindex.gateway.settings import GatewaySettings
@@ -26,26 +26,6 @@ from kvindex.subscribe.discovery import (
 from kvindex.wire.nats import NatsPool
 
 _NO_ENGINE: Final = "no engine is named: give the URL of one, http://HOST:PORT"
-
-
-class NoRouterError(KVIndexError):
-    """The gateway's router process is not there, so its counters are not known."""
-
-    def __init__(self) -> None:
-        super().__init__("the gateway's router process is being started again")
-
-
-class Admin(Protocol):
-    """Answers the routes about the gateway itself; raises NoRouterError if that is elsewhere."""
-
-    async def statistics(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all counters; `own` are those of the process that asks."""
-
-    async def metrics(self, own: Mapping[str, Any]) -> bytes:
-        """Return them as Prometheus series, and those of ranks and routers."""
-
-    async def drain(self, worker: str, is_drained: bool) -> None:
-        """Send an engine no more requests, or again. Raises UnknownRankError."""
 
 
 class Routers:
@@ -87,7 +67,7 @@ class Routers:
                 else self._followed(self._pool, engines, options, opened)
             )
             self.models = Models(self.source, self._discovery.engines, self._new_router)
-            self.routing = LocalRouting(self.models, settings.waiting)
+            self.routing = Routing(self.models, settings.waiting)
             self._opened = opened.pop_all()
 
     def _subscribed(
@@ -142,38 +122,35 @@ class Routers:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    async def statistics(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all counters, as `Admin.statistics`.
+    def statistics(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all counters.
 
         Those of `own`, and `waiting` and `shed`: requests that wait for a rank with room, and those
         that found none, by reason; `routers`: as each says; `shared_load`: of a pool, by model.
         """
-        return self._read(own)
-
-    async def metrics(self, own: Mapping[str, Any]) -> bytes:
-        """Return Prometheus series, as `Admin.metrics`."""
-        routers = list(self.models.routers.values())
-        return await asyncio.to_thread(exposition, self.source, routers, self._read(own))
-
-    async def drain(self, worker: str, is_drained: bool) -> None:
-        """Drain an engine, or end that, as `Admin.drain`."""
-        if is_drained:
-            self.routing.drain(worker)
-        else:
-            self.routing.undrain(worker)
-
-    def _read(self, own: Mapping[str, Any]) -> dict[str, Any]:
         routing = self.routing.statistics()
         shed: Counter[str] = Counter()
         for waiting in routing["waiting"].values():
             shed.update(waiting["shed"])
         return {
             **own,
-            "waiting": sum(each["waiting"] for each in routing["waiting"].values()),
+            "waiting": sum(model["waiting"] for model in routing["waiting"].values()),
             "shed": dict(shed),
             "routers": routing["routers"],
             "shared_load": {model: board.statistics() for model, board in self._boards.items()},
         }
+
+    async def metrics(self, own: Mapping[str, Any]) -> bytes:
+        """Return counters as Prometheus series, and those of ranks and routers."""
+        routers = list(self.models.routers.values())
+        return await asyncio.to_thread(exposition, self.source, routers, self.statistics(own))
+
+    def drain(self, worker: str, is_drained: bool) -> None:
+        """Send an engine no more requests, or again. Raises UnknownRankError."""
+        if is_drained:
+            self.routing.drain(worker)
+        else:
+            self.routing.undrain(worker)
 
 
 def _leave_to_the_relay(_: Engine) -> None:

@@ -59,7 +59,7 @@ class Shown:
         if place is None or not place.serving.models:
             return
         partition = Partition(place.serving.models[0])
-        asked, attainable = exchange.prompt_tokens, self._routers.routing.attainable(place)
+        asked, attainable = exchange.prompt_tokens, place.attainable
         self.traffic.query(partition, asked, attainable, int((exchange.waited or 0.0) * 1e9))
         if exchange.end is End.WHOLE:
             delivered = None if exchange.usage is None else exchange.usage.cached_tokens

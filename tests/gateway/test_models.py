@@ -11,7 +11,7 @@ import pytest
 
 from kvindex import Index, Rank, UnknownRankError
 from kvindex.gateway.calls import CallError
-from kvindex.gateway.choosing import LocalRouting, NoRankError, Place
+from kvindex.gateway.choosing import NoRankError, Place, Routing
 from kvindex.gateway.models import Models, Pin, Serving, UnknownModelError, pin
 from kvindex.gateway.waiting import ShedError
 from kvindex.routing import Capacity, Router
@@ -41,7 +41,7 @@ class Fleet:
         self.live: frozenset[Rank] = frozenset()
         self.options = options
         self.models = Models(self, lambda: self.engines, self.router)
-        self.routing = LocalRouting(self.models, most_waiting=2)
+        self.routing = Routing(self.models, most_waiting=2)
 
     def router(self, model: str) -> Router:
         return Router(self, model=model, **self.options)

@@ -1,8 +1,7 @@
 """Envoy and the picker as two processes: either may die, and is started again beside the other.
 
 The parent makes a folder for the picker's sockets, Envoy's configuration, and the file with the
-engines' addresses. The picker is a process with the parent's own command line, as the parts of
-`kvindex.gateway.workers` are.
+engines' addresses. The picker is a process with the parent's own command line, and `--part`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from kvindex.gateway.picker.service import Health, new_server
 from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
-from kvindex.gateway.workers import part_options
 from kvindex.service.http import Guard, Reply, Request, Route, Site
 from kvindex.service.http.connections import Connection
 from kvindex.service.http.listening import reachable
@@ -122,7 +120,7 @@ def with_envoy(
     ready, announce = os.pipe()
     opened.callback(os.close, ready)
     opened.callback(os.close, announce)
-    picker = Child("the picker", [*command, *part_options("picker", folder, announce)], (announce,))
+    picker = Child("the picker", [*command, "--part", f"{announce}:{folder}"], (announce,))
     options = ["-c", str(path), "--disable-hot-restart", "--log-level", "error"]
     options += [] if threads is None else ["--concurrency", str(threads)]
     envoy = Child(
@@ -136,8 +134,7 @@ def with_envoy(
 
 
 def run_picker(
-    folder: str,
-    announce: int,
+    part: str,
     routers: Routers,
     settings: GatewaySettings,
     engine_token: Callable[[], str | None],
@@ -145,16 +142,16 @@ def run_picker(
     """Run the picker's process, until SIGTERM or the parent's end, and until requests have ended.
 
     Args:
-        folder: as the parent has made it.
-        announce: a descriptor that is written to once Envoy may be started.
+        part: a descriptor that is written to once Envoy may be started, and the parent's folder.
         routers: follow the engines, and decide.
         settings: of the gateway.
         engine_token: returns the engines' API key.
     """
+    announce, folder = part.split(":", 1)
     plain = msgspec.structs.replace(settings.listening, tls_cert=None, tls_key=None)
     inside = msgspec.structs.replace(settings, listening=plain)
     with ExitStack() as opened:
-        picking = _Picking(folder, announce, routers, inside, engine_token, opened)
+        picking = _Picking(folder, int(announce), routers, inside, engine_token, opened)
         signal.signal(signal.SIGTERM, lambda *_: picking.door.stop())
         from_parent(picking.door.stop, picking.abandon)
         picking.door.run(_listener(f"{folder}/{DOOR}"), picking.run)

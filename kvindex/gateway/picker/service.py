@@ -124,10 +124,10 @@ class PickerServer:
         await server.start()
 
         async def statistics() -> dict[str, Any]:
-            own = {**picker.access.statistics(), "refused": {}, "routing": {}}
+            own = {**picker.access.statistics(), "refused": {}}
             own["token_failures"] = tokenizing.statistics()["failures"]
             own["engine_failures"] = upstream.statistics()["failures"]
-            return await self._routers.statistics(own)
+            return self._routers.statistics(own)
 
         with self._metrics(lambda: asyncio.run_coroutine_threadsafe(statistics(), loop).result()):
             on_listening()

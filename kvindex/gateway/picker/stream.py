@@ -22,7 +22,7 @@ import msgspec
 from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call
-from kvindex.gateway.choosing import LocalRouting, NoRankError, Place
+from kvindex.gateway.choosing import NoRankError, Place, Routing
 from kvindex.gateway.exchange import MOST_TRIES, Exchange, Stage
 from kvindex.gateway.front import no_place_reply
 from kvindex.gateway.models import Serving, UnknownModelError, pin
@@ -69,7 +69,7 @@ class Picker:
 
     def __init__(
         self,
-        routing: LocalRouting,
+        routing: Routing,
         tokenizing: Tokenizing,
         *,
         most_bytes: int,
@@ -107,7 +107,7 @@ class Picker:
             return
         for serving in servings:
             if messages.endpoint_of(serving.url) == endpoint:
-                self.routing.move(place, serving.worker)
+                place.move(serving.worker)
 
     async def process(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Answer one stream's messages; its booking ends with it."""
@@ -367,7 +367,7 @@ def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _others(place: Place, eligible: Sequence[Serving], routing: LocalRouting) -> Iterator[Serving]:
+def _others(place: Place, eligible: Sequence[Serving], routing: Routing) -> Iterator[Serving]:
     """Yield the engines after a request's own, in turn, that its pin is right for, too.
 
     A proxy that tries again sends the same head: the DP rank in it has to exist there.

