@@ -147,11 +147,10 @@ def dynamo_indexer(python: str, *, threads: int, cpus: Iterable[int] | None = No
     return Indexer(command, port, cpus=cpus)
 
 
-def kvindex_server(*, processes: int) -> Indexer:
-    """Start `kvindex serve`, with so many processes that answer."""
+def kvindex_server() -> Indexer:
+    """Start `kvindex serve`."""
     port = _free_port()
-    command = [sys.executable, "-m", "kvindex", "serve", "--port", str(port)]
-    return Indexer([*command, "--processes", str(processes)], port)
+    return Indexer([sys.executable, "-m", "kvindex", "serve", "--port", str(port)], port)
 
 
 def _family(pid: int) -> list[int]:

@@ -23,7 +23,6 @@ RATE = 32_000.0  # blocks per second that come in
 FILL_RATE = 200_000.0  # likewise before: a flood would leave its queues in the memory measured
 PAUSE = 0.001  # seconds between requests while events come in
 CONNECTIONS = (8, 64)
-TWO = "kvindex, 2 processes"
 DYNAMO = ("Dynamo, 1 thread", "Dynamo, 4 threads")
 JSON_BARS = {64: Bar(times=1.5), 512: Bar(times=2.0)}
 RAW_BARS = {64: Bar(times=3.0)}
@@ -88,8 +87,7 @@ def _at(bench: Bench, ranks: int) -> list[Result]:
 
 def _starters(bench: Bench) -> dict[str, Callable[[], Indexer]]:
     starters: dict[str, Callable[[], Indexer]] = {
-        OURS: lambda: kvindex_server(processes=1),
-        TWO: lambda: kvindex_server(processes=2),
+        OURS: kvindex_server,
     }
     if bench.peers:
         python = bench.python("dynamo")

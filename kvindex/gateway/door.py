@@ -113,7 +113,7 @@ class Door:
         tokenizing, upstream = self.tokenizing.statistics(), self._upstream.statistics()
         return {
             **self.access.statistics(),
-            "refused": self._guard.counters.values(),
+            "refused": self._guard.counters.copy(),
             "token_failures": tokenizing["failures"],
             "local_tokens": tokenizing["local"],
             "engine_failures": upstream["failures"],

@@ -1,4 +1,4 @@
-"""The registrations: immutable values, so that every process can hold the same."""
+"""The registrations: immutable values, so that threads can read them without a lock."""
 
 from __future__ import annotations
 
@@ -57,18 +57,6 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     def worker(self) -> str:
         """The name of its worker in kvindex."""
         return str(self.instance_id)
-
-
-class Change(msgspec.Struct, frozen=True, tag=True):
-    """The change from an earlier catalog to a later one.
-
-    Attributes:
-        gone: the ranks that are no longer registered.
-        came: the registrations since, new or repeated, in this order.
-    """
-
-    gone: tuple[Registration, ...]
-    came: tuple[Registration, ...]
 
 
 _Ranks: TypeAlias = dict[tuple[str, int], Registration]
@@ -171,21 +159,6 @@ class Catalog:
             if ids:
                 partitions[partition] = ids
         return Catalog()._set(ranks, instances, partitions)
-
-    def since(self, before: Catalog) -> Change:
-        """Return what has changed since an earlier catalog. O(registrations), but a short loop."""
-        mine, old = self._ranks, before._ranks
-        return Change(
-            gone=tuple(entry for key, entry in old.items() if key not in mine),
-            came=tuple(entry for key, entry in mine.items() if old.get(key) is not entry),
-        )
-
-    def changed(self, change: Change) -> Catalog:
-        """Return this with a change."""
-        catalog = self.without(change.gone)
-        for entry in change.came:
-            catalog = catalog.with_(entry)
-        return catalog
 
     def _copies(self) -> tuple[_Ranks, _Instances, _Partitions]:
         return self._ranks.copy(), self.instances.copy(), self.partitions.copy()

@@ -21,11 +21,11 @@ from kvindex.service.apis import dynamo
 from kvindex.service.metrics import FunnelCollector, RankCollector, SeriesLabels
 from kvindex.service.metrics.families import ReadCollector, counter, gauge
 from kvindex.service.service import Service
-from kvindex.service.traffic import BUCKETS, AllTraffic
+from kvindex.service.traffic import BUCKETS, Traffic
 
 
 class Exposition:
-    """Writes a server's metrics: its service's, those of all processes, and `Server.statistics`.
+    """Writes a server's metrics: those of its service, and `Server.statistics`.
 
     `dynamo_names` adds series with the names of Dynamo's indexer.
 
@@ -35,19 +35,18 @@ class Exposition:
     def __init__(
         self,
         service: Service,
-        totals: AllTraffic,
         statistics: Callable[[], Mapping[str, Any]],
         *,
         dynamo_names: bool = False,
     ) -> None:
         self._service = service
         self._others: list[Collector] = [
-            RequestCollector(totals),
-            FunnelCollector(totals.outcomes),
+            RequestCollector(service.traffic),
+            FunnelCollector(service.traffic.outcomes),
             _ServerCollector(statistics),
         ]
         if dynamo_names:
-            self._others.append(DynamoCollector(totals, service))
+            self._others.append(DynamoCollector(service))
 
     def write(
         self, workers: Collection[str] | None = None, *, per_rank: bool = True
@@ -81,18 +80,18 @@ class Exposition:
 class RequestCollector(ReadCollector):
     """Requests by route and code, and what queries asked for and found."""
 
-    def __init__(self, totals: AllTraffic) -> None:
-        self._totals = totals
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present values."""
         by_route: Counter[tuple[str, str]] = Counter()
-        for (_, route, code), count in self._totals.requests().items():
+        for (_, route, code), count in self._traffic.requests().items():
             by_route[route, str(code)] += count
         yield counter(
             *("kvindex_http_requests", "Answered requests", by_route.items(), "route", "code")
         )
-        sums = self._totals.sums()
+        sums = self._traffic.sums()
         labels = SeriesLabels._fields
         yield counter(
             "kvindex_query_tokens",
@@ -120,15 +119,15 @@ class DynamoCollector(ReadCollector):
     Durations are those of queries only, in our own buckets.
     """
 
-    def __init__(self, totals: AllTraffic, service: Service) -> None:
-        self._totals = totals
+    def __init__(self, service: Service) -> None:
+        self._traffic = service.traffic
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present values."""
         by_method: Counter[tuple[str, str]] = Counter()
         errors: Counter[tuple[str, str]] = Counter()
-        for (method, route, code), count in self._totals.requests().items():
+        for (method, route, code), count in self._traffic.requests().items():
             by_method[route, method] += count
             if code >= 400:
                 errors[route, f"{code // 100}xx"] += count
@@ -142,7 +141,7 @@ class DynamoCollector(ReadCollector):
         durations = HistogramMetricFamily(
             f"{name}request_duration_seconds", "Time of requests", labels=["endpoint"]
         )
-        sums = self._totals.sums().values()
+        sums = self._traffic.sums().values()
         buckets = [sum(column) for column in zip(*(of.buckets for of in sums), strict=True)]
         if buckets:
             seconds = sum(of.nanoseconds for of in sums) / 1e9
@@ -193,14 +192,6 @@ class _ServerCollector(ReadCollector):
             [((source,), counted["failures"]) for source, counted in sources],
             "source",
         )
-        processes = statistics["processes"]
-        if processes is not None:
-            running, exits = processes["running"], _by_key(processes["exits"])
-            yield gauge("kvindex_http_processes", "Processes that answer HTTP", running)
-            yield counter(
-                *("kvindex_http_process_exits", "Processes that ended unexpectedly"),
-                *(exits, "cause"),
-            )
 
 
 def _by_key(counts: Mapping[str, int]) -> list[tuple[tuple[str], int]]:

@@ -38,7 +38,7 @@ from kvindex.service.http.messages import (
 from kvindex.service.openapi import COUNT, GROUP, json, media, objects, parameter, route
 from kvindex.service.overview import Counted, Fleet, overview
 from kvindex.service.timeline import Happening, Timeline, parse_id
-from kvindex.service.traffic import ASKED, AllTraffic, Traffic
+from kvindex.service.traffic import ASKED, Traffic
 from kvindex.service.trends import WINDOWS, Trends
 
 SWEEP: Final = 5.0
@@ -78,7 +78,7 @@ class Shown(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """What was asked of this process."""
+        """What was asked."""
 
     @property
     def catalog(self) -> Catalog:
@@ -97,7 +97,6 @@ class Page:
         tokenizer: URL of an engine whose `/tokenize` is asked for tokens of text where neither
             the operator nor a discovery named one of the partition.
         timeline: a new one by default.
-        traffic: that of all processes that answer; by default of this one.
         guard: limits the event streams.
 
     Attributes:
@@ -115,7 +114,6 @@ class Page:
         *,
         tokenizer: str | None = None,
         timeline: Timeline | None = None,
-        traffic: AllTraffic | None = None,
         guard: Guard | None = None,
     ) -> None:
         self._service = service
@@ -123,7 +121,7 @@ class Page:
         self._source: Watched = service.source
         self._configured = tokenizer
         self.timeline = timeline or Timeline(self._partition)
-        self.trends = Trends((traffic or AllTraffic(lambda: [service.traffic])).asked)
+        self.trends = Trends(service.traffic.asked)
         self.streams = StreamCounters()
         self._stop = self._source.on_change(self.timeline.observe)
         self.timeline.begin(self._source.statuses().values())
@@ -153,7 +151,7 @@ class Page:
             route(
                 "GET /api/traffic",
                 _answering(self._get_traffic),
-                "What was asked over time, of all processes",
+                "What was asked over time",
                 json(_TRAFFIC),
                 codes=(422,),
                 parameters=[model, GROUP, window],

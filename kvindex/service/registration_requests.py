@@ -32,7 +32,7 @@ from kvindex.service.service import Service
 from kvindex.wire.errors import UNREADABLE, EndpointRefusedError, RegistrationError
 
 _MOST_BYTES: Final = 16 << 10
-"""Of a body: a registration is kept, sent to other processes and saved."""
+"""Of a body: a registration is kept and saved."""
 
 _STATUS: Final = {"conflict": 409, "unknown": 404, "invalid": 400, "room": 503}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,11 +14,9 @@ import msgspec
 
 from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
 from kvindex.index import nats
-from kvindex.index.replicas import FanOut, Replica
-from kvindex.index.replicas.server import BaseFanOut
+from kvindex.index.replicas import Replica
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
-from kvindex.service.directories import own_directory
 from kvindex.service.exposition import Exposition
 from kvindex.service.followed import FollowedRegistry
 from kvindex.service.hashing import HashFollower, HashQueries
@@ -29,13 +26,11 @@ from kvindex.service.http.networks import Networks
 from kvindex.service.http.server import HttpServer
 from kvindex.service.http.site import Site
 from kvindex.service.page import Page
-from kvindex.service.processes import Children, Start
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.service.settings import ConfigFile, ServeSettings, Table
 from kvindex.service.snapshots import snapshot_route
 from kvindex.service.state import Saver, fetch_snapshot, read_registrations
-from kvindex.service.traffic import AllTraffic, Traffic
 from kvindex.service.workers import BLOCK_SIZE
 from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Source
 from kvindex.wire.nats import NatsPool
@@ -45,7 +40,6 @@ logger = logging.getLogger(__name__)
 _FIRST_LOOK: Final = 1.0  # seconds for sources to report workers before requests are answered
 _FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
 _BEING_ADDED: Final = "it is being added"
-_BACKLOG: Final = 2048  # connections that wait to be accepted
 
 
 class Server:
@@ -91,20 +85,16 @@ class Server:
             _check_following(settings, list(sources))
         self._tokens = tuple(tokens)
         self._networks = Networks(settings.networks())
-        self._children: Children | None = None
-        self._stopping = threading.Event()
         with ExitStack() as opened:
             self._socket = settings.listening.listen()
             opened.callback(self._socket.close)
             self.port: int = self._socket.getsockname()[1]
-            self._directory = opened.enter_context(own_directory())
-            source = self._source(max_blocks_per_rank)
-            opened.callback(source.close)
-            self._answering = source.source if isinstance(source, BaseFanOut) else source
+            self._answering = self._source(max_blocks_per_rank)
+            opened.callback(self._answering.close)
             self._hashes = HashFollower() if settings.hash_queries else None
             if self._hashes is not None:
                 opened.callback(self._hashes.close)
-            self.service = self._service(source)
+            self.service = self._service()
             self._restore_registrations()
             self._saver = self._new_saver()
             self._discovery = Discovery(
@@ -116,22 +106,15 @@ class Server:
             )
             opened.callback(self._discovery.close)
             self.service.missing = self._missing
-            self._traffic = AllTraffic(self._counted)
             self.missing = self._first_missing()
             self._guard = self._new_guard()
-            self._page = Page(
-                self.service,
-                tokenizer=settings.tokenizer,
-                traffic=self._traffic,
-                guard=self._guard,
-            )
+            self._page = Page(self.service, tokenizer=settings.tokenizer, guard=self._guard)
             opened.callback(self._page.close)
             self.routes = self._new_routes()
-            # Each of several processes counts the requests that it receives, even if it passes them
-            # on to this one.
-            count = self.service.traffic.request if settings.processes == 1 else None
-            self.site = Site(self.routes, self._guard, count)
-            self._server = self._new_server()
+            self.site = Site(self.routes, self._guard, self.service.traffic.request)
+            self._server = HttpServer(
+                self.site, shutdown_within=settings.shutdown_within, tls=settings.listening.tls
+            )
             self._opened = opened.pop_all()
 
     def _missing(self) -> dict[str, str]:
@@ -151,38 +134,31 @@ class Server:
 
     # Its parts --------------------------------------------------------------------------------
 
-    def _source(self, max_blocks_per_rank: int | None) -> Client | Replica | BaseFanOut:
-        settings, pool = self.settings, self.pool
-        if pool is not None:
-            if settings.processes > 1:
-                return nats.FanOut(str(pool), self._path("fanout"), **pool.options)
-            return nats.follow(str(pool), **pool.options)
-        for resume, is_asked_for in self._begins():
-            try:
-                if settings.processes > 1:
-                    return FanOut(
-                        (),
-                        self._path("fanout"),
-                        resume=resume,
-                        max_blocks_per_rank=max_blocks_per_rank,
+    def _source(self, max_blocks_per_rank: int | None) -> Client | Replica:
+        if self.pool is not None:
+            return nats.follow(str(self.pool), **self.pool.options)
+        with tempfile.TemporaryDirectory(prefix="kvindex-serve-") as folder:
+            for resume, is_asked_for in self._begins(folder):
+                try:
+                    return Client((), resume=resume, max_blocks_per_rank=max_blocks_per_rank)
+                except SnapshotError as error:
+                    if is_asked_for:
+                        raise SnapshotError(
+                            f"--state {error}; to start without it, delete it or move it away",
+                            reason=error.reason,
+                        ) from error
+                    logger.warning(
+                        "the snapshot of %s is of no use: %s", self.settings.warm_from, error
                     )
-                return Client((), resume=resume, max_blocks_per_rank=max_blocks_per_rank)
-            except SnapshotError as error:
-                if is_asked_for:
-                    raise SnapshotError(
-                        f"--state {error}; to start without it, delete it or move it away",
-                        reason=error.reason,
-                    ) from error
-                logger.warning("the snapshot of %s is of no use: %s", settings.warm_from, error)
         raise AssertionError("the last beginning is the state file, or nothing")
 
-    def _begins(self) -> Iterable[tuple[str | None, bool]]:
+    def _begins(self, folder: str) -> Iterable[tuple[str | None, bool]]:
         """Yield the states to continue from, the best first, each with whether it must work."""
         state = self.settings.state
         if state is not None and os.path.exists(state) and not os.path.isfile(state):
             raise ConfigurationError(f"--state {state}: it is no ordinary file")
         if self.settings.warm_from is not None:
-            path = self._path("warm")
+            path = os.path.join(folder, "warm")
             token = self._tokens[0] if self._tokens else None
             try:
                 fetch_snapshot(self.settings.warm_from, path, token=token)
@@ -191,7 +167,7 @@ class Server:
                 logger.warning("no warm start from %s: %s", self.settings.warm_from, error)
         yield state, True
 
-    def _service(self, source: Client | Replica | BaseFanOut) -> Service:
+    def _service(self) -> Service:
         settings, limits, client = self.settings, self.settings.limits, self._answering
         registry: Registry | FollowedRegistry
         if isinstance(client, Client):
@@ -203,10 +179,9 @@ class Server:
                 besides=() if self._hashes is None else (self._hashes.subscriber,),
             )
         else:
-            assert isinstance(client, Replica)
             partition = Partition(settings.model, settings.routing_group)
             registry = FollowedRegistry(client, str(self.pool), partition, settings.block_size or 0)
-        return Service(source, registry, dialect=settings.dialect, max_tokens=limits.tokens)
+        return Service(client, registry, dialect=settings.dialect, max_tokens=limits.tokens)
 
     def _restore_registrations(self) -> None:
         if self.settings.state is None:
@@ -231,23 +206,15 @@ class Server:
         return saver
 
     def _new_guard(self) -> Guard:
-        settings = self.settings
-        limits = settings.limits
-        if settings.processes > 1:  # of all of them together
-            limits = msgspec.structs.replace(
-                limits, connections=settings.processes * limits.connections
-            )
         return Guard(
             tokens=self._tokens,
-            allowed_hosts=settings.allowed_hosts,
-            limits=limits,
-            counters=self.service.traffic.refused,
+            allowed_hosts=self.settings.allowed_hosts,
+            limits=self.settings.limits,
         )
 
     def _new_routes(self) -> list[Route]:
         exposition = Exposition(
             self.service,
-            self._traffic,
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
@@ -261,38 +228,6 @@ class Server:
             metrics=exposition.write,
             by_hash=by_hash,
         )
-
-    def _counted(self) -> list[Traffic]:
-        """Return each process's counted requests."""
-        own = [self.service.traffic]
-        return own if self._children is None else own + self._children.traffic()
-
-    def _new_server(self) -> HttpServer:
-        settings = self.settings
-        if settings.processes == 1:
-            return HttpServer(
-                self.site,
-                shutdown_within=settings.shutdown_within,
-                tls=settings.listening.tls,
-            )
-        self._children = Children(settings.processes, self._orders())
-        self.service.on_change(self._children.follow)
-        self._children.follow(self.service.catalog)
-        return HttpServer(self.site, shutdown_within=settings.shutdown_within)
-
-    def _orders(self) -> Start:
-        return Start(
-            settings=self.settings,
-            tokens=self._tokens,
-            fanout=self._path("fanout"),
-            upstream=self._path("http"),
-            listen_fd=self._socket.fileno(),
-            routes=tuple({route.path for route in self.routes}),
-            log_level=logging.getLogger("kvindex").getEffectiveLevel(),
-        )
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self._directory, name)
 
     # Changes ----------------------------------------------------------------------------------
 
@@ -350,45 +285,24 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`."""
-        if self._children is None:
-            self._server.run([self._socket])
-            return
-        with socket.socket(socket.AF_UNIX) as upstream:
-            upstream.bind(self._path("http"))
-            upstream.listen(_BACKLOG)
-            self._children.begin()
-            ending = threading.Thread(target=self._end_children, name="kvindex-ending", daemon=True)
-            ending.start()
-            self._server.run([upstream])
-        self._stopping.set()
-        ending.join()
+        self._server.run([self._socket])
 
     def stop(self) -> None:
         """Finish the open requests and make `run` return."""
-        self._stopping.set()
-        if self._children is None:
-            self._server.stop()
-
-    def _end_children(self) -> None:
-        """End the processes before the parts to which they pass requests."""
-        assert self._children is not None
-        self._stopping.wait()
-        self._children.close()
         self._server.stop()
 
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain JSON-ready values.
 
-        `refused`: requests that were not admitted, by reason, of all processes. `streams`: event
-        streams `opened`, `open_now`, `resumed` and `cut_off`. `discovery`, `state` and `processes`:
-        as their parts say; None where there is no such part.
+        `refused`: requests that were not admitted, by reason. `streams`: event streams `opened`,
+        `open_now`, `resumed` and `cut_off`. `discovery` and `state`: as their parts say; None where
+        there is no such part.
         """
         return {
-            "refused": self._traffic.refused(),
+            "refused": self._guard.counters.copy(),
             "streams": msgspec.to_builtins(self._page.streams),
             "discovery": self._discovery.statistics(),
             "state": None if self._saver is None else self._saver.statistics(),
-            "processes": None if self._children is None else self._children.statistics(),
         }
 
     def close(self) -> bool:

@@ -20,7 +20,6 @@ from kvindex import (
     State,
     Trust,
 )
-from kvindex.index.replicas.server import BaseFanOut
 from kvindex.service.catalog import Catalog, Partition, Registration
 from kvindex.service.followed import FollowedRegistry
 from kvindex.service.queries import AnswerForm
@@ -109,19 +108,19 @@ class Service:
     """Answers for the instances that are registered, and for no others.
 
     Args:
-        source: has the index: a client or a fan-out, whose workers are then registered here and
-            nowhere else; or a replica, whose server sends the registrations (`follow`), or whose
-            ranks are all registered.
-        registry: made of a client or a fan-out by default.
+        source: has the index: a client, whose workers are registered here and nowhere else, or a
+            replica, whose ranks are all registered.
+        registry: made of a client by default.
         dialect: "auto", or the only one in which queries are read: "dynamo", "rfc", "motor" or
             "conductor".
         max_tokens: most tokens of a query.
         patience: seconds after the start for which ranks that were never live, and engines that
             are missing, keep the server from being ready.
-        traffic: counts the queries; one of its own by default.
         clock: monotonic seconds.
 
     Attributes:
+        registry: the registry.
+        traffic: counts the queries.
         missing: returns the engines and sources that have not reported their endpoints, and why;
             none, until a discovery sets it.
 
@@ -130,22 +129,21 @@ class Service:
 
     def __init__(
         self,
-        source: Source | BaseFanOut,
+        source: Source,
         registry: Registry | FollowedRegistry | None = None,
         *,
         dialect: str = "auto",
         max_tokens: int = 1 << 20,
         patience: float = _PATIENCE,
-        traffic: Traffic | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.source: Source = source.source if isinstance(source, BaseFanOut) else source
-        if registry is None and isinstance(self.source, Client):
-            registry = Registry(self.source)
+        self.source = source
+        if registry is None:
+            assert isinstance(source, Client)
+            registry = Registry(source)
         self._registry = registry
         self.dialect = dialect
         self.max_tokens = max_tokens
-        self._catalog = Catalog()
         self._clock = clock
         self._patience = patience
         self._began = clock()
@@ -154,43 +152,33 @@ class Service:
         self._standing_lock = threading.Lock()
         self._was_live: set[Rank] = set()
         # Even if no request asks how they stand.
-        if isinstance(self.source, Following) and self._registry is not None:
+        if isinstance(self.source, Following):
             self.source.on_change(partial(_note_live, self._was_live))
         self.missing: Callable[[], Mapping[str, str]] = dict
         # Of which catalog and which ranks of the index it was made, and what.
         self._made: tuple[object, object, dict[Partition, Ranks]] = (None, None, {})
-        self.traffic = Traffic() if traffic is None else traffic
+        self.traffic = Traffic()
 
     # Registrations ----------------------------------------------------------------------------
 
     @property
     def registry(self) -> Registry:
-        """The registry.
-
-        Raises:
-            RegistrationError: this process follows another one's registrations.
-        """
+        """The registry. RegistrationError: this server follows a relay's."""
         if isinstance(self._registry, Registry):
             return self._registry
         raise RegistrationError(
-            "this process only answers queries: register with the one that subscribes"
-            if self._registry is None
-            else f"this server follows {self._registry.address}: register engines with the relay",
+            f"this server follows {self._registry.address}: register engines with the relay",
             reason="invalid",
         )
 
     @property
     def catalog(self) -> Catalog:
         """The present registrations. Immutable; another one after each change."""
-        return self._catalog if self._registry is None else self._registry.catalog
+        return self._registry.catalog
 
     def on_change(self, listener: Callable[[Catalog], None]) -> None:
         """Call a function with each new catalog, in order, on the thread that changed it."""
-        (self._registry or self.registry).on_change(listener)
-
-    def follow(self, catalog: Catalog) -> None:
-        """Answer for another process's registrations (with a replica)."""
-        self._catalog = catalog
+        self._registry.on_change(listener)
 
     # Answers ----------------------------------------------------------------------------------
 
@@ -229,7 +217,7 @@ class Service:
 
         Complexity: O(ranks).
         """
-        return (self._registry or self.registry).statuses()
+        return self._registry.statuses()
 
     def with_block_sizes(self) -> list[tuple[Registration, RankStatus | None]]:
         """Return the same to be shown: the tokens per block are the events' where not registered.

@@ -34,7 +34,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         host: the address or name to listen at.
         port: of it; 0 lets the operating system choose.
-        processes: that answer HTTP; with more than 1 a further one subscribes.
         model: of workers whose entry names none.
         routing_group: likewise.
         block_size: tokens of a block, of workers whose entry names none; None: events state it.
@@ -62,7 +61,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     host: str = "127.0.0.1"
     port: int = 8090
-    processes: int = 1
     model: str = "default"
     routing_group: str = "default"
     block_size: int | None = None
@@ -83,8 +81,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.processes <= 64:
-            raise ConfigurationError(f"processes must be 1 to 64, not {self.processes}")
         for name in ("save_every", "shutdown_within"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be above 0 s, not {getattr(self, name)!r}")

@@ -59,9 +59,9 @@ class Trends:
 
     Examples:
         >>> from kvindex.service.catalog import Partition
-        >>> from kvindex.service.traffic import AllTraffic, Traffic
+        >>> from kvindex.service.traffic import Traffic
         >>> traffic, now = Traffic(), [1000.0]
-        >>> trends = Trends(AllTraffic(lambda: [traffic]).asked, clock=lambda: now[0])
+        >>> trends = Trends(traffic.asked, clock=lambda: now[0])
         >>> traffic.query(Partition("m"), 100, 60, 5_000)
         >>> now[0] += 5
         >>> trends.sample(live=3, ranks=4)

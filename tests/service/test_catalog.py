@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvindex.service.catalog import Catalog, Change, Partition, Registration
+from kvindex.service.catalog import Catalog, Partition, Registration
 
 pytestmark = pytest.mark.unit
 
@@ -49,24 +49,6 @@ def test_changes_one_by_one_end_as_a_catalog_that_is_made_at_once() -> None:
         assert catalog.instances == made.instances
         assert catalog.partitions == made.partitions
         assert catalog.models == made.models
-
-
-def test_what_has_changed_since_a_catalog_makes_the_later_one_of_it() -> None:
-    drawn = random.Random(7)
-    catalog = followed = Catalog()
-    for step in range(1_000):
-        new = registered(drawn.randrange(8), drawn.randrange(3), drawn.choice([A, B]))
-        catalog = catalog.with_(new) if drawn.random() < 0.6 else catalog.without([new])
-        if step % drawn.randrange(1, 5) == 0:
-            change = catalog.since(followed)
-            followed = followed.changed(change)
-            assert followed.registrations == catalog.registrations
-            assert followed.instances == catalog.instances
-            assert followed.partitions == catalog.partitions
-    assert catalog.since(catalog) == Change(gone=(), came=())
-    assert catalog.with_(registered("new")).since(catalog) == Change(
-        gone=(), came=(registered("new"),)
-    )
 
 
 def test_what_is_not_there_cannot_be_taken_away() -> None:

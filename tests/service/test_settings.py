@@ -106,8 +106,6 @@ def test_registrations_reach_loopback_only_where_the_server_is_on_loopback() -> 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"processes": 0},
-        {"processes": 65},
         {"save_every": 0.0},
         {"tls_cert": "x.pem"},
         {"dialect": "klingon"},

@@ -46,7 +46,7 @@ def _group(value: Any) -> Fault | None:
 
 
 def _profile(value: Any) -> Fault | None:
-    """Check what is kept only to be shown again: in JSON, to other processes and in a file."""
+    """Check what is kept only to be shown again: in JSON and in a file."""
     if not isinstance(value, dict):
         return "invalid_type", "must be a map"
     plain = (str, int, float, type(None))

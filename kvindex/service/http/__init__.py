@@ -5,7 +5,7 @@ admits requests; every limit on memory and time is in `Limits`.
 Read first: `messages.py`, then `site.py`, `connections.py` and `server.py`.
 """
 
-from kvindex.service.http.guards import Counters, Guard, Limits, Refusal
+from kvindex.service.http.guards import Guard, Limits, Refusal
 from kvindex.service.http.listening import Listening, is_loopback
 from kvindex.service.http.messages import (
     JSON,
@@ -29,7 +29,6 @@ __all__ = [
     "Beside",
     "BrokenOffError",
     "Count",
-    "Counters",
     "Guard",
     "Handler",
     "Headers",

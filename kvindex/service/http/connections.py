@@ -420,7 +420,7 @@ class Connection(asyncio.Protocol):
         """Close the connection if something of it is overdue."""
         limits = self._site.guard.limits
         if self._unread.is_overdue(now, limits.body_seconds):
-            self._site.guard.counters.add("slow_reader")
+            self._site.guard.counters["slow_reader"] += 1
             self._unread.forget()
             self.transport.abort()
         if self.transport.is_closing():
@@ -435,7 +435,7 @@ class Connection(asyncio.Protocol):
                     Refusal(408, "slow_head", f"no whole head within {limits.head_seconds:g} s")
                 )
             else:  # no byte came: browsers open connections in advance
-                self._site.guard.counters.add("slow_head")
+                self._site.guard.counters["slow_head"] += 1
                 self.transport.close()
         elif self._body_since is not None and now - self._body_since > limits.body_seconds:
             self._refuse(

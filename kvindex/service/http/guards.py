@@ -36,7 +36,6 @@ REASONS: Final = (
     "streams",  # 503: more than Limits.streams event streams
     "token",  # 401: another token
     "token_missing",  # 401: none
-    "parent",  # 503: the process that knows the answer is gone
 )
 """Why requests are refused; each is a counter."""
 
@@ -48,43 +47,6 @@ _CHALLENGES: Final = (
     (b"www-authenticate", b'Bearer realm="kvindex"'),
     (b"www-authenticate", b'Basic realm="kvindex", charset="UTF-8"'),
 )
-
-
-class Counters:
-    """Named counters of 64 bits in one buffer.
-
-    One process writes; others map the same memory and read. A number is written whole, so a reader
-    sees the one before or the one after.
-
-    All processes that share a buffer (`size(names)` writable bytes, zero at first) give the same
-    names.
-
-    Thread safety: `add` on one thread of one process; the rest anywhere.
-
-    Examples:
-        >>> counters = Counters(["host", "token"])
-        >>> counters.add("token")
-        >>> counters.values()
-        {'host': 0, 'token': 1}
-    """
-
-    def __init__(self, names: Sequence[str], buffer: memoryview | None = None) -> None:
-        size = self.size(names)
-        self._numbers = (memoryview(bytearray(size)) if buffer is None else buffer)[:size].cast("Q")
-        self._places = {name: place for place, name in enumerate(names)}
-
-    @staticmethod
-    def size(names: Sequence[str]) -> int:
-        """Return how many bytes these counters take."""
-        return 8 * len(names)
-
-    def add(self, name: str, number: int = 1) -> None:
-        """Add to a counter. KeyError: there is none of that name."""
-        self._numbers[self._places[name]] += number
-
-    def values(self) -> dict[str, int]:
-        """Return every counter, by name."""
-        return dict(zip(self._places, self._numbers, strict=True))
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,12 +152,11 @@ class Guard:
         allowed_hosts: names besides localhost and addresses that a Host header may have;
             "*.example.com" stands for all below it, "*" for any.
         limits: see Limits.
-        counters: of REASONS; of its own by default.
         form: returns the answer to a request that is refused.
 
     Attributes:
         limits: as given.
-        counters: as given.
+        counters: refused requests by reason; any thread may read it.
         form: as given.
 
     Thread safety: `admit` and `refuse` on the server's thread.
@@ -214,12 +175,11 @@ class Guard:
         tokens: Sequence[str] = (),
         allowed_hosts: Sequence[str] = (),
         limits: Limits | None = None,
-        counters: Counters | None = None,
         form: Callable[[Refusal], Reply] = attrgetter("reply"),
     ) -> None:
         self.form = form
         self.limits = limits or Limits()
-        self.counters = counters or Counters(REASONS)
+        self.counters = dict.fromkeys(REASONS, 0)
         self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
         names = {name.lower().rstrip(".") for name in allowed_hosts}
         self._any_host = "*" in names
@@ -249,7 +209,7 @@ class Guard:
 
     def refuse(self, refusal: Refusal) -> Refusal:
         """Count a refusal, and return it."""
-        self.counters.add(refusal.reason)
+        self.counters[refusal.reason] += 1
         return refusal
 
     def _judge(

@@ -61,7 +61,7 @@ class HttpServer:
         self.site = site
         self._connect = partial(Connection, site)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if descriptors != resource.RLIM_INFINITY:  # the other half is for engines and processes
+        if descriptors != resource.RLIM_INFINITY:  # the other half is for engines
             site.most_connections = min(site.most_connections, descriptors // 2)
         self.shutdown_within = shutdown_within
         self._tls: ssl.SSLContext | None = None
@@ -181,7 +181,7 @@ class HttpServer:
                 await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
             if len(self.site.connections) + len(self._shaking) >= self.site.most_connections:
-                guard.counters.add("connections")
+                guard.counters["connections"] += 1
                 accepted.close()
                 continue
             task = asyncio.ensure_future(self._shake_hands(accepted))
@@ -198,4 +198,4 @@ class HttpServer:
                 ssl_handshake_timeout=guard.limits.head_seconds,
             )
         except OSError:
-            guard.counters.add("handshake")
+            guard.counters["handshake"] += 1

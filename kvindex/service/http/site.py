@@ -37,8 +37,8 @@ class Site:
     Args:
         routes: each path and method at most once.
         guard: decides which requests are admitted.
-        count: called with method, route and status code of each request, refused ones too.
-        names: the paths that it is called with, others are OTHER; those of `routes` by default.
+        count: called with method, route and status code of each request, refused ones too; paths
+            that no route has are OTHER.
         otherwise: answers for paths without a route; 404 by default.
 
     Attributes:
@@ -57,7 +57,6 @@ class Site:
         guard: Guard,
         count: Count | None = None,
         *,
-        names: Iterable[str] | None = None,
         otherwise: Handler | None = None,
     ) -> None:
         self.guard = guard
@@ -69,7 +68,6 @@ class Site:
         self._routes: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._routes.setdefault(route.path, {})[route.method] = route
-        self._names = frozenset(self._routes if names is None else names)
         self.note_time()
 
     def note_time(self) -> None:
@@ -117,7 +115,7 @@ class Site:
         """Count an answer."""
         if self._count is not None:
             method = request.method if request.method in _METHODS else OTHER
-            self._count(method, request.path if request.path in self._names else OTHER, status)
+            self._count(method, request.path if request.path in self._routes else OTHER, status)
 
 
 def _failed(request: Request, error: Exception) -> Reply:

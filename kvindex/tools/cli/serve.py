@@ -36,7 +36,7 @@ from kvindex.tools.cli.signals import handled
 
 _OWN_KEYS = ("model", "routing_group", "block_size")
 _SETTINGS = (
-    *("host", "port", "processes", "shutdown_within", "dialect", "hash_queries", "tokenizer"),
+    *("host", "port", "shutdown_within", "dialect", "hash_queries", "tokenizer"),
     *("compat_metrics", "token_file", "insecure", "tls_cert", "tls_key", "allowed_hosts"),
     *("register_networks", "state", "save_every", "warm_from"),
     *("model", "routing_group", "block_size"),
@@ -91,7 +91,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _add_listening(group: Options) -> None:
     option(group, "--host HOST", "address to listen at (default: 127.0.0.1)")
     option(group, "--port PORT", "its port; 0: any (default: 8090)", port)
-    option(group, "--processes N", "that answer HTTP (default: 1)", count)
     option(group, "--shutdown-within S", "for open requests (default: 10)", seconds)
     text = "of queries (default: auto, detected for each query)"
     option(group, "--dialect", text, ("auto", "dynamo", "rfc", "motor", "conductor"))

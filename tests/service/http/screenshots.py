@@ -21,7 +21,7 @@ from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.page import Page
 from kvindex.service.service import Service
-from kvindex.service.traffic import AllTraffic, Traffic
+from kvindex.service.traffic import Traffic
 from kvindex.service.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
@@ -115,7 +115,7 @@ def trouble(workers: Sequence[Sequence[FakeEngine]], client: Client) -> None:
 def asked_of(traffic: Traffic) -> Trends:
     """Return twenty minutes of queries, at whose end time stands still: a wave, and bad choices."""
     now = [time.time() - 1200.0]
-    trends = Trends(AllTraffic(lambda: [traffic]).asked, clock=lambda: now[0])
+    trends = Trends(traffic.asked, clock=lambda: now[0])
     for n in range(240):
         now[0] += 5
         bad = 140 < n < 156

@@ -45,7 +45,6 @@ class Served:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.said: list[str] = []  # on stderr
-        self._seen: set[int] = set()
         self.errors = threading.Thread(target=self._read_errors, daemon=True)
         self.errors.start()
 
@@ -103,23 +102,6 @@ class Served:
             "POST", path, body, headers={k.replace("_", "-"): v for k, v in headers.items()}
         )
 
-    def children(self) -> list[int]:
-        """Return the processes that this one has started, by the kernel's word."""
-        pids: list[int] = []
-        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            pids += [int(pid) for pid in path.read_text().split()]
-        self._seen.update(pids)
-        return sorted(set(pids))
-
-    def kill_orphans(self) -> None:
-        """Kill processes that it started, and that should have ended with it."""
-        for pid in self._seen:
-            try:
-                if b"kvindex.service.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGKILL)
-            except (FileNotFoundError, ProcessLookupError):
-                pass
-
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
         self.process.send_signal(number)
@@ -144,7 +126,6 @@ def serving(*argv: object, env: Mapping[str, str] | None = None) -> Iterator[Ser
     finally:
         process.kill()
         process.wait()
-        served.kill_orphans()
         served.errors.join(PATIENCE)
         assert not served.errors.is_alive(), "a process that it started has not ended"
         for pipe in (process.stdout, process.stderr):

@@ -181,15 +181,14 @@ def test_names_from_the_network_are_text(browser: Browser) -> None:
             assert tab.locator("img[src=x]").count() == 0
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 def test_a_service_that_wants_a_token_shows_its_page_to_who_has_it(
-    browser: Browser, tmp_path: Path, processes: int
+    browser: Browser, tmp_path: Path
 ) -> None:
     token = "a-token-for-the-browser"
     file = tmp_path / "token"
     file.write_text(f"{token}\n")
     with (
-        serving("--token-file", file, "--processes", processes) as served,
+        serving("--token-file", file) as served,
         FakeEngine("7", block_size=BLOCK) as fake,
     ):
         headers = {"authorization": f"Bearer {token}"}

@@ -15,7 +15,6 @@ import httpx
 from playwright.sync_api import Browser, expect
 
 from kvindex import Rank, State
-from kvindex.service.traffic import AllTraffic
 from kvindex.service.trends import Trends
 from kvindex.testing import FakeEngine
 from tests.index.index_events import apply, stored
@@ -124,7 +123,7 @@ def test_what_was_asked_before_the_page_was_opened_is_drawn_and_read_by_keys(
     fleet = ManyRanks(16)
     page = page_of(fleet)
     now = [time.time() - 300.0]
-    page.trends = Trends(AllTraffic(lambda: [fleet.traffic]).asked, clock=lambda: now[0])
+    page.trends = Trends(fleet.traffic.asked, clock=lambda: now[0])
     for number in range(60):
         now[0] += 5
         for _ in range(10):

@@ -18,7 +18,6 @@ from kvindex.service.http.guards import Guard
 from kvindex.service.http.site import Site
 from kvindex.service.metrics import PoolCollector
 from kvindex.service.service import Service
-from kvindex.service.traffic import AllTraffic
 from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
 from tests.live import caught_up, client_of
@@ -38,21 +37,18 @@ def exposed() -> str:
     """What a server with one engine exposes, after some requests."""
     with FakeEngine("1", cpu_blocks=10) as engine, client_of() as client:
         service = Service(client)
-        totals = AllTraffic(lambda: [service.traffic])
         guard = Guard()
 
         def statistics() -> dict[str, Any]:
-            exits = {"running": 2, "wanted": 2, "exits": {"signal 9": 1}}
             streams = {"open_now": 2, "cut_off": 1}
             return {
-                "refused": guard.counters.values(),
+                "refused": guard.counters,
                 "streams": streams,
-                "processes": exits,
                 "state": {"saved": 3, "failed": 1, "saved_at": 12.5, "error": None},
                 "discovery": {"sources": {"file x": {"failures": 2}}},
             }
 
-        metrics = Exposition(service, totals, statistics, dynamo_names=True).write
+        metrics = Exposition(service, statistics, dynamo_names=True).write
         app = app_routes(service, metrics=metrics)
         ask = Asker(Site(app, guard, service.traffic.request))
         ask.post("/register", body_of(engine))

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from kvindex.service.event_stream import StreamCounters, event_stream
-from kvindex.service.http.guards import Guard, Limits
+from kvindex.service.http.guards import Limits
 from kvindex.service.http.messages import Request
-from kvindex.service.proxy import Proxy
 from kvindex.service.snapshots import snapshot_route
 from kvindex.service.timeline import Timeline
 from tests.live import PATIENCE, until
@@ -54,7 +53,7 @@ def test_what_stands_behind_a_body_in_chunks_is_bounded(
 ) -> None:
     with served.raw(post(path, CHUNKED), b"0\r\n", behind) as connection:
         assert b" 200 " not in rest_of(connection)
-    assert served.guard.counters.values()["head"] == 1
+    assert served.guard.counters["head"] == 1
 
 
 @pytest.mark.parametrize("begun", [post(b"/query", CHUNKED) + b"5;", b"GET / HTTP/1.1\r\nx: "])
@@ -100,13 +99,13 @@ def test_what_is_no_http_is_refused_and_counted(served: Listening, sent: bytes) 
         answer = rest_of(connection)
     assert b" 400 " in answer
     assert b"connection: close" in answer
-    assert served.guard.counters.values()["malformed"] == 1
+    assert served.guard.counters["malformed"] == 1
 
 
 def test_a_refusal_never_stands_in_the_place_of_an_earlier_answer(served: Listening) -> None:
     with served.raw(post(b"/other") + b"no HTTP\r\n\r\n") as connection:
         assert b" 400 " not in rest_of(connection)
-    assert served.guard.counters.values()["malformed"] == 1
+    assert served.guard.counters["malformed"] == 1
 
 
 def test_a_request_gets_one_answer_even_if_its_body_is_overdue(served: Listening) -> None:
@@ -115,7 +114,7 @@ def test_a_request_gets_one_answer_even_if_its_body_is_overdue(served: Listening
         assert responses(connection, 1)[0][0] == 421
         connection.sendall(b"0\r\n" + b"a: b\r\n" * 2000)
         assert rest_of(connection) == b""
-    assert served.guard.counters.values()["head"] == 1
+    assert served.guard.counters["head"] == 1
 
 
 @pytest.mark.parametrize("answers", [1, 8])  # one may be in the system's buffer as a whole
@@ -136,7 +135,7 @@ def test_a_client_that_reads_nothing_is_cut_off(served: Listening, answers: int)
             held._loop.call_soon_threadsafe(look)
             assert swept.wait(PATIENCE)
         rest_of(connection)
-    assert served.guard.counters.values()["slow_reader"] == 1
+    assert served.guard.counters["slow_reader"] == 1
 
 
 @pytest.fixture
@@ -159,15 +158,15 @@ def test_connections_without_a_handshake_count_and_the_next_is_refused(
             opened.enter_context(encrypted.raw())
         until(lambda: len(encrypted.server._shaking) == 3)
         assert rest_of(opened.enter_context(encrypted.raw())) == b""
-    assert encrypted.guard.counters.values()["connections"] == 1
-    until(lambda: encrypted.guard.counters.values()["handshake"] == 3)
+    assert encrypted.guard.counters["connections"] == 1
+    until(lambda: encrypted.guard.counters["handshake"] == 3)
 
 
 def test_a_handshake_that_never_ends_is_ended(tls: tuple[str, str]) -> None:
     with listening(limits=Limits(head_seconds=0.05), tls=tls) as served:
         with served.raw() as connection:
             assert rest_of(connection) == b""
-        until(lambda: served.guard.counters.values()["handshake"] == 1)
+        until(lambda: served.guard.counters["handshake"] == 1)
 
 
 def test_what_comes_with_the_end_of_the_handshake_is_answered(encrypted: Listening) -> None:
@@ -191,22 +190,6 @@ async def test_what_a_new_event_stream_begins_with_is_made_beside_the_event_loop
     await asyncio.wait_for(stream.pieces.__anext__(), PATIENCE)
     await stream.pieces.aclose()
     assert made_by != [threading.current_thread()]
-
-
-async def test_a_process_that_does_not_answer_is_a_503(tmp_path: Path) -> None:
-    guard = Guard()
-
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    path = str(tmp_path / "http")
-    server = await asyncio.start_unix_server(silent, path)
-    proxy = Proxy(path, guard, answer_seconds=0.05)
-    answer = await asyncio.wait_for(proxy(Request.of("GET", b"/workers")), PATIENCE)
-    assert answer.status == 503
-    server.close()
-    assert guard.counters.values()["parent"] == 1
 
 
 async def test_a_slow_reader_of_the_snapshot_keeps_nobody_waiting() -> None:
@@ -241,4 +224,4 @@ def test_half_of_the_descriptors_stay_free_of_connections(monkeypatch: pytest.Mo
         until(lambda: len(served.server.site.connections) == 4)
         with served.raw() as connection:
             assert b" 503 " in rest_of(connection)
-        assert served.guard.counters.values()["connections"] == 1
+        assert served.guard.counters["connections"] == 1

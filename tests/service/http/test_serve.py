@@ -35,7 +35,6 @@ pytestmark = pytest.mark.service
 PROMPT = list(range(3 * BLOCK))
 QUERY = {"token_ids": PROMPT, "model_name": "m"}
 TOKEN = "a-token-for-these-tests"
-BOTH = pytest.mark.parametrize("processes", [1, 2])
 
 
 def states(served: Served) -> dict[str, str]:
@@ -55,12 +54,11 @@ def reserved_port() -> Iterator[int]:
         yield port
 
 
-@BOTH
-def test_an_engine_is_registered_asked_killed_and_comes_back(processes: int) -> None:
+def test_an_engine_is_registered_asked_killed_and_comes_back() -> None:
     with (
         reserved_port() as live,
         reserved_port() as replayed,
-        serving("--processes", processes) as served,
+        serving() as served,
     ):
         ports = {"endpoint": f"tcp://127.0.0.1:{live}"}
         ports["replay_endpoint"] = f"tcp://127.0.0.1:{replayed}"
@@ -79,11 +77,10 @@ def test_an_engine_is_registered_asked_killed_and_comes_back(processes: int) -> 
             until(lambda: states(served) == {"1/0": "live"})
 
 
-@BOTH
-def test_a_wrong_token_is_refused_and_probes_need_none(processes: int, tmp_path: Path) -> None:
+def test_a_wrong_token_is_refused_and_probes_need_none(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
-    with serving("--processes", processes, "--token-file", file) as served:
+    with serving("--token-file", file) as served:
         assert served.get("/workers").status == 401
         wrong = served.get("/workers", authorization=f"Bearer {TOKEN}x")
         assert (wrong.status, wrong.json["reason"]) == (401, "token")
@@ -134,11 +131,10 @@ def test_an_allowed_network_may_be_registered() -> None:
         assert served.post("/register", {**body, "endpoint": "tcp://127.0.0.1:1"}).status == 403
 
 
-@BOTH
-def test_hosts_and_limits_of_the_command_line_hold_in_each_process(processes: int) -> None:
+def test_hosts_and_limits_of_the_command_line_hold() -> None:
     limits = ("--max-body", 1000, "--max-ranks", 1)
     host = ("--allowed-host", "kvindex.example")
-    with serving("--processes", processes, *limits, *host) as served, engine() as fake:
+    with serving(*limits, *host) as served, engine() as fake:
 
         def status(path: str, body: Any = None, **headers: str) -> int:
             answer = served.post(path, body, **headers) if body else served.get(path, **headers)
@@ -166,10 +162,9 @@ def test_more_connections_than_allowed_are_refused() -> None:
         until(lambda: served.get("/health").status == 200)
 
 
-@BOTH
-def test_it_speaks_tls_with_the_certificate_that_is_named(processes: int, tmp_path: Path) -> None:
+def test_it_speaks_tls_with_the_certificate_that_is_named(tmp_path: Path) -> None:
     cert, key = certificate_in(tmp_path)
-    with serving("--processes", processes, "--tls-cert", cert, "--tls-key", key) as served:
+    with serving("--tls-cert", cert, "--tls-key", key) as served:
         context = ssl.create_default_context(cafile=str(cert))
         kept = http.client.HTTPSConnection(
             "127.0.0.1", served.port, timeout=PATIENCE, context=context
@@ -182,12 +177,11 @@ def test_it_speaks_tls_with_the_certificate_that_is_named(processes: int, tmp_pa
 # The end, and what comes after ------------------------------------------------------------------
 
 
-@BOTH
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_open_requests_are_answered_before_it_ends(processes: int, number: signal.Signals) -> None:
+def test_open_requests_are_answered_before_it_ends(number: signal.Signals) -> None:
     body = b'{"instance_id": "7"}'
     head = b"POST /register HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with serving("--processes", processes) as served:
+    with serving() as served:
         with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as half:
             half.settimeout(PATIENCE)
             half.sendall(head + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
@@ -199,9 +193,8 @@ def test_open_requests_are_answered_before_it_ends(processes: int, number: signa
         assert served.process.wait(PATIENCE) == 0
 
 
-@BOTH
-def test_event_streams_end_whole_and_hold_up_no_end(processes: int) -> None:
-    with serving("--processes", processes, "--shutdown-within", 300) as served:
+def test_event_streams_end_whole_and_hold_up_no_end() -> None:
+    with serving("--shutdown-within", 300) as served:
         stream = served.connection()
         stream.request("GET", "/events")
         response = stream.getresponse()
@@ -224,11 +217,10 @@ def test_a_second_signal_ends_it_at_once() -> None:
             assert served.end(signal.SIGTERM) == 128 + signal.SIGTERM
 
 
-@BOTH
-def test_it_starts_warm_and_knows_who_was_registered(processes: int, tmp_path: Path) -> None:
+def test_it_starts_warm_and_knows_who_was_registered(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with engine() as fake:
-        with serving("--state", state, "--processes", processes) as served:
+        with serving("--state", state) as served:
             register(served, fake)
             fake.serve(PROMPT)
             until(lambda: matched(served, PROMPT) == len(PROMPT))
@@ -236,7 +228,7 @@ def test_it_starts_warm_and_knows_who_was_registered(processes: int, tmp_path: P
             assert served.end() == 0
         assert os.stat(state).st_mode & 0o077 == 0
         fake.serve([9] * len(PROMPT))
-        with serving("--state", state, "--processes", processes) as served:
+        with serving("--state", state) as served:
             until(lambda: matched(served, PROMPT) == len(PROMPT))
             until(lambda: matched(served, [9] * BLOCK) == BLOCK)
             assert states(served) == {"1/0": "live"}
@@ -325,8 +317,7 @@ def test_workers_in_the_file_are_followed_and_a_broken_file_changes_nothing(
             until(lambda: set(states(served)) == {"a/0"})
 
 
-@BOTH
-def test_a_query_by_hash_counts_in_the_metrics_as_one_by_tokens(processes: int) -> None:
+def test_a_query_by_hash_counts_in_the_metrics_as_one_by_tokens() -> None:
     hashes = []
     for at in range(0, len(PROMPT), BLOCK):
         data = b"".join(token.to_bytes(4, "little") for token in PROMPT[at : at + BLOCK])
@@ -342,7 +333,7 @@ def test_a_query_by_hash_counts_in_the_metrics_as_one_by_tokens(processes: int) 
         return float(ranks[1]) if ranks else 0.0
 
     names = ("kvindex_query_tokens_total", "kvindex_query_best_match_tokens_total")
-    with serving("--processes", processes, "--hash-queries", "xxh3") as served, engine() as fake:
+    with serving("--hash-queries", "xxh3") as served, engine() as fake:
         register(served, fake)
         fake.serve(PROMPT)
         until(lambda: by_hash(served) == len(PROMPT))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvindex import ConfigurationError, Worker
-from kvindex.service.directories import own_directory
 from kvindex.service.server import Server
 from kvindex.service.settings import ServeSettings
 from kvindex.service.sources import FixedSource
@@ -55,22 +53,6 @@ def test_a_state_that_is_no_ordinary_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(ConfigurationError, match="no ordinary file"):
         Server(ServeSettings(port=0, state=str(path)))
-
-
-def test_directories_of_killed_servers_are_removed_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, new, other = (tmp_path / name for name in ("kvindex-serve-a", "kvindex-serve-b", "x"))
-    for each in (left, new, other):
-        each.mkdir()
-        (each / "http").touch()
-    with own_directory() as living:
-        for old in (left, other, living):
-            os.utime(old, (0, 0))
-        with own_directory() as own:
-            assert {str(path) for path in tmp_path.iterdir()} == {str(new), str(other), living, own}
-    assert set(tmp_path.iterdir()) == {new, other}
 
 
 def test_without_the_native_module_the_command_says_how_to_get_it() -> None:

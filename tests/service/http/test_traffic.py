@@ -1,4 +1,4 @@
-"""What processes were asked, added up for metrics."""
+"""What a server was asked, for metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kvindex.service.catalog import Partition
 from kvindex.service.exposition import RequestCollector
 from kvindex.service.metrics import FunnelCollector
-from kvindex.service.traffic import AllTraffic, Rows, Traffic
+from kvindex.service.traffic import MOST_PARTITIONS, Traffic
 from tests.service.http.test_metrics import scraped
 
 pytestmark = pytest.mark.service
@@ -15,15 +15,14 @@ pytestmark = pytest.mark.service
 A, B = Partition("a"), Partition("a", "blue")
 
 
-def test_processes_are_added_up_by_name_wherever_each_has_its_rows() -> None:
-    first, other = Traffic(), Traffic()
-    first.request("POST", "/query", 200)
-    first.query(A, 100, 60, 70_000)
-    other.query(B, 10, 0, 10_000_000_000)
-    other.query(A, 50, 50, 1_000)
-    other.request("POST", "/query", 200)
-    totals = AllTraffic(lambda: [first, other])
-    samples = scraped(RequestCollector(totals))
+def test_requests_and_queries_are_added_up_by_route_and_partition() -> None:
+    traffic = Traffic()
+    traffic.request("POST", "/query", 200)
+    traffic.query(A, 100, 60, 70_000)
+    traffic.query(B, 10, 0, 10_000_000_000)
+    traffic.query(A, 50, 50, 1_000)
+    traffic.request("POST", "/query", 200)
+    samples = scraped(RequestCollector(traffic))
     assert samples["kvindex_http_requests_total"] == [({"route": "/query", "code": "200"}, 2)]
     tokens = {labels["routing_group"]: n for labels, n in samples["kvindex_query_tokens_total"]}
     best = {
@@ -40,39 +39,29 @@ def test_processes_are_added_up_by_name_wherever_each_has_its_rows() -> None:
     assert (counts["blue", "0.0512"], counts["blue", "+Inf"]) == (0, 1)
 
 
-def test_a_process_that_is_started_again_goes_on_counting_where_the_dead_one_ended() -> None:
-    memory = memoryview(bytearray(Traffic.SIZE))
-    before = Traffic(memory)
-    before.query(A, 1, 1, 1)
-    before.request("GET", "/workers", 200)
-    after = Traffic(memory)
-    after.query(B, 2, 0, 1)
-    after.query(A, 4, 4, 1)
-    after.request("GET", "/workers", 200)
-    totals = AllTraffic(lambda: [after])
-    assert {partition: of.tokens for partition, of in totals.sums().items()} == {A: 5, B: 2}
-    assert totals.requests() == {("GET", "/workers", 200): 2}
-
-
-def test_names_without_room_count_as_others() -> None:
-    rows = Rows(memoryview(bytearray(Rows.size(3, 1))), 3, 1)
-    for name in ("a", "b", "c", "x" * 300, "a"):
-        rows.row(name)[0] += 1
-    assert rows.rows() == {"a": [2], "b": [1], "(other)": [2]}
+def test_partitions_without_room_count_as_others() -> None:
+    traffic = Traffic()
+    for number in range(MOST_PARTITIONS + 3):
+        traffic.query(Partition(f"m{number}"), 5, 0, 1)
+    traffic.query(Partition("m0"), 1, 0, 1)
+    sums = traffic.sums()
+    assert len(sums) == MOST_PARTITIONS + 1
+    assert sums[Partition("m0")].tokens == 6
+    assert sums[Partition("(other)")].tokens == 15
 
 
 @pytest.mark.parametrize("model", ["", "a\0b", "ü" * 100, "x" * 1000, "\ud800", "a b"])
 def test_no_name_of_a_model_breaks_the_metrics(model: str) -> None:
     traffic = Traffic()
     traffic.query(Partition(model), 5, 5, 5)
-    assert [of.tokens for of in AllTraffic(lambda: [traffic]).sums().values()] == [5]
+    assert [of.tokens for of in traffic.sums().values()] == [5]
 
 
 def test_what_routers_report_has_the_stages_of_a_funnel() -> None:
     traffic = Traffic()
     traffic.outcome(A, 100, 96, 80, 64)
     traffic.outcome(B, 10, 0, 0)  # another group of the same model
-    samples = scraped(FunnelCollector(AllTraffic(lambda: [traffic]).outcomes))
+    samples = scraped(FunnelCollector(traffic.outcomes))
     model = {"model": "a"}
     assert samples["kvindex_routed_requests_total"] == [({**model, "end": "finished"}, 2)]
     assert samples["kvindex_routed_asked_tokens_total"] == [(model, 110)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvindex.service.catalog import Partition
-from kvindex.service.traffic import AllTraffic, Traffic
+from kvindex.service.traffic import Traffic
 from kvindex.service.trends import WINDOWS, Trends
 
 pytestmark = pytest.mark.service
@@ -17,14 +17,14 @@ A, B = Partition("a"), Partition("b", "blue")
 START = 1_800_000.0  # divides by every step
 
 
-class Processes:
-    """Two processes that are asked, and a clock."""
+class Asked:
+    """A server that is asked, and a clock."""
 
     def __init__(self) -> None:
         self.now = START
-        self.parts = [Traffic(), Traffic()]
-        self.parts[0].query(A, 1_000_000, 0, 1)  # before the ring began
-        self.trends = Trends(AllTraffic(lambda: self.parts).asked, clock=lambda: self.now)
+        self.traffic = Traffic()
+        self.traffic.query(A, 1_000_000, 0, 1)  # before the ring began
+        self.trends = Trends(self.traffic.asked, clock=lambda: self.now)
 
     def after(self, seconds: float = 5.0, *, live: int = 2, ranks: int = 2) -> None:
         self.now += seconds
@@ -35,15 +35,15 @@ class Processes:
         return points
 
 
-def test_what_all_processes_were_asked_is_added_up_in_slots_of_time() -> None:
-    processes = Processes()
-    processes.parts[0].query(A, 100, 60, 7_000)
-    processes.parts[1].query(A, 50, 50, 1_000)
-    processes.parts[1].outcome(A, 40, 30, 20, 10)
-    processes.parts[1].outcome(A, 40, 30, 20)
-    processes.after(live=1)
-    processes.after()
-    points = processes.points()
+def test_what_was_asked_is_added_up_in_slots_of_time() -> None:
+    server = Asked()
+    server.traffic.query(A, 100, 60, 7_000)
+    server.traffic.query(A, 50, 50, 1_000)
+    server.traffic.outcome(A, 40, 30, 20, 10)
+    server.traffic.outcome(A, 40, 30, 20)
+    server.after(live=1)
+    server.after()
+    points = server.points()
     assert points["at"] == [START + 5, START + 10]
     assert points["seconds"] == [5, 5]
     assert (points["live"], points["ranks"]) == ([1, 2], [2, 2])
@@ -66,14 +66,14 @@ def test_what_all_processes_were_asked_is_added_up_in_slots_of_time() -> None:
 
 
 def test_a_partition_has_sums_of_its_own_and_one_that_nobody_asked_has_none() -> None:
-    processes = Processes()
-    processes.parts[0].query(A, 10, 0, 1)
-    processes.parts[0].query(B, 20, 5, 1)
-    processes.after()
-    assert processes.points(300)["tokens"] == [30]
-    assert processes.points(300, B)["tokens"] == [20]
-    assert processes.points(300, Partition("none"))["tokens"] == [0]
-    assert processes.trends.points(300)["partitions"] == [
+    server = Asked()
+    server.traffic.query(A, 10, 0, 1)
+    server.traffic.query(B, 20, 5, 1)
+    server.after()
+    assert server.points(300)["tokens"] == [30]
+    assert server.points(300, B)["tokens"] == [20]
+    assert server.points(300, Partition("none"))["tokens"] == [0]
+    assert server.trends.points(300)["partitions"] == [
         {"model": "a", "routing_group": "default"},
         {"model": "b", "routing_group": "blue"},
     ]
@@ -81,11 +81,11 @@ def test_a_partition_has_sums_of_its_own_and_one_that_nobody_asked_has_none() ->
 
 @pytest.mark.parametrize(("seconds", "step"), WINDOWS.items())
 def test_each_window_has_at_most_120_points_and_loses_nothing(seconds: int, step: int) -> None:
-    processes = Processes()
+    server = Asked()
     for _ in range(seconds // 5):
-        processes.parts[0].query(A, 1, 1, 1)
-        processes.after()
-    points = processes.points(seconds)
+        server.traffic.query(A, 1, 1, 1)
+        server.after()
+    points = server.points(seconds)
     assert len(points["at"]) <= 121  # the first and the last are parts of one
     assert all(b - a == step for a, b in zip(points["at"], points["at"][1:], strict=False))
     assert sum(points["queries"]) == seconds // 5
@@ -93,37 +93,37 @@ def test_each_window_has_at_most_120_points_and_loses_nothing(seconds: int, step
 
 
 def test_time_that_nobody_looked_at_has_no_points_and_is_not_taken_for_quiet() -> None:
-    processes = Processes()
-    processes.after()
-    processes.parts[0].query(A, 1, 1, 1)
-    processes.after(120.0)  # the machine slept
-    points = processes.points()
+    server = Asked()
+    server.after()
+    server.traffic.query(A, 1, 1, 1)
+    server.after(120.0)  # the machine slept
+    points = server.points()
     assert points["at"] == [START + 5, START + 125]
     assert points["seconds"] == [5, 120]  # so that a rate is right
 
 
 def test_a_clock_that_is_set_back_breaks_nothing() -> None:
-    processes = Processes()
-    processes.after()
-    processes.parts[0].query(A, 1, 1, 1)
-    processes.after(-3600.0)
-    processes.now += 3600
-    assert processes.points()["queries"] == [1]
-    assert min(processes.points()["seconds"]) >= 0
+    server = Asked()
+    server.after()
+    server.traffic.query(A, 1, 1, 1)
+    server.after(-3600.0)
+    server.now += 3600
+    assert server.points()["queries"] == [1]
+    assert min(server.points()["seconds"]) >= 0
 
 
 def test_a_day_and_any_number_of_partitions_take_bounded_memory() -> None:
-    processes = Processes()
-    everything = list(processes.trends._rings)
+    server = Asked()
+    everything = list(server.trends._rings)
     for number in range(40):
-        processes.parts[0].query(Partition(f"m{number}"), 1, 1, 1)
+        server.traffic.query(Partition(f"m{number}"), 1, 1, 1)
     for _ in range(3 * 86_400 // 60):
-        processes.after(60.0)
+        server.after(60.0)
     slots = [slot for _, ring in everything for slot in ring]
     assert len(slots) == 726 + 484
-    processes.after()
-    processes.parts[0].query(Partition("m39"), 1, 1, 1)
-    processes.after()
-    assert processes.points()["queries"][-1] == 1  # counted with all, though not by itself
-    assert len(processes.trends.points(300)["partitions"]) == 16
+    server.after()
+    server.traffic.query(Partition("m39"), 1, 1, 1)
+    server.after()
+    assert server.points()["queries"][-1] == 1  # counted with all, though not by itself
+    assert len(server.trends.points(300)["partitions"]) == 16
     assert sum(map(sys.getsizeof, slots)) < 200_000
