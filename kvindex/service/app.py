@@ -17,7 +17,6 @@ import msgspec
 from kvindex import UnknownRankError
 from kvindex.service.apis import dynamo, rfc
 from kvindex.service.catalog import Partition
-from kvindex.service.hashing import HashQueries, HashQuery, no_hashes
 from kvindex.service.http.messages import (
     Reply,
     Request,
@@ -41,13 +40,7 @@ from kvindex.service.openapi import (
 )
 from kvindex.service.outcomes import Outcome, count_outcome
 from kvindex.service.query_requests import answer
-from kvindex.service.registration_requests import (
-    Peer,
-    deregister_peer,
-    register,
-    register_peer,
-    unregister,
-)
+from kvindex.service.registration_requests import register, unregister
 from kvindex.service.service import Service
 
 MOST_CHANGES: Final = 256
@@ -66,7 +59,6 @@ def app_routes(
     *,
     routes: Sequence[Route] = (),
     metrics: Callable[..., tuple[bytes, str]] | None = None,
-    by_hash: HashQueries | None = None,
 ) -> list[Route]:
     """Return the routes that answer for a service.
 
@@ -74,10 +66,9 @@ def app_routes(
         service: the answering service.
         routes: further ones (the page, `/api/…`, `/events`), to be described with its own.
         metrics: `Exposition.write`, for `GET /metrics`; called in a thread.
-        by_hash: answers `/query_by_hash`; None: it is refused.
     """
     whole = [
-        *_queries(service, by_hash),
+        *_queries(service),
         *_registrations(_Changes(service)),
         *_views(_Views(service)),
         *([] if metrics is None else [_metrics(metrics)]),
@@ -105,7 +96,7 @@ class DynamoQuery(msgspec.Struct):
 
 
 class RfcQuery(msgspec.Struct):
-    """A query in the words of Mooncake's RFC #1403, and of MindIE."""
+    """A query in the words of Mooncake's RFC #1403."""
 
     token_ids: _Tokens
     model: str
@@ -113,41 +104,26 @@ class RfcQuery(msgspec.Struct):
     instance_id: str | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
-    hit_detail: Any = None
 
 
-def _queries(service: Service, by_hash: HashQueries | None) -> list[Route]:
-    said = (
-        "A map with the fields of RfcQuery or DynamoQuery, or of a query of Mooncake's conductor "
-        "(`model`, `block_size`, `token_ids`); `token_ids` is an array, or bin with 32-bit "
-        "little-endian integers. The answer is msgpack, too."
-    )
+def _queries(service: Service) -> list[Route]:
     octets = "Tokens as 32-bit little-endian integers, nothing else."
-    whose = ("model_name", "model", "routing_group", "tenant_id", "lora_name", "cache_salt")
+    names = ("model_name", "model", "routing_group", "tenant_id", "lora_name", "cache_salt")
     held = json({"type": "object"}, "What each instance holds.")
     return [
         route(
             "POST /query",
             partial(answer, service),
             "What each instance holds of a prompt",
-            _or_packed(held),
+            held,
             codes=(404, 415),
             body={
                 **_json_of({"anyOf": [DynamoQuery, RfcQuery]}),
-                "application/msgpack": binary(said),
                 "application/octet-stream": binary(octets),
             },
             parameters=[
-                parameter(name, "with a body of application/octet-stream") for name in whose
+                parameter(name, "with a body of application/octet-stream") for name in names
             ],
-        ),
-        route(
-            "POST /query_by_hash",
-            by_hash.answer if by_hash else no_hashes,
-            "The same, by the hashes of blocks",
-            held,
-            codes=(404, 415, 501),
-            body=_json_of(HashQuery),
         ),
         route(
             "POST /outcomes",
@@ -162,11 +138,6 @@ def _queries(service: Service, by_hash: HashQueries | None) -> list[Route]:
 
 def _json_of(kind: Any) -> dict[str, Any]:
     return {"application/json": {"schema": kind}}
-
-
-def _or_packed(response: dict[str, Any]) -> dict[str, Any]:
-    """Return a response in JSON that is msgpack for requests in msgpack."""
-    return {**response, "content": {**response["content"], "application/msgpack": {}}}
 
 
 _DONE: Final = json(objects(status=str))
@@ -201,61 +172,24 @@ class _Changes:
 
 
 def _registrations(changes: _Changes) -> list[Route]:
-    linked = {**_or_packed(_DONE), "links": _links()}
-    registration = "A map with the same fields, or a service of Mooncake's conductor."
-    removal = "A map with the same fields; the conductor's has no `modelname`."
-    refusal, peer = "Refused: there are no peers", _json_of(Peer)
     return [
         route(
             "POST /register",
             partial(changes.carry_out, register),
             "Subscribe to one DP rank of an instance",
-            {"200": linked, "201": linked},
+            {"200": _DONE, "201": _DONE},
             codes=(409, 415),
-            body={
-                **_json_of({"anyOf": [dynamo.DynamoRegister, rfc.RfcRegister]}),
-                "application/msgpack": binary(registration),
-            },
+            body=_json_of({"anyOf": [dynamo.DynamoRegister, rfc.RfcRegister]}),
         ),
         route(
             "POST /unregister",
             partial(changes.carry_out, unregister),
             "Unsubscribe from an instance or a rank",
-            _or_packed(_DONE),
+            _DONE,
             codes=(404, 409, 415),
-            body={
-                **_json_of({"anyOf": [dynamo.DynamoUnregister, rfc.RfcUnregister]}),
-                "application/msgpack": binary(removal),
-            },
+            body=_json_of({"anyOf": [dynamo.DynamoUnregister, rfc.RfcUnregister]}),
         ),
-        route(
-            "GET /peers",
-            lambda _: json_reply(200, []),
-            "No peers",
-            json({"type": "array", "maxItems": 0}),
-        ),
-        route("POST /register_peer", register_peer, refusal, {}, codes=(415, 501), body=peer),
-        route("POST /deregister_peer", deregister_peer, refusal, {}, codes=(404, 415), body=peer),
     ]
-
-
-def _links() -> dict[str, Any]:
-    """Return what can be done with an instance once it is registered."""
-    model = "$request.body#/model_name"
-    same = {name: f"$request.body#/{name}" for name in ("instance_id", "model_name")}
-    again = ("instance_id", "model_name", "endpoint", "block_size")
-    return {
-        "query": {
-            "operationId": "post_query",
-            "requestBody": {"model_name": model, "token_ids": [1, 2, 3, 4]},
-        },
-        "unregister": {"operationId": "post_unregister", "requestBody": same},
-        "register": {
-            "operationId": "post_register",
-            "requestBody": {name: f"$request.body#/{name}" for name in again},
-        },
-        "workers": {"operationId": "get_workers", "parameters": {"model_name": model}},
-    }
 
 
 # Views --------------------------------------------------------------------------------------------

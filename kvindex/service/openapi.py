@@ -16,7 +16,6 @@ from kvindex.service.http.messages import Handler, Route
 
 COUNT: Final = {"type": "integer", "minimum": 0}
 
-_MSGPACK: Final = "application/msgpack"
 _ERROR: Final = {
     "type": "object",
     "required": ["error"],
@@ -38,7 +37,6 @@ _WHY: Final = {
     421: "The Host header names another host.",
     422: "The body or the query string has not the right form.",
     431: "The head is too long.",
-    501: "This server does not do that.",
     502: "An engine that was asked does not answer.",
     503: "Not now: too many ask, or what knows the answer is not there. Ask again.",
 }
@@ -66,7 +64,7 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
             "title": "kvindex",
             "version": kvindex.__version__,
             "description": "Which engine already has the beginning of this prompt, and how far "
-            "the answer can be trusted. Queries and registrations come in four dialects. A server "
+            "the answer can be trusted. Queries and registrations come in two dialects. A server "
             "with a token wants it with every request but those to /health and /ready.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -123,7 +121,7 @@ def route(
     errors = {*codes, *_CONNECTION}
     errors |= set() if is_probe else set(_GUARD)
     errors |= set() if body is None else {422}
-    refusal = {"application/json": {"schema": _ERROR}, _MSGPACK: {}}
+    refusal = {"application/json": {"schema": _ERROR}}
     refusal["text/plain"] = {"schema": {"type": "string"}}
     refusals = {
         str(code): {"description": _WHY[code], "content": refusal} for code in sorted(errors)
@@ -152,7 +150,7 @@ def media(kind: str, said: str, of: Any = str) -> dict[str, Any]:
 
 
 def binary(said: str) -> dict[str, Any]:
-    """Return the schema of bytes; JSON schemas do not reach into msgpack."""
+    """Return the schema of bytes."""
     return {"schema": {"type": "string", "format": "binary", "description": said}}
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from kvindex import (
     Client,
     ConfigurationError,
-    KVIndexError,
     Rank,
-    RankName,
     RankStatus,
     UnknownRankError,
     Worker,
@@ -28,19 +26,6 @@ logger = logging.getLogger(__name__)
 Effect: TypeAlias = Literal["new", "same", "moved"]
 Dial: TypeAlias = Callable[[str], str]
 """Returns the endpoint to dial for one that came over HTTP, or raises EndpointRefusedError."""
-
-
-class Subscribing(Protocol):
-    """The methods for workers that a client and a subscriber have."""
-
-    @property
-    def ranks(self) -> tuple[Rank, ...]: ...
-
-    def status(self, rank: RankName) -> RankStatus: ...
-
-    def add(self, worker: Worker) -> None: ...
-
-    def remove(self, name: RankName) -> None: ...
 
 
 def as_it_is(endpoint: str) -> str:
@@ -59,7 +44,6 @@ class Registry:
         dial: returns the address to dial for a registration's endpoint.
         max_ranks: most DP ranks that are registered.
         max_ranks_per_instance: of them, those of one instance.
-        besides: subscribe to the same ranks as the client.
 
     Attributes:
         catalog: the present registrations; replaced as a whole.
@@ -75,11 +59,9 @@ class Registry:
         dial: Dial = as_it_is,
         max_ranks: int = 4096,
         max_ranks_per_instance: int = 1024,
-        besides: Iterable[Subscribing] = (),
     ) -> None:
         self.catalog = Catalog()
         self._client = client
-        self._all: tuple[Subscribing, ...] = (client, *besides)
         self._dial = dial
         self._max_ranks = max_ranks
         self._max_ranks_per_instance = max_ranks_per_instance
@@ -182,24 +164,12 @@ class Registry:
             return "new" if present is None else "moved" if moved else "same"
 
     def _subscribe(self, worker: Worker) -> None:
-        """Subscribe all clients to one rank, or none."""
-        subscribed: list[Subscribing] = []
         try:
-            for subscriber in self._all:
-                try:
-                    subscriber.add(worker)
-                except ConfigurationError:
-                    # It is subscribed to already: by a call that came too late for its caller.
-                    if _find(subscriber, worker) is None:
-                        raise
-                subscribed.append(subscriber)
-        except BaseException as error:
-            for subscriber in subscribed:
-                with suppress(KVIndexError):
-                    subscriber.remove(Rank(worker.name, worker.publishers()[0].dp_rank))
-            if isinstance(error, ConfigurationError):
+            self._client.add(worker)
+        except ConfigurationError as error:
+            # It may be subscribed to already: by a call that came too late for its caller.
+            if self._find(worker) is None:
                 raise RegistrationError(str(error), reason="invalid") from error
-            raise
 
     def unregister(
         self,
@@ -288,14 +258,13 @@ class Registry:
         catalog = self.catalog.without(gone)
         name = gone[0].worker
         workers = [self._dialled[entry.worker, entry.dp_rank] for entry in gone]
-        for subscriber in self._all:
-            with suppress(UnknownRankError):  # a call that came too late for its caller did it
-                if name not in catalog.instances:
-                    subscriber.remove(name)
-                    continue
-                for rank in [_find(subscriber, worker) for worker in workers]:
+        with suppress(UnknownRankError):  # a call that came too late for its caller did it
+            if name not in catalog.instances:
+                self._client.remove(name)
+            else:
+                for rank in [self._find(worker) for worker in workers]:
                     if rank is not None:
-                        subscriber.remove(rank)
+                        self._client.remove(rank)
         for left in gone:
             del self._dialled[left.worker, left.dp_rank]
         self._replace(catalog)
@@ -315,24 +284,23 @@ class Registry:
             statuses.append((entry, by_endpoint.get((entry.worker, endpoint))))
         return statuses
 
+    def _find(self, worker: Worker) -> Rank | None:
+        """Return the rank of a worker that has one: its batches may have given it another name."""
+        client, [address] = self._client, worker.publishers()
+        with suppress(UnknownRankError):
+            status = client.status(Rank(worker.name, address.dp_rank))
+            if status.endpoint == address.endpoint:
+                return status.rank
+        with suppress(UnknownRankError):  # renamed just now: the caller asks again
+            for rank in client.ranks:
+                if rank.worker == worker.name and client.status(rank).endpoint == address.endpoint:
+                    return rank
+        return None
+
     def _replace(self, catalog: Catalog) -> None:
         self.catalog = catalog
         for listener in self._listeners:
             listener(catalog)
-
-
-def _find(client: Subscribing, worker: Worker) -> Rank | None:
-    """Return the rank of a worker that has one: its batches may have given it another name."""
-    [address] = worker.publishers()
-    with suppress(UnknownRankError):
-        status = client.status(Rank(worker.name, address.dp_rank))
-        if status.endpoint == address.endpoint:
-            return status.rank
-    with suppress(UnknownRankError):  # renamed just now: the caller asks again
-        for rank in client.ranks:
-            if rank.worker == worker.name and client.status(rank).endpoint == address.endpoint:
-                return rank
-    return None
 
 
 def _check_names(entry: Registration) -> None:

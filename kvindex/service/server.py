@@ -19,7 +19,6 @@ from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.exposition import Exposition
 from kvindex.service.followed import FollowedRegistry
-from kvindex.service.hashing import HashFollower, HashQueries
 from kvindex.service.http.guards import Guard
 from kvindex.service.http.messages import Route
 from kvindex.service.http.networks import Networks
@@ -91,9 +90,6 @@ class Server:
             self.port: int = self._socket.getsockname()[1]
             self._answering = self._source(max_blocks_per_rank)
             opened.callback(self._answering.close)
-            self._hashes = HashFollower() if settings.hash_queries else None
-            if self._hashes is not None:
-                opened.callback(self._hashes.close)
             self.service = self._service()
             self._restore_registrations()
             self._saver = self._new_saver()
@@ -176,7 +172,6 @@ class Server:
                 dial=lambda endpoint: self._networks.check(endpoint),  # a file brings new networks
                 max_ranks=limits.ranks,
                 max_ranks_per_instance=limits.ranks_per_instance,
-                besides=() if self._hashes is None else (self._hashes.subscriber,),
             )
         else:
             partition = Partition(settings.model, settings.routing_group)
@@ -218,15 +213,10 @@ class Server:
             self.statistics,
             dynamo_names=self.settings.compat_metrics,
         )
-        client, by_hash = self._answering, None
-        if self._hashes is not None:
-            by_hash = HashQueries(self.service.registry, self._hashes, self.service.traffic)
+        client = self._answering
         saved = [snapshot_route(client)] if isinstance(client, Client) else []
         return app_routes(
-            self.service,
-            routes=[*saved, *self._page.routes],
-            metrics=exposition.write,
-            by_hash=by_hash,
+            self.service, routes=[*saved, *self._page.routes], metrics=exposition.write
         )
 
     # Changes ----------------------------------------------------------------------------------
@@ -322,7 +312,7 @@ class Server:
 
 def _check_following(settings: ServeSettings, sources: Sequence[Source]) -> None:
     """Refuse what belongs to the relay that is followed."""
-    names = ("state", "warm_from", "hash_queries", "register_networks")
+    names = ("state", "warm_from", "register_networks")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]
     given += [source.name for source in sources]
     if given:

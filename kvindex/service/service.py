@@ -72,7 +72,6 @@ class Ranks:
     Args:
         partition: which.
         instances: the ids of its instances, each with its ranks.
-        of_mindie: whether they were registered as MindIE does.
 
     Thread safety: immutable but for caches.
     """
@@ -81,18 +80,16 @@ class Ranks:
         self,
         partition: Partition,
         instances: list[tuple[int | str, list[Rank]]],
-        of_mindie: bool = False,
     ) -> None:
         self.partition = partition
         self.instances = instances
-        self.of_mindie = of_mindie
         self.rows = RankRows(rank for _, ranks in instances for rank in ranks)
         self._forms: dict[str, AnswerForm] = {}
 
     def only(self, instance: str) -> Ranks:
         """Return those of one instance: none, if it is not among them."""
         instances = [each for each in self.instances if str(each[0]) == instance]
-        return Ranks(self.partition, instances, self.of_mindie)
+        return Ranks(self.partition, instances)
 
     def form(self, dialect: str) -> AnswerForm:
         """Return the form of answers in a dialect."""
@@ -111,8 +108,7 @@ class Service:
         source: has the index: a client, whose workers are registered here and nowhere else, or a
             replica, whose ranks are all registered.
         registry: made of a client by default.
-        dialect: "auto", or the only one in which queries are read: "dynamo", "rfc", "motor" or
-            "conductor".
+        dialect: "auto", or the only one in which queries are read: "dynamo" or "rfc".
         max_tokens: most tokens of a query.
         patience: seconds after the start for which ranks that were never live, and engines that
             are missing, keep the server from being ready.
@@ -294,12 +290,10 @@ def _by_partition(catalog: Catalog, known: tuple[Rank, ...]) -> dict[Partition, 
     for rank in known:
         if rank.worker in catalog.instances:
             by_worker.setdefault(rank.worker, []).append(rank)
-    of_mindie = {r.partition for r in catalog.registrations if "medium_endpoints" in r.details}
     return {
         partition: Ranks(
             partition,
             [(named, by_worker.get(worker, [])) for worker, named in instances.items()],
-            partition in of_mindie,
         )
         for partition, instances in catalog.partitions.items()
     }

@@ -18,7 +18,7 @@ if sys.version_info >= (3, 11):
 else:  # the extra `server` brings it
     import tomli as tomllib
 
-DIALECTS: Final = ("auto", "dynamo", "rfc", "motor", "conductor")
+DIALECTS: Final = ("auto", "dynamo", "rfc")
 """Whose API queries are read in: that of each query itself ("auto"), or only one of them."""
 
 _MAX_FILE_BYTES = 16 << 20
@@ -48,9 +48,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         save_every: seconds between two savings.
         warm_from: URL of another server, whose snapshot this one begins with.
         shutdown_within: seconds for open requests to end in.
-        dialect: "auto" recognises the dialect of each query; or the only dialect:
-            "dynamo", "rfc", "motor" or "conductor".
-        hash_queries: "xxh3" answers /query_by_hash, by a second index; None does not.
+        dialect: "auto" recognises the dialect of each query; or the only one: "dynamo" or "rfc".
         tokenizer: URL of an engine whose /tokenize turns the text of /api/explain into tokens.
         compat_metrics: add series with the names of Dynamo's indexer to /metrics.
         limits: bounds on input from the network.
@@ -75,7 +73,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     warm_from: str | None = None
     shutdown_within: float = 10.0
     dialect: str = "auto"
-    hash_queries: str | None = None
     tokenizer: str | None = None
     compat_metrics: bool = False
     limits: Limits = Limits()
@@ -90,8 +87,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigurationError(
                 f"dialect must be one of {', '.join(DIALECTS)}, not {self.dialect!r}"
             )
-        if self.hash_queries not in (None, "xxh3"):
-            raise ConfigurationError(f'hash_queries must be "xxh3", not {self.hash_queries!r}')
         self.networks()
         _ = self.listening  # which checks its part
 

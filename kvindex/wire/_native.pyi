@@ -102,7 +102,6 @@ class AnswerWriter:
         device: array[int],
         host: array[int],
         tokens: array[int],
-        block_size: array[int],
         trusts: tuple[bytes, ...] | None,
     ) -> bytes:
         """Return the answer; `trusts` is added to each instance's object, a comma first."""

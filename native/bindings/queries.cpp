@@ -109,17 +109,16 @@ std::vector<std::string_view> added_texts(nb::handle trusts, size_t instances, s
 }
 
 nb::bytes write_answer(const AnswerWriter& self, nb::handle device, nb::handle host,
-                       nb::handle tokens, nb::handle block_size, nb::handle trusts) {
+                       nb::handle tokens, nb::handle trusts) {
   const size_t rows = self.rows();
   const Column<const int64_t> devices(device, "device", rows);
   const Column<const int64_t> hosts(host, "host", rows);
   const Column<const int64_t> all(tokens, "tokens", rows);
-  const Column<const int64_t> sizes(block_size, "block_size", rows);
   size_t most = self.most();
   const std::vector<std::string_view> added = added_texts(trusts, self.instances(), most);
   thread_local std::vector<char> page;
   if (page.size() < most) page.resize(most);
-  const char* const end = self.write({devices.data(), hosts.data(), all.data(), sizes.data()},
+  const char* const end = self.write({devices.data(), hosts.data(), all.data()},
                                      trusts.is_none() ? nullptr : added.data(), page.data());
   const nb::bytes written(page.data(), static_cast<size_t>(end - page.data()));
   if (page.capacity() > kMostPage) page = {};
@@ -131,7 +130,7 @@ nb::bytes write_answer(const AnswerWriter& self, nb::handle device, nb::handle h
 void bind_queries(nb::module_& module) {
   nb::class_<AnswerWriter>(module, "AnswerWriter")
       .def("__init__", &make_writer, "dialect"_a, "tenant"_a, "instances"_a)
-      .def("write", &write_answer, "device"_a, "host"_a, "tokens"_a, "block_size"_a,
+      .def("write", &write_answer, "device"_a, "host"_a, "tokens"_a,
            "trusts"_a.none());
   module.def("read_query", &read_body, "body"_a.none(), "max_tokens"_a);
 }

@@ -137,7 +137,6 @@ char* AnswerWriter::write(const AnswerColumns& columns, const std::string_view* 
   switch (dialect_) {
     case AnswerDialect::dynamo: write_dynamo(page); break;
     case AnswerDialect::rfc: write_rfc(page); break;
-    case AnswerDialect::motor: write_motor(page); break;
   }
   return page.end();
 }
@@ -199,42 +198,6 @@ void AnswerWriter::write_rfc(Page& page) const {
     page.put(most.host);
     page.put(",\"DISK\":");
     page.put(most.tokens);
-    page.trust(i);
-    page.put("}");
-  }
-  page.put("}}");
-}
-
-void AnswerWriter::write_motor(Page& page) const {
-  const AnswerColumns& columns = page.columns_;
-  const auto put_rank = [&](uint32_t row) {
-    const int64_t size = std::max<int64_t>(columns.block_size[row], 1);
-    const int64_t device = std::max<int64_t>(columns.device[row], 0) / size;
-    const int64_t host = std::max<int64_t>(columns.host[row], 0) / size;
-    page.put("{\"matched_tokens\":");
-    page.put(columns.tokens[row]);
-    page.put(",\"npu_blocks\":");
-    page.put(device);
-    page.put(",\"cpu_blocks\":");
-    page.put(host - device);
-    page.put(",\"disk_blocks\":");
-    page.put(columns.tokens[row] / size - host);
-    page.put("}");
-  };
-  page.put("{");
-  page.put(tenant_);
-  page.put(":{");
-  bool first = true;
-  for (size_t i = 0; i < instances_.size(); ++i) {
-    const int64_t tokens = page.tally(instances_[i]).tokens;
-    if (tokens <= 0) continue;
-    page.comma_unless(first);
-    page.put(instances_[i].name);
-    page.put(":{\"longest_matched\":");
-    page.put(tokens);
-    page.put(",\"DP\":{");
-    page.holders(instances_[i], columns.tokens, put_rank);
-    page.put("}");
     page.trust(i);
     page.put("}");
   }

@@ -13,14 +13,13 @@
 namespace kvindex {
 
 // kvindex/service/queries/answers.py has the same numbers, and says what each looks like.
-enum class AnswerDialect : uint8_t { dynamo, rfc, motor };
+enum class AnswerDialect : uint8_t { dynamo, rfc };
 
 // One value for each row, as of Match.hits: in tokens, cumulative by tier.
 struct AnswerColumns {
   const int64_t* device = nullptr;
   const int64_t* host = nullptr;
   const int64_t* tokens = nullptr;
-  const int64_t* block_size = nullptr;
 };
 
 // Immutable: any number of threads may write.
@@ -60,7 +59,6 @@ class AnswerWriter {
   Text keep(std::string_view text);
   void write_dynamo(Page& page) const;
   void write_rfc(Page& page) const;
-  void write_motor(Page& page) const;
 
   AnswerDialect dialect_;
   Text tenant_;

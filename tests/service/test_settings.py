@@ -109,7 +109,6 @@ def test_registrations_reach_loopback_only_where_the_server_is_on_loopback() -> 
         {"save_every": 0.0},
         {"tls_cert": "x.pem"},
         {"dialect": "klingon"},
-        {"hash_queries": "md5"},
         {"block_size": 0},
     ],
 )

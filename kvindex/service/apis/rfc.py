@@ -1,4 +1,4 @@
-"""Dialects B and D: the JSON of Mooncake's RFC #1403, and what Huawei's MindIE makes of it."""
+"""Dialect B: the JSON of Mooncake's RFC #1403."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from kvindex.service.catalog import DEFAULT_GROUP, Partition, Registration
 from kvindex.service.http.messages import Reply, json_reply
 from kvindex.wire.errors import RegistrationError
 
-_DEVICES = ("npu", "xpu", "gpu")  # as MindIE calls the tier whose events an engine publishes
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class RfcRegister(msgspec.Struct, frozen=True):
-    """The body of POST /register; fields that are not named here are ignored.
-
-    MindIE gives `medium_endpoints` in the place of `endpoint`: the device's is subscribed to.
-    """
+    """The body of POST /register; fields that are not named here are ignored."""
 
     modelname: str
     instance_id: str
     block_size: _Size
     endpoint: Endpoint | None = None
-    medium_endpoints: dict[str, str] | None = None
     replay_endpoint: Endpoint | None = None
     dp_rank: _Rank = 0
     tenant_id: str | None = None
@@ -40,27 +35,19 @@ class RfcRegister(msgspec.Struct, frozen=True):
         Raises:
             RegistrationError: it names no endpoint, or one that cannot be.
         """
-        details: dict[str, Any] = {"type": self.type, "lora_name": self.lora_name or ""}
-        endpoint = self.endpoint
-        if self.medium_endpoints is not None:
-            details["medium_endpoints"] = self.medium_endpoints
-            device = (self.medium_endpoints.get(name) for name in _DEVICES)
-            endpoint = endpoint or next(filter(None, device), None)
-        if not endpoint:
+        if not self.endpoint:
             raise RegistrationError(
-                "name the endpoint of the engine's events: `endpoint`, or in `medium_endpoints` "
-                f"one of {', '.join(_DEVICES)}",
-                reason="invalid",
+                "name the endpoint of the engine's events: `endpoint`", reason="invalid"
             )
-        check_endpoint(endpoint)
+        check_endpoint(self.endpoint)
         return Registration(
             instance_id=self.instance_id,
             partition=Partition(self.modelname, self.tenant_id or DEFAULT_GROUP),
             dp_rank=self.dp_rank,
-            endpoint=endpoint,
+            endpoint=self.endpoint,
             replay_endpoint=self.replay_endpoint or None,
             block_size=self.block_size,
-            details=details,
+            details={"type": self.type, "lora_name": self.lora_name or ""},
         )
 
 
@@ -110,8 +97,6 @@ def services(registrations: Iterable[Registration]) -> dict[str, Any]:
             "InstanceID": str(entry.instance_id),
             "BlockSize": entry.block_size,
             "DPRank": entry.dp_rank,
-            "CacheGroup": entry.details.get("cache_group"),
-            "HashProfile": entry.details.get("hash_profile"),
         }
         for entry in registrations
     ]

@@ -13,15 +13,12 @@ import msgspec
 from kvindex.wire.errors import UNREADABLE
 
 JSON: Final = b"application/json"
-MSGPACK: Final = b"application/msgpack"
 TEXT: Final = b"text/plain; charset=utf-8"
-MSGPACK_TYPES: Final = frozenset({MSGPACK, b"application/x-msgpack", b"application/vnd.msgpack"})
 
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 _T = TypeVar("_T")
 _encoder = msgspec.json.Encoder()
-_packer = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True, eq=False)
@@ -188,13 +185,6 @@ def json_reply(status: int, value: Any) -> Reply:
 def text_reply(status: int, message: str) -> Reply:
     """Return an error as plain text."""
     return Reply(status, message.encode(), TEXT)
-
-
-def packed(reply: Reply) -> Reply:
-    """Return a JSON reply as msgpack; others as they are."""
-    if reply.content_type != JSON:
-        return reply
-    return Reply(reply.status, _packer.encode(msgspec.json.decode(reply.body)), MSGPACK)
 
 
 def refused(status: int, message: str, reason: str | None = None) -> Reply:

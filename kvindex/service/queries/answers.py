@@ -29,7 +29,6 @@ class _Format(enum.IntEnum):
 
     DYNAMO = 0
     RFC = 1
-    MOTOR = 2
 
 
 class _Written(NamedTuple):
@@ -52,9 +51,6 @@ class AnswerForm:
       device}, "cpu": host, "disk": all}}}`. Ranks whose device holds nothing are not in `scores`.
     - "rfc", as RFC 1403 of Mooncake has it: `{TENANT: {ID: {"longest_matched": all, "GPU": device,
       "DP": {DP_RANK: all}, "CPU": host, "DISK": all}}}`.
-    - "motor", as MindIE-PyMotor reads it: `{TENANT: {ID: {"longest_matched": all, "DP": {DP_RANK:
-      {"matched_tokens": all, "npu_blocks": N, "cpu_blocks": N, "disk_blocks": N}}}}}`. Blocks are
-      counted where the engine would load them from, each once.
 
     Each instance's object ends with how far it can be trusted: `"state"`, `"complete"` and `"lag"`,
     each that of its worst rank, and `"ranks": {DP_RANK: {"state", "complete", "lag"}}` for all of
@@ -64,7 +60,7 @@ class AnswerForm:
     Args:
         instances: the id of each instance, with its ranks. An id that is a number is written in
             decimal digits, since names in JSON are strings.
-        dialect: "dynamo", "rfc" or "motor".
+        dialect: "dynamo" or "rfc".
         tenant: whose answers these are, in dialects that say so.
 
     Raises:
@@ -128,7 +124,8 @@ class AnswerForm:
             for a rank.
         """
         hits = match if isinstance(match, Hits) else match.hits(self.rows)
-        return self._writer.write(*hits, None if trusts is None else self._trust(trusts))
+        written = None if trusts is None else self._trust(trusts)
+        return self._writer.write(hits.device, hits.host, hits.tokens, written)
 
     def _trust(self, trusts: Mapping[Rank, Trust]) -> tuple[bytes, ...]:
         """Return what is written of trust at each instance's end."""

@@ -1,6 +1,6 @@
 """`kvindex serve`: the index over HTTP, for routers in other languages and for people.
 
-Subscribe, and answer over HTTP: /query as Dynamo's indexer, Mooncake and MindIE clients ask,
+Subscribe, and answer over HTTP: /query as clients of Dynamo's indexer and of RFC #1403 ask,
 /register, /workers, /ready, /metrics, /events, and a page at /. Workers are from options, a file,
 discovery, or POST /register. Needs the extra packages of kvindex[server]. Runs until SIGTERM or
 Ctrl-C, its normal ends (exit 0); a second one ends it at once. Exit 1: it cannot listen, or --state
@@ -36,14 +36,14 @@ from kvindex.tools.cli.signals import handled
 
 _OWN_KEYS = ("model", "routing_group", "block_size")
 _SETTINGS = (
-    *("host", "port", "shutdown_within", "dialect", "hash_queries", "tokenizer"),
+    *("host", "port", "shutdown_within", "dialect", "tokenizer"),
     *("compat_metrics", "token_file", "insecure", "tls_cert", "tls_key", "allowed_hosts"),
     *("register_networks", "state", "save_every", "warm_from"),
     *("model", "routing_group", "block_size"),
 )
 _REFUSED_FROM = (  # --from
     *("dns", "workers_file", "k8s_preset", "k8s_selector", "k8s_pool", "k8s_namespace"),
-    *("engine_token_file", "warm_from", "hash_queries", "register_networks"),
+    *("engine_token_file", "warm_from", "register_networks"),
 )
 ACCESS = "Beyond loopback, a token is required: a file, or KVINDEX_TOKEN. Never argv."
 _MOST_MISSING = 5  # engines that the first lines name
@@ -93,9 +93,7 @@ def _add_listening(group: Options) -> None:
     option(group, "--port PORT", "its port; 0: any (default: 8090)", port)
     option(group, "--shutdown-within S", "for open requests (default: 10)", seconds)
     text = "of queries (default: auto, detected for each query)"
-    option(group, "--dialect", text, ("auto", "dynamo", "rfc", "motor", "conductor"))
-    text = "answer /query_by_hash, by a second index"
-    option(group, "--hash-queries", text, ("xxh3",))
+    option(group, "--dialect", text, ("auto", "dynamo", "rfc"))
     text = "engine that turns text into tokens, for /api/explain"
     option(group, "--tokenizer URL", text)
     option(group, "--compat-metrics", "add the metric names of Dynamo's indexer")

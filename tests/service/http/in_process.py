@@ -9,8 +9,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import msgspec
-
 from kvindex.service.http.guards import Guard
 from kvindex.service.http.messages import Reply, Request, Route, Stream
 from kvindex.service.http.site import Site
@@ -86,12 +84,6 @@ class Asker:
         """Return the response to one request."""
         body = json if json is not None else content or b""
         return asyncio.run(self.answer(request(method, path, body, headers)))
-
-    def packed(self, path: str, body: Any) -> Answer:
-        """Return the response to a request in msgpack."""
-        content = msgspec.msgpack.encode(body)
-        headers = {"content-type": "application/msgpack"}
-        return self.send("POST", path, content=content, headers=headers)
 
     def get(self, path: str) -> tuple[int, Any]:
         """Return status and JSON."""

@@ -13,8 +13,6 @@ from kvindex import (
     ConfigurationError,
     KVIndexError,
     Rank,
-    RankStatus,
-    UnknownRankError,
     Worker,
 )
 from kvindex.service.catalog import Partition
@@ -52,18 +50,13 @@ def test_what_is_registered_is_answered_for_until_it_is_unregistered(
 
 @pytest.mark.parametrize("error", [BusyError(1.0), ConfigurationError("no room")])
 def test_what_one_cannot_subscribe_to_is_registered_and_subscribed_to_by_nobody(
-    client: Client, error: KVIndexError
+    client: Client, error: KVIndexError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full:
-        ranks = ()
+    def add(worker: Worker) -> None:
+        raise error
 
-        def status(self, rank: Rank) -> RankStatus:
-            raise UnknownRankError(rank, ())
-
-        def add(self, worker: Worker) -> None:
-            raise error
-
-    registry = Registry(client, besides=[Full()])  # type: ignore[list-item]
+    monkeypatch.setattr(client, "add", add)
+    registry = Registry(client)
     with FakeEngine("1") as engine, pytest.raises((BusyError, RegistrationError)):
         registry.add(worker_of(engine), Partition("m"))
     assert not registry.catalog.registrations

@@ -1,4 +1,4 @@
-"""Clients of RFC #1403, of Mooncake's conductor and of MindIE, as these send their requests."""
+"""Clients of RFC #1403, and what all dialects share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ from tests.service.http.in_process import Asker
 pytestmark = pytest.mark.service
 
 PROMPT = list(range(64))
-PROFILE = {
-    "strategy": "vllm_v1",
-    "algorithm": "sha256_cbor",
-    "python_hash_seed": "0",
-    "index_projection": "low64_be",
-}
 
 
 class Fleet:
@@ -46,11 +40,6 @@ class Fleet:
             "dp_rank": engine.rank.dp_rank,
             **fields,
         }
-
-    def packed(self, path: str, body: Any) -> tuple[int, Any]:
-        response = self.asker.packed(path, body)
-        assert response.headers["content-type"] == "application/msgpack"
-        return response.status_code, msgspec.msgpack.decode(response.content)
 
     def follow(self) -> None:
         """Register each engine, and wait until all of their events are applied."""
@@ -125,103 +114,6 @@ def test_what_an_rfc_registration_cannot_be(
     assert not fleet.client.ranks
 
 
-# C: Mooncake's conductor ----------------------------------------------------------------------
-
-
-def test_mooncakes_proxy_registers_asks_and_leaves(fleet: Fleet) -> None:
-    for engine in fleet.engines:
-        body = fleet.register(engine, hash_profile=PROFILE)
-        done = {"status": "registered successfully", "instance_id": "vllm-prefill-7"}
-        assert fleet.packed("/register", body) == (200, done)
-        assert fleet.packed("/register", body) == (200, done)
-    fleet.caught_up()
-    query = {"model": "m", "block_size": 16, "token_ids": array("i", PROMPT).tobytes()}
-    answer = {
-        "longest_matched": 64,
-        "gpu": 64,
-        "cpu": 64,
-        "disk": 64,
-        "dp": {"0": 64, "1": 0},
-        "rank_matches": {
-            "0": {"gpu": 64, "cpu": 64, "disk": 64},
-            "1": {"gpu": 0, "cpu": 0, "disk": 0},
-        },
-    }
-    expected = (200, {"instances": {"vllm-prefill-7": answer}})
-    assert fleet.packed("/query", query) == expected
-    assert fleet.packed("/query", {**query, "token_ids": PROMPT}) == expected
-    assert fleet.packed("/query", {**query, "model": "nope"}) == (200, {"instances": {}})
-    assert fleet.packed("/query", {**query, "instance_id": "x"}) == (200, {"instances": {}})
-    gone = {"instance_id": "vllm-prefill-7", "dp_rank": 0}
-    assert fleet.packed("/unregister", gone)[1]["removed_instances"] == ["vllm-prefill-7|default|0"]
-    [service] = fleet.asker.get("/services")[1]["services"]
-    assert (service["DPRank"], service["HashProfile"]) == (1, PROFILE)
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason", "field"),
-    [
-        ({"zzz": 1}, "unknown_field", "zzz"),
-        ({"model": ""}, "invalid_value", "model"),
-        ({"model": 5}, "invalid_type", "model"),
-        ({"block_size": 0}, "out_of_range", "block_size"),
-        ({"block_size": None}, "invalid_type", "block_size"),
-        ({"token_ids": "abc"}, "invalid_type", "token_ids"),
-        ({"token_ids": b"abc"}, "invalid_value", "token_ids"),
-        ({"tenant_id": 3}, "invalid_type", "tenant_id"),
-        *(({name: ...}, "missing", name) for name in ("model", "block_size", "token_ids")),
-    ],
-)
-def test_the_conductors_queries_are_strict(
-    fleet: Fleet, fields: dict[str, Any], reason: str, field: str
-) -> None:
-    query = {"model": "m", "block_size": 16, "token_ids": [1, 2], **fields}
-    query = {name: value for name, value in query.items() if value is not ...}
-    status, error = fleet.packed("/query", query)
-    assert (status, error["reason"], error["field"]) == (400, reason, field)
-    assert error["error"]
-
-
-def test_a_fault_in_the_conductors_tokens_names_the_token(fleet: Fleet) -> None:
-    query = {"model": "m", "block_size": 16, "token_ids": [1, -2]}
-    error = fleet.packed("/query", query)[1]
-    assert (error["field"], error["index"]) == ("token_ids", 1)
-
-
-def test_unknown_fields_of_the_conductors_registration_are_refused(fleet: Fleet) -> None:
-    body = fleet.register(fleet.engines[0], hash_profile=PROFILE, zzz=1)
-    status, error = fleet.packed("/register", body)
-    assert (status, error["reason"], error["field"]) == (400, "unknown_field", "zzz")
-
-
-# D: MindIE ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_mindie_registers_a_medium_and_reads_blocks_by_tier(fleet: Fleet, is_packed: bool) -> None:
-    ask = fleet.packed if is_packed else fleet.asker.post
-    for engine in fleet.engines:
-        body = fleet.register(engine, medium_endpoints={"npu": engine.endpoint})
-        del body["endpoint"]
-        assert ask("/register", body)[0] == 200
-    fleet.caught_up()
-    status, answer = ask("/query", {"model": "m", "block_size": 16, "token_ids": PROMPT})
-    assert status == 200
-    instance = answer["default"]["vllm-prefill-7"]
-    assert without_trust(instance) == {
-        "longest_matched": 64,
-        "DP": {"0": {"matched_tokens": 64, "npu_blocks": 4, "cpu_blocks": 0, "disk_blocks": 0}},
-    }
-
-
-def test_an_older_mindie_reads_tokens_of_each_rank(fleet: Fleet) -> None:
-    fleet.follow()
-    query = {"model": "m", "block_size": 16, "token_ids": PROMPT}
-    assert fleet.asker.post("/query", query)[1]["default"]["vllm-prefill-7"]["DP"]["0"] == 64
-    detailed = fleet.asker.post("/query", {**query, "hit_detail": True})
-    assert detailed[1]["default"]["vllm-prefill-7"]["DP"]["0"]["npu_blocks"] == 4
-
-
 # All ------------------------------------------------------------------------------------------
 
 
@@ -239,11 +131,11 @@ def test_raw_tokens_are_asked_for_in_the_url(fleet: Fleet) -> None:
     assert fleet.asker.send("POST", "/query?model=m", **raw).status_code == 422
 
 
-def test_dynamos_query_may_be_msgpack(fleet: Fleet) -> None:
-    fleet.asker.post("/register", fleet.register(fleet.engines[0]))
-    caught_up(fleet.client, fleet.engines[0])
-    status, answer = fleet.packed("/query", {"model_name": "m", "token_ids": PROMPT})
-    assert (status, answer["scores"]) == (200, {"vllm-prefill-7": {"0": 64}})
+@pytest.mark.parametrize("path", ["/query", "/register", "/unregister"])
+def test_bodies_in_msgpack_are_refused_with_what_is_accepted(fleet: Fleet, path: str) -> None:
+    packed = {"content-type": "application/msgpack"}
+    response = fleet.asker.send("POST", path, content=b"\x80", headers=packed)
+    assert (response.status_code, "application/json" in response.text) == (415, True)
 
 
 @pytest.mark.parametrize(("dialect", "other"), [("dynamo", "model"), ("rfc", "model_name")])

@@ -22,12 +22,9 @@ from kvindex import (
     Rank,
     RankStatus,
     State,
-    Subscriber,
     ZmqEventPublisher,
 )
 from kvindex.service.app import app_routes
-from kvindex.service.hashing import HashFollower, HashQueries
-from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from tests.live import PATIENCE, REPLAYS
 from tests.service.http.in_process import Asker
@@ -75,17 +72,14 @@ def with_models(*models: str) -> Callable[[Any], Any]:
 
 OK = always({"status": "ok"})
 NO_SIZE = "a block has tokens: block_size 0 is refused"
-NO_PEERS = (
-    "nothing is recovered from peers: a new replica starts from GET /snapshot, then by replay"
-)
+NOT_SERVED = {"/query_by_hash", "/peers", "/register_peer", "/deregister_peer"}
+NO_SUCH = "kvindex keeps no hashes of tokens, and a new replica starts from GET /snapshot"
 NAMES = "a 404 for a model also names models that somebody is registered for"
 BY_RFC = {"longest_matched": 16, "GPU": 12, "CPU": 16, "DISK": 16, "DP": {"0": 16, "1": 4}}
 NO_PAUSE = "there is no switch for tests: nobody may stop a listener over HTTP"
 
 DEVIATIONS = {
-    **dict.fromkeys(
-        ("query_unknown_model", "query_by_hash_unknown_model"), Deviation(NAMES, 404, with_models())
-    ),
+    "query_unknown_model": Deviation(NAMES, 404, with_models()),
     **dict.fromkeys(
         ("query_routing_group_unknown", "query_model_gone"),
         Deviation(NAMES, 404, with_models("m", "m9")),
@@ -123,11 +117,9 @@ DEVIATIONS = {
         Deviation("GET /dump is NDJSON for people, without hashes", 200, None),
     ),
     **dict.fromkeys(
-        ("register_peer", "register_peer_again", "register_peer_bad"),
-        Deviation(NO_PEERS, 501, None),
+        (recorded["name"] for recorded in RECORDED if recorded["path"] in NOT_SERVED),
+        Deviation(NO_SUCH, 404, None),
     ),
-    "peers": Deviation(NO_PEERS, 200, always([])),
-    "deregister_peer": Deviation(NO_PEERS, 404, always({"error": "peer not found"})),
     **dict.fromkeys(
         ("test_pause", "test_pause_again", "test_resume", "test_resume_unknown"),
         Deviation(NO_PAUSE, 404, None),
@@ -136,8 +128,6 @@ DEVIATIONS = {
     "reopen_logs": Deviation("logs go to stderr: there is no file to open again", 404, None),
     "metrics": Deviation("our own names; theirs with --compat-metrics", 200, None),
 }
-
-Clients = tuple[Client, Subscriber]
 
 
 class Replayed(NamedTuple):
@@ -200,13 +190,12 @@ def stored(hashes: list[int | bytes], tokens: int, **fields: Any) -> BlockStored
     )
 
 
-def replay(clients: Clients, engines: Engines, asker: Asker) -> dict[str, Replayed]:
+def replay(client: Client, engines: Engines, asker: Asker) -> dict[str, Replayed]:
     answers = {}
     for recorded in RECORDED:
         name = recorded["name"]
         engines.before(name)
-        for client in clients:
-            settle(client, engines)
+        settle(client, engines)
         response = asker.send(
             recorded["method"],
             recorded["path"],
@@ -227,7 +216,7 @@ def all_live(statuses: Mapping[Rank, RankStatus]) -> bool:
     return all(status.state is State.LIVE for status in statuses.values())
 
 
-def settle(client: Client | Subscriber, engines: Engines) -> None:
+def settle(client: Client, engines: Engines) -> None:
     """Wait until every rank is live, and those of instance 1 have applied what was published."""
     assert client.wait_for(all_live, PATIENCE)
     assert client.wait_for(
@@ -267,12 +256,8 @@ def replayed() -> Iterator[dict[str, Replayed]]:
     with ExitStack() as stack:
         engines = Engines(stack)
         client = stack.enter_context(Client(replay_policy=REPLAYS, probe_interval=0.3))
-        hashes = HashFollower()
-        stack.callback(hashes.close)
-        registry = Registry(client, besides=[hashes.subscriber])
-        by_hash = HashQueries(registry, hashes)
-        app = app_routes(Service(client, registry), metrics=no_metrics, by_hash=by_hash)
-        yield replay((client, hashes.subscriber), engines, Asker(app))
+        app = app_routes(Service(client), metrics=no_metrics)
+        yield replay(client, engines, Asker(app))
 
 
 def stripped(value: Any) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from kvindex import ConfigurationError
@@ -18,15 +16,6 @@ from tests.service.http.in_process import Asker
 pytestmark = pytest.mark.service
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
-PACKED = {"content-type": "application/msgpack"}
-CONDUCTOR = {
-    "endpoint": "tcp://127.0.0.1:1",
-    "type": "vLLM",
-    "modelname": "m",
-    "instance_id": "c",
-    "block_size": 4,
-    "dp_rank": 0,
-}
 
 
 @pytest.mark.parametrize("path", ["/query", "/register", "/unregister", "/outcomes"])
@@ -34,9 +23,6 @@ def test_what_is_nested_too_deep_is_a_400(ask: Asker, path: str) -> None:
     headers = {"content-type": "application/json"}
     body = b'{"x":' + DEEP[:6000] + DEEP[-6000:] + b"}"
     assert ask.send("POST", path, content=body, headers=headers).status_code == 400
-    if path != "/outcomes":  # which is JSON only
-        packed = b"\x81\xa1x" + b"\x91" * 6000 + b"\xc0"
-        assert ask.send("POST", path, content=packed, headers=PACKED).status_code == 400
 
 
 @pytest.mark.parametrize("body", [b'{"x":' + DEEP + b"}", b'{"model":"\xff","token_ids":[]}'])
@@ -44,37 +30,6 @@ def test_a_question_that_cannot_be_read_is_a_400(body: bytes) -> None:
     with pytest.raises(RefusedError) as refused:
         read_question(body)
     assert refused.value.reply.status == 400
-
-
-@pytest.mark.parametrize("name", ["model", "tenant_id"])
-@pytest.mark.parametrize("value", [[1], {}, msgspec.msgpack.Ext(1, b""), 7])
-def test_a_msgpack_query_whose_names_are_no_strings_is_a_400(
-    ask: Asker, name: str, value: Any
-) -> None:
-    fields = {"model": "m", "block_size": 4, "token_ids": b"", name: value}
-    response = ask.packed("/query", fields)
-    answer = msgspec.msgpack.decode(response.content)
-    assert (response.status_code, answer["field"]) == (400, name)
-
-
-@pytest.mark.parametrize(
-    "profile",
-    [{"a": msgspec.msgpack.Ext(5, b"x")}, {(1, 2): 3}, {1: "x"}, {"a": {"b": 1}}, {"a": b"\xff"}],
-)
-def test_a_profile_that_cannot_be_shown_again_is_refused_and_not_kept(
-    service: Service, ask: Asker, profile: Any
-) -> None:
-    body = msgspec.msgpack.encode({**CONDUCTOR, "hash_profile": profile})
-    response = ask.send("POST", "/register", content=body, headers=PACKED)
-    assert response.status_code == 400
-    assert service.catalog.registrations == ()
-
-
-def test_a_profile_as_clients_send_it_is_shown_again(service: Service, ask: Asker) -> None:
-    profile = {"strategy": "vllm_v1", "python_hash_seed": "0", "version": 1, "x": None}
-    body = msgspec.msgpack.encode({**CONDUCTOR, "hash_profile": profile})
-    assert ask.send("POST", "/register", content=body, headers=PACKED).status_code == 200
-    assert ask.get("/services")[1]["services"][0]["HashProfile"] == profile
 
 
 def test_a_registration_of_many_bytes_is_a_413_and_is_not_kept(

@@ -14,10 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
-    ensure_resource_availability,
     positive_data_acceptance,
     unsupported_method,
-    use_after_free,
 )
 
 from kvindex.service.openapi import description
@@ -48,7 +46,7 @@ def dial(endpoint: str) -> str:
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Any]:
-    with Server(ServeSettings(port=0, hash_queries="xxh3")) as server:
+    with Server(ServeSettings(port=0)) as server:
         server.service.registry._dial = dial
         with at_a_port(server.routes) as url:
             yield schemathesis.openapi.from_url(f"{url}/openapi.json")
@@ -57,16 +55,10 @@ def api() -> Iterator[Any]:
 # A 501 or 503 is no fault here; what is well-formed may still be refused.
 UNCHECKED = [not_a_server_error, positive_data_acceptance, unsupported_method]
 
-# These compare with what an earlier request of the run did; ours are idempotent on purpose.
-STATEFUL = [*UNCHECKED, ensure_resource_availability, use_after_free]
-
 OPERATIONS = [
-    ("POST", path) for path in ("/query", "/query_by_hash", "/register", "/unregister", "/outcomes")
-] + [
-    ("POST", "/register_peer"),
-    ("POST", "/deregister_peer"),
+    *(("POST", path) for path in ("/query", "/register", "/unregister", "/outcomes")),
     ("POST", "/api/explain"),
-    *(("GET", path) for path in ("/peers", "/workers", "/services", "/health", "/ready", "/dump")),
+    *(("GET", path) for path in ("/workers", "/services", "/health", "/ready", "/dump")),
     *(("GET", path) for path in ("/", "/metrics", "/snapshot")),
     *(("GET", f"/api/{name}") for name in ("fleet", "timeline", "traffic", "prefixes")),
 ]
@@ -81,7 +73,7 @@ def test_every_route_is_tried_or_said_not_to_be(api: Any) -> None:
 
 
 def test_every_route_of_a_running_server_is_described_but_for_files_of_the_page() -> None:
-    with Server(ServeSettings(port=0, hash_queries="xxh3")) as running:
+    with Server(ServeSettings(port=0)) as running:
         routes = {r.path for r in running.routes if not r.path.startswith("/static/")}
         assert routes == set(description(running.routes)["paths"])
         assert {"/", "/events", "/snapshot", "/metrics", "/api/explain"} <= routes
@@ -100,7 +92,7 @@ def test_the_codes_of_the_guard_are_described_where_they_occur() -> None:
                 assert (operation.get("security") == [{}]) == ("401" not in codes)
 
 
-WITHOUT_INPUT = {"/", "/peers", "/services", "/health", "/snapshot", "/api/fleet", "/api/timeline"}
+WITHOUT_INPUT = {"/", "/services", "/health", "/snapshot", "/api/fleet", "/api/timeline"}
 RUNS = [(*operation, GenerationMode.POSITIVE) for operation in OPERATIONS]
 RUNS += [(*each, GenerationMode.NEGATIVE) for each in OPERATIONS if each[1] not in WITHOUT_INPUT]
 
@@ -118,14 +110,3 @@ def test_every_answer_is_as_described(
         assert response.status_code not in (500, 503) or path == "/ready"
 
     check()
-
-
-def test_no_order_of_registering_asking_and_leaving_breaks_anything(api: Any) -> None:
-    machine = api.exclude(path="/events").as_state_machine()
-
-    class Checked(machine):  # type: ignore[misc, valid-type]
-        def validate_response(self, response: Any, case: Any, **options: Any) -> None:
-            case.validate_response(response, excluded_checks=STATEFUL)
-            assert response.status_code not in (500, 503) or case.path == "/ready"
-
-    Checked.run(settings=settings(QUICK, max_examples=5, stateful_step_count=8))

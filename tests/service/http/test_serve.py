@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import re
 import resource
 import signal
 import socket
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
@@ -315,29 +313,3 @@ def test_workers_in_the_file_are_followed_and_a_broken_file_changes_nothing(
             config.write_text(entry(other, "a"))  # a has moved, b has gone
             until(lambda: matched(served, PROMPT, "a") == BLOCK)
             until(lambda: set(states(served)) == {"a/0"})
-
-
-def test_a_query_by_hash_counts_in_the_metrics_as_one_by_tokens() -> None:
-    hashes = []
-    for at in range(0, len(PROMPT), BLOCK):
-        data = b"".join(token.to_bytes(4, "little") for token in PROMPT[at : at + BLOCK])
-        hashes.append(int.from_bytes(xxhash.xxh3_64_digest(data, seed=1337), "big", signed=True))
-    query = {"model_name": "m", "block_hashes": hashes}
-
-    def by_hash(served: Served) -> int:
-        instances = served.post("/query_by_hash", query).json["instances"]
-        return int(instances["1"]["longest_matched"]) if instances else 0
-
-    def counted(served: Served, name: str) -> float:
-        ranks = re.search(rf"^{name}{{.*}} (.*)$", served.get("/metrics").body.decode(), re.M)
-        return float(ranks[1]) if ranks else 0.0
-
-    names = ("kvindex_query_tokens_total", "kvindex_query_best_match_tokens_total")
-    with serving("--hash-queries", "xxh3") as served, engine() as fake:
-        register(served, fake)
-        fake.serve(PROMPT)
-        until(lambda: by_hash(served) == len(PROMPT))
-        before = [counted(served, name) for name in names]
-        assert by_hash(served) == len(PROMPT)
-        after = [counted(served, name) for name in names]
-        assert [new - old for old, new in zip(before, after, strict=True)] == [len(PROMPT)] * 2

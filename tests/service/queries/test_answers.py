@@ -85,23 +85,6 @@ def test_the_rfc_gets_its_tenant_and_all_that_a_rank_holds(match: Match) -> None
     assert list(json.loads(form.write(match, None))) == ['acme "x"']
 
 
-def test_motor_gets_blocks_that_are_counted_once(match: Match) -> None:
-    def rank(tokens: int, npu: int, cpu: int, disk: int) -> dict[str, int]:
-        return {
-            "matched_tokens": tokens,
-            "npu_blocks": npu,
-            "cpu_blocks": cpu,
-            "disk_blocks": disk,
-        }
-
-    assert written(match, "motor") == {
-        "default": {
-            "1": {"longest_matched": 16, "DP": {"0": rank(16, 3, 1, 0), "1": rank(4, 1, 0, 0)}},
-            "b": {"longest_matched": 12, "DP": {"0": rank(12, 2, 0, 1)}},
-        }
-    }
-
-
 def test_a_rank_whose_device_holds_nothing_has_no_score() -> None:
     index = Index()
     store(index, A0, "CPU", range(2))
@@ -120,7 +103,6 @@ def test_a_rank_whose_device_holds_nothing_has_no_score() -> None:
     [
         ("dynamo", {"scores": {}, "frequencies": [], "instances": {}}),
         ("rfc", {"default": {}}),
-        ("motor", {"default": {}}),
     ],
 )
 def test_who_holds_nothing_is_absent(match: Match, dialect: str, empty: object) -> None:
@@ -157,8 +139,7 @@ def test_an_instance_is_as_good_as_its_worst_rank(match: Match) -> None:
         },
     }
     assert (answer["b"]["state"], answer["b"]["complete"], answer["b"]["lag"]) == ("live", True, 0)
-    for dialect in ("rfc", "motor"):
-        assert shown.items() <= written(match, dialect, trusts)["default"]["1"].items()
+    assert shown.items() <= written(match, "rfc", trusts)["default"]["1"].items()
 
 
 FROM_GOOD_TO_BAD = ["live", "stale", "repairing", "syncing", "connecting", "closed"]
@@ -206,7 +187,7 @@ def test_names_are_escaped() -> None:
 @pytest.mark.parametrize(
     ("instances", "dialect", "message"),
     [
-        ([(1, [A0])], "dynamoo", '"dynamo", "rfc", "motor"'),
+        ([(1, [A0])], "dynamoo", '"dynamo", "rfc"'),
         ([(1, [A0]), ("1", [B0])], "rfc", 'two instances are called "1"'),
         ([(1, [A0, B0])], "rfc", 'two ranks of instance "1" are called "0"'),
         ([(1, [A0]), (2, [A0])], "rfc", "has two rows"),
