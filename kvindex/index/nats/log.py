@@ -26,6 +26,7 @@ _API_SECONDS = 2.0  # for each request to JetStream
 _SILENT_SECONDS = 10.0
 _TRIES = int(_SILENT_SECONDS / _API_SECONDS)  # of what a start cannot do without
 _WRONG_HEAD, _NO_STREAM, _OTHER_STREAM = 10071, 10059, 10058
+_OF_A_SERVER, _OF_A_LEADER, _OF_A_MAJORITY = range(3)  # whose answer a call needs
 _UNAVAILABLE = {None, 10008}  # of errors: no server, or no leader, is there to answer
 _NO_JETSTREAM = {None, 10039, 10076}  # of errors 503: none at all, not for this account
 _ADVICE = {
@@ -126,7 +127,7 @@ class Log:
         self.moves = 0  # to another server, since JetStream did not answer
         self._client = client
         self._silent_since: float | None = None
-        self._lacks_majority = False  # what needs one was not answered, since it last was
+        self._unanswered = _OF_A_SERVER  # the most that a call needed that was not answered since
         self._stream = client.jetstream(timeout=_API_SECONDS)
 
     @property
@@ -216,7 +217,8 @@ class Log:
         if not state.messages:
             return Head(state.last_seq, state.first_seq, None)
         try:
-            message = await self._asked(self._stream.get_msg(self.pool.stream, seq=state.last_seq))
+            call = self._stream.get_msg(self.pool.stream, seq=state.last_seq)
+            message = await self._asked(call, needs=_OF_A_LEADER)
         except NoStreamError:  # the message is gone, or the stream: the next look shows it
             return Head(state.last_seq, state.first_seq, None)
         epoch = self._epoch(message.subject or "")
@@ -243,7 +245,7 @@ class Log:
                 timeout=_API_SECONDS,
                 headers=headers,
             ),
-            needs_majority=True,
+            needs=_OF_A_MAJORITY,
         )
         return int(ack.seq)
 
@@ -262,7 +264,7 @@ class Log:
                 pending_msgs_limit=1 << 20,
                 pending_bytes_limit=_READ_BYTES,
             ),
-            needs_majority=True,
+            needs=_OF_A_MAJORITY,
         )
         return LogReader(subscription, self._epoch)
 
@@ -270,18 +272,19 @@ class Log:
         """Return the epoch of a subject; that of another subject is the subject itself."""
         return subject.removeprefix(self.pool.log_prefix)
 
-    async def _asked(self, call: Any, *, needs_majority: bool = False) -> Any:
+    async def _asked(self, call: Any, *, needs: int = _OF_A_SERVER) -> Any:
         try:
             answer = await ask(self.pool, call)
         except NatsError as error:
             is_answer = isinstance(error, (AppendRefusedError, NoStreamError))
             if not is_answer and _code(error) in _UNAVAILABLE:
-                self._lacks_majority |= needs_majority
+                self._unanswered = max(self._unanswered, needs)
                 await self._note_silence()
             raise
-        # A leader that is cut off goes on to show the end of the log, but stores nothing.
-        if needs_majority or not self._lacks_majority:
-            self._silent_since, self._lacks_majority = None, False
+        # A server that is cut off goes on to describe the stream, and its leader to show the end of
+        # the log: neither says that what needs more will be answered.
+        if needs >= self._unanswered:
+            self._silent_since, self._unanswered = None, _OF_A_SERVER
         return answer
 
     async def _note_silence(self) -> None:
