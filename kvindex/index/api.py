@@ -57,9 +57,8 @@ class BaseIndex(Viewed):
             beyond it the oldest are dropped and counted.
 
     Thread safety: every method may be called from any thread; one lock guards the whole index. Do
-    not call any from a signal handler or a finalizer, which interrupt a call of their thread. A
-    forked child has an index of its own, as it was at the fork; of the native index it may have
-    part of a change of more than 1,024 blocks that another thread was making.
+    not call any from a signal handler or a finalizer, which interrupt a call of their thread. In
+    a forked child every call raises ClosedError: another thread may have been changing the index.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index, Rank

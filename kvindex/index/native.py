@@ -7,6 +7,7 @@ so that a query sees one state of it without a lock.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,6 @@ import msgspec
 
 from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
-from kvindex.index.guard import Guard
 from kvindex.index.keys import Lora, Namespace, lora_tag, tagged_lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.native_answer import Directory, NativeContents
@@ -38,6 +38,7 @@ from kvindex.wire._native import Index as Core
 from kvindex.wire.decode import bounded, check_blocks, decode_uncommon
 from kvindex.wire.errors import InvariantError, SnapshotError, UnknownRankError
 from kvindex.wire.fingerprints import secret_words
+from kvindex.wire.forks import PARENTS, disown_in_children
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
@@ -70,6 +71,9 @@ def _decoded(payload: bytes | bytearray | memoryview) -> PackedBatch | EventBatc
     return decode_uncommon(payload) if packed is None else packed
 
 
+_PARENTS_CORES: list[Core] = []  # in a forked child: none is destroyed, for its lock may be held
+
+
 class Index(BaseIndex):
     """The index over the native core; see `BaseIndex`."""
 
@@ -89,7 +93,15 @@ class Index(BaseIndex):
         # there are. Dropped before `_ids` changes: a Ctrl-C in between leaves none that is wrong.
         self._made: Directory | None = None
         self._encoded_ids: tuple[Mapping[Rank, int], dict[bytes, int]] = ({}, {})
-        self._guard = Guard(self._core)  # of `_ids` and `_made`, while they are changed
+        # Of `_ids` and `_made`, while they are changed. A Ctrl-C at any moment releases it; it does
+        # not keep out signal handlers and finalizers, which run in the middle of any call.
+        self._lock = threading.RLock()
+        disown_in_children(self, Index._disown)
+
+    def _disown(self) -> None:
+        """In a forked child: another thread of the parent may hold the core's lock."""
+        _PARENTS_CORES.append(self._core)
+        self._core = self._core_apply = self._lock = PARENTS
 
     # Ranks -----------------------------------------------------------------------------------
 
@@ -101,13 +113,13 @@ class Index(BaseIndex):
         self._add(rank)
 
     def remove(self, rank: Rank) -> None:
-        with self._guard.lock:
+        with self._lock:
             if rank in self._ids:
                 self._made = None
                 self._core.remove(self._ids.pop(rank))
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
-        with self._guard.lock:
+        with self._lock:
             ids = dict(self._ids)
             moved = {new: ids.pop(old) for old, new in names.items() if old in ids}
             replaced = [ids.pop(rank) for rank in moved if rank in ids]
@@ -236,7 +248,7 @@ class Index(BaseIndex):
 
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
         body = open_section(section, self._identity())
-        with self._guard.lock:
+        with self._lock:
             rank_id = self._ids.get(rank)
             restored = self._core.restore(rank_id, body)
             if isinstance(restored, str):
@@ -302,7 +314,7 @@ class Index(BaseIndex):
         if rank_id is not None:
             return rank_id
 
-        with self._guard.lock:
+        with self._lock:
             rank_id = self._ids.get(rank)
             if rank_id is None:
                 self._made = None
@@ -313,7 +325,7 @@ class Index(BaseIndex):
     def _directory(self) -> Directory:
         if (made := self._made) is not None:
             return made
-        with self._guard.lock:
+        with self._lock:
             made = self._made
             if made is None:
                 ids = dict(self._ids)

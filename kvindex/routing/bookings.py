@@ -17,6 +17,7 @@ from kvindex.routing.load import Load, LoadBoard
 from kvindex.routing.policies import Decision
 from kvindex.routing.predictions import Prediction, Predictions
 from kvindex.wire.errors import ConfigurationError, DuplicateBookingError, UnknownBookingError
+from kvindex.wire.forks import PARENTS
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_rank
 
@@ -261,6 +262,10 @@ class Bookings:
         ended = {str(stage): count for stage, count in self._ended.items()}
         counts = {"late": self._late, "cached_above_prompt": self.funnel.longer}
         return {"open": len(self._open), **ended, **counts}
+
+    def disown(self) -> None:
+        """In a forked child: another thread of the parent may hold the lock."""
+        self._lock = PARENTS
 
     def report(self, booking: Booking, change: Callable[..., None], *details: Any) -> None:
         """Call `change(booking, now, *details)` if the booking is open."""

@@ -27,7 +27,7 @@ from kvindex.routing.load import GAUGE_LIFE, Load, LoadBoard, LocalLoadBoard
 from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_policy
 from kvindex.routing.predictions import Predictions
 from kvindex.wire.errors import ConfigurationError
-from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.forks import PARENTS, disown_in_children
 from kvindex.wire.options import check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _BLOCK_SIZE = 16  # tokens, until some rank has stored a block
-_LOCKED_SECONDS = 5.0  # no call holds the lock for longer than its filters and policy take
 
 
 class Router:
@@ -81,7 +80,7 @@ class Router:
     Thread safety: any thread may call every method; one lock guards the load. No call waits for
     anything else, so asyncio code calls them directly. Signal handlers and finalizers must not use
     a router or its bookings. An interrupt (Ctrl-C) at any moment leaves no lock held and no booking
-    half made. A forked child has a router of its own, with the load as it was at the fork.
+    half made. In a forked child every call raises ClosedError.
 
     Examples:
         >>> from kvindex import BlockStored, EventBatch, Index
@@ -134,7 +133,7 @@ class Router:
         self._random = random.Random(seed).random
         self._block_size = _BLOCK_SIZE
         self._decisions = self._old_gauges = 0
-        prepare_forks(self, Router._prepare_fork)
+        disown_in_children(self, Router._disown)
 
     def select(self, token_ids: TokenIds, **options: Unpack[RequestOptions]) -> Decision:
         """Choose a rank for a request, and book nothing.
@@ -393,8 +392,10 @@ class Router:
         self._bookings.expire(now)
         return fleet, now
 
-    def _prepare_fork(self, fork: Fork) -> None:
-        fork.hold(self._lock, _LOCKED_SECONDS)
+    def _disown(self) -> None:
+        """In a forked child: another thread of the parent may hold the lock."""
+        self._lock = PARENTS
+        self._bookings.disown()
 
     def __repr__(self) -> str:
         ranks, bookings = len(self._fleet.ranks), len(self._bookings)

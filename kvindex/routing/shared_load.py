@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import threading
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvindex.routing.load_messages import MAX_BYTES
 from kvindex.routing.shared_board import FLUSH_SECONDS, WHOLE_SECONDS, SharedBoard
 from kvindex.wire.errors import NatsError
-from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.forks import FORKED, disown_in_children
 from kvindex.wire.log_rate import LogRate
 from kvindex.wire.nats import (
     NatsPool,
@@ -37,7 +37,6 @@ _RETRY_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 2.0  # for a server that no longer answers
 _PENDING_MESSAGES: Final = 16_384  # that wait to be read
 _PENDING_BYTES: Final = 16 << 20
-_LOCKED_SECONDS: Final = 5.0
 
 
 class SharedLoad(SharedBoard):
@@ -54,7 +53,7 @@ class SharedLoad(SharedBoard):
     more.
 
     Without a server, a gateway goes on with its own bookings, and connects when there is one;
-    `statistics` says so. It does the same in a forked child, which has no connection.
+    `statistics` says so. A forked child makes a router and a board of its own.
 
     Messages have names of ranks and numbers; no prompts, so `key_file` does not seal them. Whoever
     may publish on the pool's load subject can feign load: give that right to gateways only.
@@ -83,7 +82,7 @@ class SharedLoad(SharedBoard):
         # The thread has no reference that lasts, so a board that is dropped ends it.
         self._finalizer = weakref.finalize(self, link.thread.request_stop)
         self._finalizer.atexit = False
-        prepare_forks(self, SharedLoad._prepare_fork)
+        disown_in_children(self, SharedLoad._disown)
 
     def statistics(self) -> dict[str, Any]:
         """Return the state of sharing as JSON-ready values.
@@ -110,18 +109,11 @@ class SharedLoad(SharedBoard):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _prepare_fork(self, fork: Fork) -> None:
-        fork.do_in_child(self._disown)
-        fork.hold(self._lock, _LOCKED_SECONDS)  # so that no message is half counted
-
     def _disown(self) -> None:
-        """In a forked child, which lacks the thread: go on alone."""
+        """In a forked child, which lacks the thread."""
         self._finalizer.detach()
-        self.drop_others()
-        self._link.end(
-            f"this board is that of process {os.getppid()}, from which this one was forked: make "
-            "one in this process"
-        )
+        self._lock = threading.RLock()  # another thread of the parent may hold the old one
+        self._link.end(FORKED)
 
 
 class _Link:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from kvindex.subscribe.delivery import StreamItem
 from kvindex.subscribe.following import Following, LoopBell, checked_timeout
 from kvindex.subscribe.sequencer import RankBatch
-from kvindex.subscribe.subscriber import FORKED, StreamOptions, Subscriber
+from kvindex.subscribe.subscriber import StreamOptions, Subscriber
 from kvindex.subscribe.worker import Worker
 from kvindex.wire.errors import ClosedError, ConfigurationError
-from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.forks import FORKED, disown_in_children
 from kvindex.wire.options import check_options
 from kvindex.wire.rank import Rank
 
@@ -104,11 +104,8 @@ class _Waiting:
             self.closed = self.closed or reason
             self._notify()
 
-    def prepare_fork(self, fork: Fork) -> None:
+    def disown(self) -> None:
         """Close the stream in a forked child, whichever thread held the lock."""
-        fork.do_in_child(self._disown)
-
-    def _disown(self) -> None:
         self._make_lock()
         self.bell = None  # the parent's
         self.close(FORKED)
@@ -156,7 +153,7 @@ class EventStream(Following):
         if max_items < 1:
             raise ConfigurationError(f"max_items must be at least 1, not {max_items}")
         self._waiting = waiting = _Waiting(max_items)
-        prepare_forks(waiting, _Waiting.prepare_fork)
+        disown_in_children(waiting, _Waiting.disown)
         self.subscriber = Subscriber(
             workers,
             sink=waiting.put,

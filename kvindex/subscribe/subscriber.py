@@ -32,11 +32,10 @@ from kvindex.subscribe.subscriber_thread import SubscriberThread
 from kvindex.subscribe.worker import Worker, not_a_worker, workers_of
 from kvindex.wire import Fingerprints, decode_batch
 from kvindex.wire.errors import BusyError, ConfigurationError
-from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.forks import FORKED, disown_in_children
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
-FORKED = "this process was forked; connect in the child"
 _COMMAND_TIMEOUT = 30.0  # seconds that a call may wait for the thread, which a slow sink can hold
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
 
@@ -147,7 +146,7 @@ class Subscriber(Following):
         self.wake = self._thread.wake
         self._drop = weakref.finalize(self, _drop, self._thread, os.getpid())
         self._drop.atexit = False
-        prepare_forks(self, Subscriber._prepare_fork)
+        disown_in_children(self, Subscriber._disown)
         self._begin(workers, saved, resume)
 
     def _begin(
@@ -281,9 +280,8 @@ class Subscriber(Following):
         else:
             self._thread.commands.call(command, _COMMAND_TIMEOUT)
 
-    def _prepare_fork(self, fork: Fork) -> None:
-        thread = self._thread
-        fork.do_in_child(lambda: thread.disown(FORKED))
+    def _disown(self) -> None:
+        self._thread.disown(FORKED)
 
 
 def _drop(thread: SubscriberThread, pid: int) -> None:

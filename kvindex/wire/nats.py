@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import msgspec
 
 from kvindex.wire.errors import ConfigurationError, NatsError, how_to_install
-from kvindex.wire.forks import prepare_forks
+from kvindex.wire.forks import disown_in_children
 
 if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
@@ -398,7 +398,7 @@ class NatsThread:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._is_forked = False
-        prepare_forks(self, lambda self, fork: fork.do_in_child(self._disown))
+        disown_in_children(self, NatsThread._disown)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

@@ -371,13 +371,7 @@ void bind_index(nb::module_& module) {
       })
       .def("walk", &walk)
       .def("prefixes", &prefixes, "max_nodes"_a, "min_blocks"_a, "rows"_a, "only_rows"_a)
-      .def("check", &check)
-      .def("hold_for_fork", [](PyIndex& self) {
-        const GilReleased released;
-        self.index.hold_for_fork();
-        return true;
-      })
-      .def("end_fork", [](PyIndex& self, bool in_child) { self.index.end_fork(in_child); });
+      .def("check", &check);
   bind_entries(index);
   bind_snapshots(index);
 }

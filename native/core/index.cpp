@@ -53,16 +53,6 @@ std::shared_lock<RwLock> Index::together() const {
   return held;
 }
 
-void Index::end_fork(bool in_child) {
-  if (in_child) {
-    new (&lock_) RwLock();  // the old one is not destroyed: it may be held
-    new (&changed_) std::condition_variable_any();  // likewise: threads may wait for it
-    for (RankSlot& slot : slots_) slot.changing = false;  // it stays as far as it came
-  } else {
-    lock_.unlock_shared();
-  }
-}
-
 bool Index::is_changing(std::optional<RankId> rank) const {
   if (!rank) {
     return std::any_of(slots_.begin(), slots_.end(),

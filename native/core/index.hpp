@@ -132,11 +132,6 @@ class Index {
   // Assert every invariant. Throws InvariantError. O(everything).
   void check() const;
 
-  // Wait until nothing is half changed, and keep it so until this thread has forked.
-  void hold_for_fork() { lock_.hold_for_fork(); }
-  // The lock is given back, or made anew in a child: threads that it lacks may have held it.
-  void end_fork(bool in_child);
-
  private:
   static constexpr uint32_t kGone = 0xffffffffu;
 

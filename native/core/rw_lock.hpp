@@ -41,9 +41,6 @@ class RwLock {
   bool try_lock_shared() { return !writer_waits() && pthread_rwlock_tryrdlock(&lock_) == 0; }
   void unlock_shared() { pthread_rwlock_unlock(&lock_); }
 
-  // Wait for a writer that has the lock, and for none that waits, and then keep every writer out.
-  void hold_for_fork() { pthread_rwlock_rdlock(&lock_); }
-
   // Whether some writer has to wait for others.
   bool writer_waits() const { return waiting_.load(std::memory_order_relaxed) != 0; }
 

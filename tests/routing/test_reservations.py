@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 
 from kvindex import ConfigurationError, UnknownRankError
 from kvindex.routing import DuplicateBookingError, Load, Router, Stage, UnknownBookingError
-from tests.children import in_child
 from tests.routing.fleet import BLOCK, NOTHING, PROMPT, A, B, C, Clock, fleet, hold, router_of
 
 pytestmark = pytest.mark.unit
@@ -246,29 +243,3 @@ def test_the_prefill_rate_is_measured_on_first_tokens() -> None:
             clock.now += 0.2
             booking.first_token()
     assert router.statistics()["prefill_rate"] == pytest.approx(50_000, rel=0.05)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_child_that_is_forked_while_threads_book_routes_by_the_load_of_that_moment() -> None:
-    router = router_of("ab")
-    is_over = threading.Event()
-
-    def book() -> None:
-        while not is_over.is_set():
-            router.reserve(PROMPT).finish()
-
-    def check() -> bool:
-        before = [router.load(rank).open_requests for rank in (A, B)]
-        router.reserve(PROMPT)
-        after = [router.load(rank).open_requests for rank in (A, B)]
-        return sum(after) == sum(before) + 1
-
-    threads = [threading.Thread(target=book) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        assert [in_child(check) for _ in range(10)] == [0] * 10
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()

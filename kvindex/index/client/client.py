@@ -136,8 +136,8 @@ class Client(Answering):
             `engines()` are their last reports: URL, kind, version, models, first rank.
 
     A client that is dropped without `close` ends its thread, with a ResourceWarning. A forked child
-    of a process with a client must connect by itself: its inherited copy receives nothing. In that
-    copy every rank is closed at once, with the reason, and queries are answered as of the fork.
+    of a process with a client must connect by itself: its inherited copy receives nothing, and its
+    calls raise ClosedError.
 
     Thread safety: every method may be called from any thread.
     """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from kvindex.index.api import BaseIndex
 from kvindex.index.explaining import Holding
-from kvindex.index.guard import Guard
 from kvindex.index.keys import Lora, Namespace
 from kvindex.index.match import Match, PlainContents, Trusts
 from kvindex.index.questions import Question, check_block_size
@@ -22,6 +22,7 @@ from kvindex.wire import BlockRemoved, CacheSettings, EventBatch, decode_batch
 from kvindex.wire.backend import warn_of_fallback
 from kvindex.wire.errors import InvariantError, UnknownRankError
 from kvindex.wire.fields import copy_counts
+from kvindex.wire.forks import PARENTS, disown_in_children
 from kvindex.wire.rank import Rank
 
 _OF_ARGUMENTS = (UnknownRankError, TypeError, ValueError, OverflowError)
@@ -33,17 +34,13 @@ class _Changes:
     A Ctrl-C in the middle leaves half of a change, from which no answer would be true.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self) -> None:
         self._cut_short = ""
 
     def check(self) -> None:
-        """Raise InvariantError once a change was cut short, here or in the process forked from."""
-        reason = self._cut_short
-        if self._guard.torn:
-            reason = "another thread was at it when this process was forked"
-        if reason:
-            raise InvariantError(f"the index is half changed: {reason}; make a new one")
+        """Raise InvariantError once a change was cut short."""
+        if self._cut_short:
+            raise InvariantError(f"the index is half changed: {self._cut_short}; make a new one")
 
     def __enter__(self) -> None:
         self.check()
@@ -65,8 +62,13 @@ class Index(BaseIndex):
         self._max_orphans = max_orphans
         self._ranks: dict[Rank, RankBlocks] = {}
         self._order: tuple[Rank, ...] = ()
-        self._guard = Guard()
-        self._changes = _Changes(self._guard)
+        self._lock = threading.RLock()
+        self._changes = _Changes()
+        disown_in_children(self, Index._disown)
+
+    def _disown(self) -> None:
+        """In a forked child: another thread of the parent may hold the lock."""
+        self._lock = PARENTS
 
     # Ranks -----------------------------------------------------------------------------------
 
@@ -75,17 +77,17 @@ class Index(BaseIndex):
         return self._order
 
     def add(self, rank: Rank) -> None:
-        with self._guard.lock, self._changes:
+        with self._lock, self._changes:
             self._rank(rank)
 
     def remove(self, rank: Rank) -> None:
-        with self._guard.lock, self._changes:
+        with self._lock, self._changes:
             if rank in self._ranks:
                 self._ranks.pop(rank).clear()
                 self._order = tuple(sorted(self._ranks))
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
-        with self._guard.lock, self._changes:
+        with self._lock, self._changes:
             moved = {new: self._ranks.pop(old) for old, new in names.items() if old in self._ranks}
             for rank in moved.keys() & self._ranks:
                 self._ranks.pop(rank).clear()
@@ -93,7 +95,7 @@ class Index(BaseIndex):
             self._order = tuple(sorted(self._ranks))
 
     def configure(self, rank: Rank, settings: CacheSettings) -> None:
-        with self._guard.lock, self._changes:
+        with self._lock, self._changes:
             self._rank(rank).groups.configure(settings)
 
     def __len__(self) -> int:
@@ -108,13 +110,13 @@ class Index(BaseIndex):
             for event in batch.events:
                 if isinstance(event, BlockRemoved):
                     copy_counts(event.remaining_copy_counts, len(event.block_hashes))
-        with self._guard.lock, self._changes:
+        with self._lock, self._changes:
             self._rank(rank).apply(batch)
 
     # Queries ---------------------------------------------------------------------------------
 
     def _answer(self, token_ids: TokenIds, question: Question, trust: Trusts | None) -> Match:
-        with self._guard.lock:
+        with self._lock:
             match, _ = self._find(token_ids, question, trust)
             if not match:
                 units = [blocks.groups.unit for blocks in self._wanted(question.ranks).values()]
@@ -133,7 +135,7 @@ class Index(BaseIndex):
         prompt = Prompt(token_ids, question.recomputed, text=self._stored_text)
         keys: dict[Namespace, PromptKeys] = {}
         matches, holdings = [], []
-        with self._guard.lock:
+        with self._lock:
             self._changes.check()
             wanted = self._wanted(question.ranks)
             for rank, blocks in wanted.items():
@@ -154,18 +156,18 @@ class Index(BaseIndex):
         return Match(PlainContents(matches, nothing), wanted.keys(), trust), holdings
 
     def _block_sizes(self, lora: Lora) -> Collection[int]:
-        with self._guard.lock:
+        with self._lock:
             spaces = [s for blocks in self._ranks.values() for s in blocks.blocks.namespaces()]
             return {space.block_size for space in spaces if space.lora == lora}
 
     def _stored_text(self) -> bool:
-        with self._guard.lock:
+        with self._lock:
             return any(blocks.counters["stored_text"] for blocks in self._ranks.values())
 
     # Insight ---------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        with self._guard.lock:
+        with self._lock:
             self._changes.check()
             ranks = {str(rank): _rank_statistics(self._ranks[rank]) for rank in self._order}
             unique = len({key for of in self._ranks.values() for key in of.blocks.block_keys()})
@@ -178,7 +180,7 @@ class Index(BaseIndex):
             }
 
     def check(self) -> None:
-        with self._guard.lock:
+        with self._lock:
             self._changes.check()
             for blocks in self._ranks.values():
                 blocks.blocks.check()
@@ -209,24 +211,24 @@ class Index(BaseIndex):
         return {rank: self._known(rank) for rank in (self._ranks if ranks is None else ranks)}
 
     def _view_size(self, rank: Rank) -> int:
-        with self._guard.lock:
+        with self._lock:
             return len(self._known(rank))
 
     def _view_clear(self, rank: Rank) -> None:
-        with self._guard.lock, self._changes:
+        with self._lock, self._changes:
             self._known(rank).clear()
 
     def _view_statistics(self, rank: Rank) -> dict[str, Any]:
-        with self._guard.lock:
+        with self._lock:
             return _rank_statistics(self._known(rank))
 
     def _view_origins(self, rank: Rank) -> tuple[list[Lora], list[tuple[Lora, bytes]]]:
-        with self._guard.lock:
+        with self._lock:
             blocks = self._known(rank)
             return largest_loras(blocks.blocks.by_lora()), list(blocks.salts)
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
-        with self._guard.lock:
+        with self._lock:
             return iter(list(self._known(rank).blocks.walk()))
 
 

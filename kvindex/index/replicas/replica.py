@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import time
 import weakref
-from functools import partial
 from typing import Any
 
 from kvindex.index import Index
 from kvindex.index.client.answering import Answering
-from kvindex.index.replicas.copy import Copy
 from kvindex.index.replicas.follower import Follower
 from kvindex.index.replicas.joining import FanOutOrigin, RefusedError
 from kvindex.index.replicas.meeting_point import check_platform
 from kvindex.shm.ring import check_native
-from kvindex.subscribe.status_board import StatusBoard
 from kvindex.wire.errors import ConfigurationError, QueueTimeoutError
-from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.forks import FORKED, disown_in_children
 
 _BUFFER_BYTES = 256 << 20
-_FORK_PATIENCE = 5.0  # seconds for which a fork waits for a message or a query under way
 
 
 def join(
@@ -96,9 +91,8 @@ class Replica(Answering):
     the reason, queries are answered from the last state, and the replica joins anew by itself. A
     new server's index replaces the old one when it is complete.
 
-    A forked child of a process with a replica must join by itself: its inherited copy receives
-    nothing. In that copy every rank is closed at once, with the reason, and queries are answered
-    as of the fork.
+    A forked child of a process with a replica must join by itself: in its inherited copy every rank
+    is closed, with the reason, and queries raise ClosedError.
 
     Thread safety: every method may be called from any thread.
     """
@@ -107,12 +101,12 @@ class Replica(Answering):
         self._follower = follower
         self._board = follower.board
         self._pid = os.getpid()
-        self._disowned = ""  # why it follows no server, if this is a forked child's
+        self._is_forked = False
         # It waits for nothing: the collector may run inside a lock that the thread is to take.
         weakref.finalize(self, _drop, follower, os.getpid()).atexit = False
         # Without `Leave` the server would count and log a death.
         follower.close_at_exit()
-        prepare_forks(self, Replica._prepare_fork)
+        disown_in_children(self, Replica._disown)
 
     @property
     def index(self) -> Index:
@@ -122,13 +116,10 @@ class Replica(Answering):
     @property
     def trouble(self) -> str:
         """Why it does not follow at present; "" while it does."""
-        return self._disowned or self._follower.trouble
+        return FORKED if self._is_forked else self._follower.trouble
 
     def _own_statistics(self) -> dict[str, Any]:
-        replica = self._follower.statistics()
-        if self._disowned:
-            replica.update(following=False, trouble=self._disowned)
-        return {"replica": replica}
+        return {"replica": self._follower.statistics()}
 
     def close(self) -> None:
         """Leave the server, and refuse further questions. Idempotent.
@@ -140,24 +131,10 @@ class Replica(Answering):
         if self._pid == os.getpid():  # a forked child has the parent's
             self._follower.close()
 
-    def _prepare_fork(self, fork: Fork) -> None:
-        """Wait until no message is half applied: a child lacks the applying thread."""
-        copy = self._follower.copy
-        fork.do_in_child(partial(self._disown, copy))
-        # Not for ever: a handler that forks may have come in a query that the message waits for.
-        fork.hold(copy.applying, _FORK_PATIENCE)
-
-    def _disown(self, copy: Copy) -> None:
-        """In a forked child: go on with a copy that is not updated, and a board that shows it."""
-        self._disowned = (
-            f"this replica is that of process {os.getppid()}, from which this one was forked: join "
-            "in this process"
-        )
-        self._follower.copy = copy
-        board = StatusBoard(time.monotonic, math.inf)  # another thread may have held the old one's
-        board.rename((), copy.names, copy.statuses.values())
-        board.end(self._disowned, shown=self._disowned)
-        self._board = board
+    def _disown(self) -> None:
+        """In a forked child, which lacks the thread that follows."""
+        self._is_forked = True
+        self._board.disown(FORKED)
 
 
 def _drop(follower: Follower, pid: int) -> None:

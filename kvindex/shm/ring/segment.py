@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvindex.wire.errors import ClosedError, SegmentError
+from kvindex.wire.forks import disown_in_children
 
 try:
     import fcntl
@@ -80,7 +81,7 @@ class Segment:
         self._finalizer = weakref.finalize(
             self, _end, self.memory, self._locks, name if maker else None, os.getpid()
         )
-        _watch_forks(self)
+        disown_in_children(self, Segment._disown)
 
     @classmethod
     def make(cls, size: int, header: bytes) -> Segment:
@@ -311,24 +312,3 @@ def _end(memory: mmap.mmap, locks: _Locks, made: str | None, pid: int) -> None:
     locks.close()
     with suppress(BufferError):  # a view is still in use: unmapped when that is dropped
         memory.close()
-
-
-# Forks -------------------------------------------------------------------------------------------
-# The one state of the process that this package keeps: which segments a forked child must let go.
-
-_open_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-_forks_watched = False
-
-
-def _watch_forks(segment: Segment) -> None:
-    global _forks_watched
-    if not _forks_watched:
-        _forks_watched = True
-        os.register_at_fork(after_in_child=_after_fork)
-    _open_segments.add(segment)
-
-
-def _after_fork() -> None:
-    for segment in list(_open_segments):
-        segment._disown()
-    _open_segments.clear()

@@ -20,14 +20,13 @@ from kvindex.subscribe.discovery.targets import Engine, Source, Target, check_na
 from kvindex.subscribe.discovery.tracker import Step, Tracker
 from kvindex.subscribe.following import wait_until
 from kvindex.wire.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
-from kvindex.wire.forks import Fork, prepare_forks
+from kvindex.wire.forks import FORKED, disown_in_children
 
 logger = logging.getLogger("kvindex.subscribe.discovery")
 
 _ASKERS = 32
 _LONGEST_PAUSE = 10.0  # seconds until a source that failed is called again
 _PATIENCE = 5.0  # seconds for which `close` waits for a thread
-_FORKED = "this process was forked; discover in the child"
 
 
 class DiscoveryOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +125,7 @@ class Discovery:
             threading.Thread(target=partial(self._watch, s), name="kvindex-source", daemon=True)
             for s in self.sources
         ] + [threading.Thread(target=self._run, name="kvindex-discovery", daemon=True)]
-        prepare_forks(self, Discovery._prepare_fork)
+        disown_in_children(self, Discovery._disown)
         for thread in self._threads:
             thread.start()
 
@@ -366,14 +365,11 @@ class Discovery:
 
     # Forks ------------------------------------------------------------------------------------
 
-    def _prepare_fork(self, fork: Fork) -> None:
-        fork.do_in_child(self._disown)
-
     def _disown(self) -> None:
         """In a forked child: its threads are the parent's."""
         self._changed, self._ended = threading.Condition(), threading.Event()
         self._inbox, self._threads, self.sources = SimpleQueue(), [], ()
-        self._reason = f"closed: {_FORKED}"
+        self._reason = f"closed: {FORKED}"
         self._ended.set()
 
 

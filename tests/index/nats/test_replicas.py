@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvindex import ClosedError, ConfigurationError, Rank, State
 from kvindex.index import nats, replicas
 from kvindex.wire.errors import QueueTimeoutError
 from kvindex.wire.nats import NatsPool, parse_pool
+from tests.children import in_child
 from tests.index.nats.hand_relay import HandRelay, RealLog, held
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
@@ -167,19 +167,13 @@ def test_what_cannot_work_is_refused_at_the_call(pool: NatsPool, tmp_path: Path)
 def test_a_forked_child_shows_that_it_does_not_follow(log: RealLog, stack: ExitStack) -> None:
     replica = joined(log, stack)
     assert_same(log, replica)
-    ours, theirs = Pipe()
-    with ours, theirs:
-        pid = os.fork()
-        if pid == 0:
-            theirs.send((replica.status(A).state, replica.trouble, held(replica.index)))
-            replica.close()
-            os._exit(0)
-        assert ours.poll(PATIENCE)
-        state, trouble, blocks = ours.recv()
-        os.waitpid(pid, 0)
-    assert state is State.CLOSED
-    assert "was forked" in trouble
-    assert blocks == held(log.relay.index)
+
+    def child() -> None:
+        assert replica.trusts()[A].state is State.CLOSED
+        assert "was forked" in replica.trouble
+        replica.close()
+
+    assert in_child(child) == 0
     assert_same(log, replica)
 
 

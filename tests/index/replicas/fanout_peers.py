@@ -6,11 +6,10 @@ import os
 import signal
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from kvindex import Client, ClosedError, Match, Rank, RankStatus, Worker
+from kvindex import Client, Match, Rank, RankStatus, Worker
 from kvindex.index.replicas import FanOut, Replica, join
 from kvindex.subscribe import State
 from kvindex.testing import FakeEngine, Workload
@@ -116,33 +115,6 @@ class FanOutEnd:
                 signal.pause()
             ours.recv()
         return pid
-
-    def ask_in_child(self, prompts: list[Any]) -> dict[str, Any]:
-        """Fork, and let the child ask at once; all that it is told."""
-        ours, theirs = Pipe()
-        with ours, theirs:
-            pid = os.fork()
-            if pid == 0:
-                theirs.send(self._told(prompts))
-                os._exit(0)
-            said: dict[str, Any] = ours.recv() if ours.poll(PATIENCE) else {}
-            os.waitpid(pid, 0 if said else os.WNOHANG)
-            return said
-
-    def _told(self, prompts: list[Any]) -> dict[str, Any]:
-        replica = self.replica
-        told = {
-            "answers": answers(replica, prompts),
-            "reasons": {rank: replica.status(rank).reason for rank in replica.ranks},
-            "replica": replica.statistics()["replica"],
-        }
-        for wait in (replica.wait_live, partial(replica.wait_for, lambda _: True, PATIENCE)):
-            try:
-                wait()
-            except ClosedError as error:
-                told.setdefault("errors", []).append(str(error))
-        replica.close()
-        return told
 
     def serve(self, path: str, workers: list[Worker], **options: Any) -> None:
         self.fanout = FanOut(workers, path, replay_policy=REPLAYS, probe_interval=0.3, **options)

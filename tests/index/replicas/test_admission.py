@@ -9,23 +9,20 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvindex import BACKEND, ConfigurationError
+from kvindex import BACKEND, ClosedError, ConfigurationError, State
 from kvindex.index.replicas import FanOut, Replica, join
 from kvindex.wire.errors import QueueTimeoutError
-from kvindex.wire.forks import prepare_forks
+from kvindex.wire.forks import FORKED
 from tests.children import in_child
 from tests.index.replicas.fanout_peers import (
     BEFORE,
     PROMPTS,
     Site,
-    answers,
-    assert_equal,
     fan_out,
 )
 from tests.live import PATIENCE, caught_up, until, worker_of
@@ -132,55 +129,25 @@ def test_the_other_kind_of_index_is_refused_with_what_to_do(site: Site) -> None:
 # Forked children ---------------------------------------------------------------------------------
 
 
-def test_a_replica_from_before_a_fork_says_in_the_child_at_once_that_it_is_the_parents(
+def test_a_replica_from_before_a_fork_refuses_in_the_child_and_follows_in_the_parent(
     site: Site,
 ) -> None:
     a = site.engine()
     a.run(BEFORE)
     client = site.serve(worker_of(a)).client
     caught_up(client, a)
-    (peer,) = site.peers(1)
-    assert_equal(client, peer)
-    report = peer.call("ask_in_child", PROMPTS)
-    (reason,) = report["reasons"].values()
-    assert "join in this process" in reason
-    assert report["errors"] == [reason, reason]
-    counts = report["replica"]
-    assert (counts["following"], counts["trouble"], counts["backlog"]) == (False, reason, 0)
-    # The state at the fork, with the trust that it deserves.
-    assert report["answers"] == [
-        {a.rank: (*answer[a.rank][:3], "closed", *answer[a.rank][4:])}
-        for answer in answers(client, PROMPTS)
-    ]
-    assert_equal(client, peer)  # the parent's is as it was
-    assert peer.call("statistics")["replica"]["joins"] == 1
-
-
-class Begun:
-    """Is notified when a fork has begun."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        prepare_forks(self, lambda begun, _: begun.begun.set())
-
-
-def test_a_child_can_ask_though_another_thread_was_asking_at_the_fork(site: Site) -> None:
-    fork, within = Begun(), threading.Event()  # notified before the replica, which comes later
-
-    def slow_keys() -> Iterator[None]:
-        within.set()
-        assert fork.begun.wait(PATIENCE)
-        yield None
-
-    a = site.engine()
-    a.run(BEFORE)
-    caught_up(site.serve(worker_of(a)).client, a)
     replica: Replica = site.join()
-    asking = Running(lambda: replica.match(PROMPTS[0], extra_keys=slow_keys()))  # type: ignore[arg-type]
-    assert within.wait(PATIENCE)
-    assert in_child(lambda: replica.match(PROMPTS[0])) == 0
-    assert asking.finish() is None
+
+    def child() -> None:
+        assert replica.trusts()[a.rank].state is State.CLOSED
+        assert replica.trouble == FORKED
+        with pytest.raises(ClosedError, match=FORKED):
+            replica.match(PROMPTS[0])
+        replica.close()
+
+    assert in_child(child) == 0
     assert replica.match(PROMPTS[0])
+    assert replica.statistics()["replica"]["joins"] == 1
 
 
 def test_a_forked_child_is_no_server_and_keeps_no_place(site: Site) -> None:
