@@ -55,7 +55,7 @@ class SharedLoad(SharedBoard):
     Without a server, a gateway goes on with its own bookings, and connects when there is one;
     `statistics` says so. A forked child makes a router and a board of its own.
 
-    Messages have names of ranks and numbers; no prompts, so `key_file` does not seal them. Whoever
+    Messages have names of ranks and numbers, no prompts. Whoever
     may publish on the pool's load subject can feign load: give that right to gateways only.
 
     Args:

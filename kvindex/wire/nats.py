@@ -57,8 +57,6 @@ class NatsOptions(TypedDict, total=False):
             settings (nats-server 2.10.4): with the other order nats-py would go on in plain text
             if the server, or somebody in between, offers no TLS.
         tls_cert_file, tls_key_file: this client's certificate and its key.
-        key_file: a file with 32 random bytes. Bodies and snapshots in NATS are sealed with it
-            (AES-256-GCM), so that NATS and who operates it read neither.
     """
 
     user: str
@@ -69,7 +67,6 @@ class NatsOptions(TypedDict, total=False):
     tls_ca_file: str
     tls_cert_file: str
     tls_key_file: str
-    key_file: str
 
 
 class NatsPool(msgspec.Struct, frozen=True):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvindex.index.nats.fan_out import FanOut
 from kvindex.index.nats.following import LogOrigin
 from kvindex.index.nats.relay import Relay
 from kvindex.index.replicas.follower import Follower
@@ -29,7 +28,7 @@ from kvindex.wire.nats import NatsOptions, parse_pool, require_nats
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-__all__ = ["FanOut", "NatsError", "QueueTimeoutError", "Relay", "Replica", "follow", "join"]
+__all__ = ["NatsError", "QueueTimeoutError", "Relay", "Replica", "follow", "join"]
 
 
 def join(

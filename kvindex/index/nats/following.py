@@ -31,7 +31,6 @@ from kvindex.index.nats.connecting import (
 )
 from kvindex.index.nats.log import Head, LogMessage, LogReader, NoStreamError, UnansweredError
 from kvindex.index.nats.pool_snapshots import SnapshotContents, position_and_epoch
-from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.copy import Copy
 from kvindex.index.replicas.messages import ReceivedMessage, decode_message
 from kvindex.subscribe import RankStatus
@@ -110,7 +109,6 @@ class LogOrigin:
         self.stale_after = stale_after
         self.connect = connect
         self.clock = clock
-        self.seal = Seal(pool.options.get("key_file"))
         self.log_rate = LogRate(clock)
         self.resubscribed = 0
         self.refused: Counter[str] = Counter()  # snapshots, by reason
@@ -284,7 +282,7 @@ class LogMembership:
                     why = self._refuse(name, "download", error)
                 except (SnapshotError, DecodeError) as error:
                     refused.add(name)
-                    word = error.reason if isinstance(error, SnapshotError) else "key"
+                    word = error.reason if isinstance(error, SnapshotError) else "content"
                     why = self._refuse(name, word, error)
             trouble = f"no snapshot of the epoch {head.epoch} that can be used{why}"
             if self._origin.clock() >= until:
@@ -296,15 +294,13 @@ class LogMembership:
     def _refuse(self, name: str, word: str, error: Exception) -> str:
         self._origin.refused[word] += 1
         why = f"; {name} is refused: {error}"
-        if word == "format" and self._origin.seal.is_open:
-            why += "; if the relay has a key_file, it is needed here, too"
         if self._origin.log_rate.allows(word):
             logger.warning("%s: %s", self._origin.pool, why[2:])
         return why
 
     def _restore(self, name: str, data: bytes) -> None:
         """Restore a snapshot, and read the log from its position on."""
-        contents = SnapshotContents(self._origin.seal.unseal(data, name), name)
+        contents = SnapshotContents(data, name)
         head = contents.head
         copy = Copy(contents.seed, head.max_blocks_per_rank)
         copy.begin(head.begin)
@@ -346,8 +342,7 @@ class LogMembership:
         self.backlog = message.pending
         if not message.body:  # only the begin of an epoch is empty, before every snapshot of it
             raise DecodeError(f"message {message.seq} of {message.epoch} is empty: foreign", size=0)
-        place = f"{message.epoch}/{message.seq}"
-        self._waiting.extend(self._bodies.split(self._origin.seal.unseal(message.body, place)))
+        self._waiting.extend(self._bodies.split(message.body))
 
     async def _next(self, timeout: float) -> LogMessage:
         """Return the next message that is delivered."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -17,42 +17,6 @@ from kvindex.wire.nats import NatsOptions, NatsPool, open_connection, parse_pool
 if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
     from typing_extensions import Unpack
-
-
-class _Peer(msgspec.Struct):
-    name: str = ""
-    current: bool = False
-    offline: bool = False
-    lag: int = 0
-
-
-class _Cluster(msgspec.Struct):
-    leader: str = ""
-    replicas: list[_Peer] = []
-
-
-class _State(msgspec.Struct):
-    messages: int = 0
-    bytes: int = 0
-    first_seq: int = 0
-    last_seq: int = 0
-    last_ts: datetime | None = None
-    consumer_count: int = 0
-
-
-class _Config(msgspec.Struct):
-    num_replicas: int = 1
-    storage: str = ""
-    max_bytes: int = -1
-
-
-class _Info(msgspec.Struct):
-    """What nats-server answers about a stream; nats-py leaves out its times."""
-
-    config: _Config = msgspec.field(default_factory=_Config)
-    state: _State = msgspec.field(default_factory=_State)
-    cluster: _Cluster = msgspec.field(default_factory=_Cluster)
-    ts: datetime | None = None
 
 
 def pool_report(
@@ -76,7 +40,11 @@ def pool_report(
         ConfigurationError: it is no such URL, or options cannot be used.
         NatsError: NATS does not answer, or there is no such pool.
     """
-    return asyncio.run(_report(parse_pool(url, pool, options), timeout))
+    parsed = parse_pool(url, pool, options)
+    try:
+        return asyncio.run(_report(parsed, timeout))
+    except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
+        raise NatsError(f"{parsed}: what it answers about the stream cannot be read") from error
 
 
 async def _report(pool: NatsPool, timeout: float) -> dict[str, Any]:
@@ -87,39 +55,47 @@ async def _report(pool: NatsPool, timeout: float) -> dict[str, Any]:
         except NoStreamError:
             raise NatsError(f"there is no pool at {pool}: no relay has written to it") from None
         info = await _info(client, pool, timeout)
-        snapshots = await _snapshots(PoolSnapshots(client, pool), info.state.last_seq)
+        snapshots = await _snapshots(PoolSnapshots(client, pool), int(info["state"]["last_seq"]))
     finally:
         await client.close()
-    state, config, cluster = info.state, info.config, info.cluster
+    state, config, cluster = info["state"], info["config"], info.get("cluster") or {}
     age = None
-    if info.ts is not None and state.last_ts is not None and state.last_seq:
-        age = (info.ts - state.last_ts).total_seconds()
+    if state["last_seq"]:  # nats-py leaves out the times
+        now, last = (msgspec.convert(of, datetime) for of in (info["ts"], state["last_ts"]))
+        age = (now - last).total_seconds()
+    peers = cluster.get("replicas") or ()
     return {
         "pool": pool.name,
         "epoch": head.epoch,
         "is_written": age is not None and age < SILENCE,
         "age": age,
-        "head": state.last_seq,
-        "first": state.first_seq,
-        "messages": state.messages,
-        "bytes": state.bytes,
-        "consumers": state.consumer_count,
-        "replicas": config.num_replicas,
-        "storage": config.storage,
-        "max_bytes": config.max_bytes,
-        "leader": cluster.leader,
-        "peers": [msgspec.structs.asdict(peer) for peer in cluster.replicas],
+        "head": state["last_seq"],
+        "first": state["first_seq"],
+        "messages": state["messages"],
+        "bytes": state["bytes"],
+        "consumers": state["consumer_count"],
+        "replicas": config["num_replicas"],
+        "storage": config["storage"],
+        "max_bytes": config["max_bytes"],
+        "leader": cluster.get("leader", ""),
+        "peers": [
+            {
+                "name": peer.get("name", ""),
+                "current": peer.get("current", False),
+                "offline": peer.get("offline", False),
+                "lag": peer.get("lag", 0),
+            }
+            for peer in peers
+        ],
         "snapshots": snapshots,
     }
 
 
-async def _info(client: NatsClient, pool: NatsPool, timeout: float) -> _Info:
+async def _info(client: NatsClient, pool: NatsPool, timeout: float) -> dict[str, Any]:
+    """Return what nats-server answers about the stream."""
     call = client.request(f"$JS.API.STREAM.INFO.{pool.stream}", b"", timeout=timeout)
     answer = await ask(pool, call)
-    try:
-        return msgspec.json.decode(answer.data, type=_Info)
-    except UNREADABLE as error:
-        raise NatsError(f"{pool}: what it answers about the stream cannot be read") from error
+    return cast("dict[str, Any]", msgspec.json.decode(answer.data, type=dict))
 
 
 async def _snapshots(store: PoolSnapshots, head: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A pool's snapshots: how they are written down, and the object store that keeps them.
 
-An object is named by its position and its epoch. After it was unsealed it is
+An object is named by its position and its epoch. It is
 
 ```
  length of the head (u32, big-endian), head (msgpack of `SnapshotHead`)
@@ -137,7 +137,7 @@ class SnapshotContents:
     """Iterates over the ranks of a snapshot, one section in memory at a time beside its bytes.
 
     Args:
-        data: the object, unsealed.
+        data: the object.
         name: of the object, which its head must agree with.
 
     Attributes:

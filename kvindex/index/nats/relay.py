@@ -7,7 +7,6 @@ import atexit
 import logging
 import os
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,10 +18,10 @@ from kvindex.index.nats.log import Log, StreamSettings, ask_again
 from kvindex.index.nats.log_queue import LogQueue
 from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, SnapshotContents
-from kvindex.index.nats.sealing import Seal
 from kvindex.index.nats.snapshot_keeping import SnapshotKeeper
 from kvindex.index.nats.writing import Writing
 from kvindex.index.replicas.outflow import StreamTap
+from kvindex.index.replicas.serving import Serving
 from kvindex.index.replicas.snapshot import Snapshots
 from kvindex.index.snapshot import Snapshot, SnapshotRecord, require_native
 from kvindex.subscribe.discovery import Engines
@@ -61,7 +60,7 @@ class RelayOptions(ClientOptions, NatsOptions, total=False):
     """The further options of a relay: those of a client, and of a connection to NATS."""
 
 
-class Relay:
+class Relay(Serving):
     """Subscribes to engines, and writes what they send to NATS for replicas on any host.
 
     Any number of relays may serve a pool: one writes, the others stand by with the same engines.
@@ -105,6 +104,7 @@ class Relay:
         snapshot_every: int | None = None,
         **options: Unpack[RelayOptions],
     ) -> None:
+        super().__init__()
         require_native()
         require_nats()
         secured, rest = _split_options(options)
@@ -113,23 +113,18 @@ class Relay:
         self._every = max_bytes // 4 if snapshot_every is None else snapshot_every
         if self._every <= 0:
             raise ConfigurationError(f"snapshot_every must be above 0, not {snapshot_every!r}")
-        self._seal = Seal(secured.get("key_file"))
-        if store == "file" and self._seal.is_open:
+        if store == "file":
             logger.warning(
-                "%s: the stream stores prompts' tokens in files (store=file): give key_file to "
-                "seal them, or let nats-server encrypt its files",
+                "%s: the stream stores prompts' tokens in files (store=file): let nats-server "
+                "encrypt its files",
                 self.pool,
             )
         self._name = _own_name(name)
-        self._pid = os.getpid()
-        self._ended = threading.Event()
-        self._closing = False
-        self._failure: str | None = None
         self._trouble = ""  # with the connection
         self._refused: Counter[str] = Counter()  # snapshots that could not be continued from
         self._writer = LogWriter(self._name)
         self._queue = LogQueue(self._wake)
-        self._tap = StreamTap(self._queue, self._note_end, patience=_PATIENCE)
+        self._tap = StreamTap(self._queue, self._ended.set, patience=_PATIENCE)
         self._log: Log | None = None
         self._writing: Writing | None = None
         self._keeper: SnapshotKeeper | None = None
@@ -148,25 +143,6 @@ class Relay:
             raise
         self._thread.call_soon(self._client_made.set)
         atexit.register(self.close)
-
-    @property
-    def failure(self) -> str | None:
-        """Why nothing is written any more, or None; a relay that stands by has not failed."""
-        return self._failure or self._tap.failure
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is closed; return whether it was in time.
-
-        Args:
-            timeout: longest wait, in seconds.
-
-        Raises:
-            ClosedError: it ended by itself; the message says why.
-        """
-        ended = self._ended.wait(timeout)
-        if ended and not self._closing:
-            raise ClosedError(self.failure or "the subscriber's thread has ended")
-        return ended
 
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain JSON-ready values; those of the client are its own.
@@ -209,18 +185,9 @@ class Relay:
         """Return `statistics()` and those of the client in one."""
         return {**self.statistics(), **self.client.statistics()}
 
-    def close(self) -> None:
-        """Stop writing and subscribing; another relay takes over after 3 s. Idempotent.
-
-        Done by itself when the process ends; a process that is killed does not.
-        """
-        if self._pid != os.getpid():
-            return  # it is the parent's
-        self._closing = True
-        self._thread.close()
+    def _close_parts(self) -> None:
+        self._thread.close()  # another relay takes over after 3 s
         self.client.close()
-        self._ended.set()
-        atexit.unregister(self.close)
 
     # On the thread of the connection ----------------------------------------------------------
 
@@ -274,7 +241,7 @@ class Relay:
         for name in (await ask_again(store.newest))[:_TRIED]:
             try:
                 data = await ask_again(partial(store.get, name))
-                return await _in_thread(partial(_read, self._seal, data, name))
+                return await _in_thread(partial(_read, data, name))
             except (NatsError, DecodeError, SnapshotError) as error:
                 self._refused[getattr(error, "reason", type(error).__name__)] += 1
                 logger.warning("%s: not continued from %s: %s", self.pool, name, error)
@@ -285,14 +252,13 @@ class Relay:
         snapshots = Snapshots(self.client, self._tap)
         index = self.client.index
         self._keeper = SnapshotKeeper(
-            log, self._settings, self._writer, store, snapshots, index, self._seal, self._every
+            log, self._settings, self._writer, store, snapshots, index, self._every
         )
         self._writing = Writing(
             log,
             self._settings,
             self._writer,
             self._queue,
-            self._seal,
             on_begin=self._begin_epoch,
             on_end=self._end_epoch,
             on_append=self._keeper.note_append,
@@ -330,18 +296,11 @@ class Relay:
         self._queue.attach()
         self._tap.attend()
 
-    def _stopped(self) -> None:
-        self._tap.stop()
-        self._note_end()
-
     # On any thread ----------------------------------------------------------------------------
 
     def _wake(self) -> None:
         if self._writing is not None:
             self._thread.call_soon(self._writing.wake)
-
-    def _note_end(self) -> None:
-        self._ended.set()
 
     def _fail(self, error: BaseException) -> None:
         if self._opened.done() and self._opened.exception() is error:
@@ -350,12 +309,6 @@ class Relay:
         logger.error("%s: the relay failed and ends", self.pool, exc_info=error)
         self._queue.detach()
         self._ended.set()
-
-    def __enter__(self) -> Relay:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Relay to {self.pool}, {self._writer.state}, of {self.client!r}>"
@@ -387,8 +340,8 @@ def _own_name(name: str | None) -> str:
     return f"{name or 'relay'}{os.urandom(6).hex()}"
 
 
-def _read(seal: Seal, data: bytes, name: str) -> Snapshot:
-    contents = SnapshotContents(seal.unseal(data, name), name)
+def _read(data: bytes, name: str) -> Snapshot:
+    contents = SnapshotContents(data, name)
     return Snapshot(
         contents.seed,
         tuple(SnapshotRecord(part.rank, part.section, part.cursor) for part in contents),

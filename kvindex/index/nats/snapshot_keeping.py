@@ -15,7 +15,6 @@ from kvindex.index import Index
 from kvindex.index.nats.log import Log, NoStreamError, StreamSettings
 from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import Note, PoolSnapshots, encode_snapshot, name_of
-from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.snapshot import Part, Snapshots
 from kvindex.wire.errors import ClosedError, NatsError
 from kvindex.wire.log_rate import LogRate
@@ -49,7 +48,6 @@ class SnapshotKeeper:
         store: for them.
         snapshots: makes them.
         index: of the client.
-        seal: of the pool.
         every: bytes appended after which there is another snapshot.
 
     Attributes:
@@ -68,7 +66,6 @@ class SnapshotKeeper:
         store: PoolSnapshots,
         snapshots: Snapshots,
         index: Index,
-        seal: Seal,
         every: int,
     ) -> None:
         self.newest: StoredSnapshot | None = None
@@ -80,7 +77,6 @@ class SnapshotKeeper:
         self._store = store
         self._snapshots = snapshots
         self._index = index
-        self._seal = seal
         self._every = every
         self._appended = 0  # bytes, since the newest snapshot was begun
         self._is_due = asyncio.Event()
@@ -154,7 +150,7 @@ class SnapshotKeeper:
         await self._store.keep(_KEPT)
 
     async def _encoded(self, name: str, epoch: str, position: int) -> bytes:
-        """Return a sealed snapshot; another thread makes it, which ends before this does."""
+        """Return a snapshot; another thread makes it, which ends before this does."""
         is_over = threading.Event()
 
         def parts() -> Iterator[Part]:
@@ -165,7 +161,7 @@ class SnapshotKeeper:
                     yield part
 
         def encode() -> bytes:
-            return self._seal.seal(encode_snapshot(parts(), self._index, epoch, position), name)
+            return encode_snapshot(parts(), self._index, epoch, position)
 
         work = asyncio.get_running_loop().run_in_executor(None, encode)
         try:

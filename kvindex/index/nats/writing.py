@@ -25,7 +25,6 @@ from kvindex.index.nats.log_writer import (
     Step,
     WriterState,
 )
-from kvindex.index.nats.sealing import SEAL_BYTES, Seal
 from kvindex.wire.errors import BusyError, ConfigurationError, NatsError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,6 @@ class Writing:
         settings: of its stream, if it is to be made.
         writer: decides.
         queue: what to append.
-        seal: of the pool.
         on_begin: awaited when an epoch has begun: it attaches the queue.
         on_end: awaited when it has ended: it detaches the queue.
         on_append: called with the bytes of each body that was appended.
@@ -58,7 +56,6 @@ class Writing:
         settings: StreamSettings,
         writer: LogWriter,
         queue: LogQueue,
-        seal: Seal,
         *,
         on_begin: Callable[[], Awaitable[None]],
         on_end: Callable[[], Awaitable[None]],
@@ -70,7 +67,6 @@ class Writing:
         self._settings = settings
         self._writer = writer
         self._queue = queue
-        self._seal = seal
         self._on_begin, self._on_end, self._on_append = on_begin, on_end, on_append
         self._bell = asyncio.Event()
         self._epoch = ""  # that the queue is attached for
@@ -131,7 +127,7 @@ class Writing:
 
     async def _take_turn(self) -> None:
         """Write what waits in the queue, or wait until there is something."""
-        limit = min(_BODY_BYTES, self._log.max_body_bytes) - SEAL_BYTES
+        limit = min(_BODY_BYTES, self._log.max_body_bytes)
         wait = self._next_turn - time.monotonic()
         if wait > 0 and self._queue.waiting_bytes < limit:
             await asyncio.sleep(wait)
@@ -139,8 +135,7 @@ class Writing:
         body = self._queue.take(limit)
         if body:
             self._next_turn = time.monotonic() + _TURN
-            place = f"{self._writer.epoch}/{self._writer.position + 1}"
-            self._writer.write(self._seal.seal(body, place))
+            self._writer.write(body)
         else:
             await self._bell.wait()
 

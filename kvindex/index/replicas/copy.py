@@ -20,8 +20,7 @@ Renaming in between would move positions from name to name: the server then begi
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from kvindex.index import Index, read_batch
 from kvindex.index.client.feeding import follow_item
@@ -110,8 +109,6 @@ class Copy:
         self.catchup = Catchup()
         self.applied = 0  # batches
         self.sent_at = 0.0  # when the last message was sent, by the monotonic clock
-        self.applying = threading.Lock()  # held while a message is applied, and handed on
-        self.hand_on: Callable[[Iterable[Entry]], None] | None = None  # called with what is applied
         self.to_local: Callable[[RankStatus], RankStatus] | None = None  # by this machine's clock
 
     def begin(self, number: int) -> None:
@@ -132,20 +129,16 @@ class Copy:
 
     def apply(self, message: ReceivedMessage) -> None:
         """Apply the next message; DecodeError or SnapshotError if that is impossible."""
-        with self.applying:
-            due = self._due(message)
-            for entry in due:
-                self._apply(entry)
-            self.sent_at = message.sent_at
-            if self.hand_on is not None:
-                self.hand_on(due)
+        for entry in self._due(message):
+            self._apply(entry)
+        self.sent_at = message.sent_at
 
     def _due(self, message: ReceivedMessage) -> list[Entry]:
         """Return what is left to apply of a message, once native code has applied what it can."""
         number, encoded = message.number, memoryview(message.entries)
         is_whole = self.catchup.follow(number)
         applied = None
-        if is_whole and self.hand_on is None and self.index.backend == "native":
+        if is_whole and self.index.backend == "native":
             applied = self.index.apply_entries(encoded)
         if applied is None:
             entries = decode_entries(encoded)

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,8 +19,7 @@ import msgspec
 
 from kvindex.index.replicas.copy import Copy
 from kvindex.index.replicas.joining import Membership, Origin, RefusedError
-from kvindex.index.replicas.messages import StatusChanged
-from kvindex.subscribe import RankStatus, State
+from kvindex.subscribe import State
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.wire.errors import (
     ClosedError,
@@ -51,19 +49,11 @@ class Follower:
     Args:
         origin: where copies come from.
         stale_after: seconds without a message after which ranks are stale.
-        on_copy: called on its thread, with this, when the copy is another one.
-        on_end: called on its thread, as that ends, with the reason.
 
     Thread safety: `close`, `request_stop` and `statistics` from any thread; the rest is its own.
     """
 
-    def __init__(
-        self,
-        origin: Origin,
-        stale_after: float,
-        on_copy: Callable[[Follower], None] = lambda follower: None,
-        on_end: Callable[[str], None] = lambda reason: None,
-    ) -> None:
+    def __init__(self, origin: Origin, stale_after: float) -> None:
         self.origin = origin
         self.copy = Copy()  # replaced as a whole when another one is complete
         shown_name = origin.name.replace("{", "{{").replace("}", "}}")  # the board formats it
@@ -78,8 +68,6 @@ class Follower:
         self._end_reason = "the replica was closed"
         self._lost = ""  # why it follows no longer; also shown while it cannot join again
         self._stale_after = stale_after
-        self._on_copy = on_copy
-        self._on_end = on_end
         # Not waited for, which would take its lock: the collector may run in there, and set it.
         self._stop = threading.Event()
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -152,7 +140,6 @@ class Follower:
             self.trouble = reason
             self.board.end(reason)
             self.joined.set()
-            self._on_end(reason)
             atexit.unregister(self._at_exit)
 
     def _live_once(self) -> None:
@@ -188,7 +175,6 @@ class Follower:
         self.trouble = self._lost = ""
         self.copy.changed.update(self.copy.statuses)
         self._show()
-        self._on_copy(self)
         self.joined.set()
         logger.info("joined %s: %d ranks", self.origin.name, len(self.copy.statuses))
 
@@ -206,7 +192,6 @@ class Follower:
             if self.trouble:  # it was silent, and is not any more
                 self.trouble = ""
                 self.copy.changed.update(self.copy.statuses)
-                self._hand_on(self.copy.statuses.values())
             self._show()
 
     def _show(self) -> None:
@@ -256,14 +241,6 @@ class Follower:
             for status in self.copy.statuses.values()
         ]
         self.board.show(stale)
-        self._hand_on(stale)
-
-    def _hand_on(self, statuses: Iterable[RankStatus]) -> None:
-        """Show statuses that are not in a message to those who are fed from this copy."""
-        copy = self.copy
-        with copy.applying:
-            if copy.hand_on is not None:
-                copy.hand_on([StatusChanged(status) for status in statuses])
 
 
 def _close(follower: weakref.ref[Follower], pid: int) -> None:

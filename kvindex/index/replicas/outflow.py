@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -274,17 +274,6 @@ class StreamTap:
         if self._attended:
             for status in statuses:
                 self._add(StatusChanged(status))
-            self._send()
-
-    def hand_on(self, entries: Iterable[Entry]) -> None:
-        """Receive a message's entries, in place of all of the above, and send them."""
-        for entry in entries:
-            if not isinstance(entry, BatchApplied):
-                follow_names(self.names, entry)
-                self.renames += isinstance(entry, RanksRenamed)
-            if self._attended:
-                self._add(entry)
-        if self._attended:
             self._send()
 
     def stop(self) -> None:

@@ -3,132 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
-import threading
-from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from kvindex.index.client import Client, ClientOptions
-from kvindex.index.client.answering import Answering
 from kvindex.index.replicas.meeting_point import Listener
 from kvindex.index.replicas.outflow import Outflow, StreamTap
 from kvindex.index.replicas.reception import Reception
+from kvindex.index.replicas.serving import Serving
 from kvindex.index.snapshot import require_native
 from kvindex.subscribe.discovery import Engines
-from kvindex.wire.errors import ClosedError, ConfigurationError
+from kvindex.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it
-    from typing_extensions import Self, Unpack
-
-logger = logging.getLogger(__name__)
+    from typing_extensions import Unpack
 
 
-class BaseFanOut(ABC):
-    """The fan-outs' common part: replicas of one index, whatever fills that.
-
-    Thread safety: every method may be called from any thread.
-    """
-
-    path: str
-    _reception: Reception | None = None
-    _outflow: Outflow | None = None
-    _tap: StreamTap | None = None
-
-    def __init__(self, path: str | os.PathLike[str], patience: float) -> None:
-        if not 0 < patience < math.inf:
-            raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
-        require_native()
-        self.path = os.fspath(path)
-        self._pid = os.getpid()
-        self._ended = threading.Event()
-        self._closing = False
-        self._failure: str | None = None
-
-    @property
-    @abstractmethod
-    def source(self) -> Answering:
-        """Answers from the index that replicas are made of; it can be asked as well."""
-
-    @property
-    def failure(self) -> str | None:
-        """Why replicas are not served any more, or None."""
-        return self._failure or (None if self._tap is None else self._tap.failure)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is closed; return whether it was in time.
-
-        Args:
-            timeout: longest wait, in seconds.
-
-        Raises:
-            ClosedError: it ended by itself; the message says why.
-        """
-        ended = self._ended.wait(timeout)
-        if ended and not self._closing:
-            raise ClosedError(self.failure or "the subscriber's thread has ended")
-        return ended
-
-    def statistics(self) -> dict[str, Any]:
-        """Return counters as plain JSON-ready values; those of `source` are its own.
-
-        `replicas`, `joining`: processes now. `joined`, `left`, `died`, `evicted`: processes so far
-        that joined, left, ended without leaving, and were removed for being slow. `turned_away`:
-        connections that did not become replicas, by reason. `messages`, `bytes`, `chunks`: sent, to
-        all at once; `entries`, `heartbeats`: in them. `blocked_seconds`: for which the sending
-        thread waited for slow replicas. `sections_taken`: copies of ranks made for joiners;
-        joiners at one time share them. `snapshots_begun_again`: because ranks were renamed.
-        """
-        return {**self._joiners(), **self._counters()}
-
-    def report(self) -> dict[str, Any]:
-        """Return `statistics()` and those of `source` in one.
-
-        `kvindex.index.replicas.ask(path)` returns the same in any other process.
-        """
-        return {**self._joiners(), **self._rest()}
-
-    def _joiners(self) -> dict[str, Any]:
-        reception = self._reception
-        return {"replicas": 0} if reception is None else reception.statistics()
-
-    def _rest(self) -> dict[str, Any]:
-        return {**self._counters(), **self.source.statistics()}
-
-    def _counters(self) -> dict[str, Any]:
-        outflow, tap = self._outflow, self._tap
-        if outflow is None or tap is None:
-            return {}
-        return {**outflow.statistics(), **tap.statistics()}
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop listening and receiving; replicas are notified, and show it. Idempotent.
-
-        Done by itself when the process ends; a process that is killed does not.
-        """
-
-    def _note_end(self) -> None:
-        self._ended.set()
-
-    def _fail(self, reason: str) -> None:
-        self._failure = reason
-        self._ended.set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        replicas = self._joiners()["replicas"]
-        return f"<{type(self).__name__} at {self.path} to {replicas} replicas of {self.source!r}>"
-
-
-class FanOut(BaseFanOut):
+class FanOut(Serving):
     """Subscribes once, and lets any number of processes on this machine ask.
 
     Each of them calls `kvindex.index.replicas.join(path)`, at any time, and has a replica of the
@@ -180,13 +73,17 @@ class FanOut(BaseFanOut):
         chunks: int = 256,
         **options: Unpack[ClientOptions],
     ) -> None:
-        super().__init__(path, patience)
+        super().__init__()
+        if not 0 < patience < math.inf:
+            raise ConfigurationError(f"patience must be above 0 s, not {patience!r}")
+        require_native()
+        self.path = os.fspath(path)
         with ExitStack() as opened:  # closed again if something goes wrong
             listener = Listener(path)
             opened.callback(listener.close)
             self._outflow = Outflow(max_replicas, chunk_bytes, chunks, patience)
             opened.callback(self._outflow.close)
-            self._tap = StreamTap(self._outflow, self._note_end)
+            self._tap = StreamTap(self._outflow, self._ended.set)
             self.client = Client(workers, tap=self._tap, on_stop=self._stopped, **options)
             opened.callback(self.client.close)
             self._reception = Reception(
@@ -203,30 +100,40 @@ class FanOut(BaseFanOut):
         # subscriber's thread sends. Not before the end: its threads keep this alive.
         atexit.register(self.close)
 
-    _reception: Reception
-    _outflow: Outflow
-    _tap: StreamTap
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain JSON-ready values; those of `client` are its own.
 
-    @property
-    def source(self) -> Client:
-        """The client."""
-        return self.client
-
-    def close(self) -> None:
-        """Stop listening and subscribing; replicas are notified, and show it. Idempotent.
-
-        Done by itself when the process ends; a process that is killed does not.
+        `replicas`, `joining`: processes now. `joined`, `left`, `died`, `evicted`: processes so far
+        that joined, left, ended without leaving, and were removed for being slow. `turned_away`:
+        connections that did not become replicas, by reason. `messages`, `bytes`, `chunks`: sent, to
+        all at once; `entries`, `heartbeats`: in them. `blocked_seconds`: for which the sending
+        thread waited for slow replicas. `sections_taken`: copies of ranks made for joiners;
+        joiners at one time share them. `snapshots_begun_again`: because ranks were renamed.
         """
-        if self._pid != os.getpid():
-            return  # it is the parent's
-        self._closing = True
-        # Those that use others first; may be interrupted and called again.
+        return {**self._reception.statistics(), **self._counters()}
+
+    def report(self) -> dict[str, Any]:
+        """Return `statistics()` and those of `client` in one.
+
+        `kvindex.index.replicas.ask(path)` returns the same in any other process.
+        """
+        return {**self._reception.statistics(), **self._rest()}
+
+    def _rest(self) -> dict[str, Any]:
+        return {**self._counters(), **self.client.statistics()}
+
+    def _counters(self) -> dict[str, Any]:
+        return {**self._outflow.statistics(), **self._tap.statistics()}
+
+    def _close_parts(self) -> None:
         self._reception.close()
         self.client.close()
         self._outflow.close()
-        self._ended.set()
-        atexit.unregister(self.close)
 
-    def _stopped(self) -> None:
-        self._tap.stop()
-        self._note_end()
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._ended.set()
+
+    def __repr__(self) -> str:
+        replicas = self._reception.statistics()["replicas"]
+        return f"<FanOut at {self.path} to {replicas} replicas of {self.client!r}>"

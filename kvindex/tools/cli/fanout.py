@@ -18,15 +18,12 @@ import tempfile
 from pathlib import Path
 
 from kvindex import Client, ConfigurationError, SnapshotError
-from kvindex.index import nats
 from kvindex.index.replicas import FanOut
 from kvindex.subscribe.discovery import Engines
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of
-from kvindex.tools.cli.nats_options import add_from_option, followed_pool
 from kvindex.tools.cli.output import counted
 from kvindex.tools.cli.serving import serve, signals_handled
-from kvindex.wire.nats import NatsPool
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +39,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--stats-every S", text, seconds)
     text = "most blocks kept of one rank (default: 10,000,000)"
     option(parser, "--max-blocks-per-rank N", text, count)
-    add_from_option(parser)
     add_engine_options(parser)
     add_cache_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends the command."""
-    pool = followed_pool(arguments, ())
-    if pool is not None:
-        return _follow(arguments, pool)
     engines = engines_of(arguments)
     if arguments.state:
         _check_writable(Path(arguments.state))
@@ -61,24 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
         saved = _save(fanout.client, arguments.state) if arguments.state else True
         print(json.dumps(fanout.report()))
     return 0 if saved else 1
-
-
-def _follow(arguments: argparse.Namespace, pool: NatsPool) -> int:
-    """Serve a pool's index until a signal ends the command."""
-    with (
-        signals_handled() as signals,
-        nats.FanOut(
-            str(pool),
-            arguments.path,
-            patience=arguments.patience,
-            max_replicas=arguments.max_replicas,
-            **pool.options,
-        ) as fanout,
-    ):
-        where = f"listening at {arguments.path}, from {pool}"
-        serve(fanout, fanout.replica, signals, where, arguments.stats_every)
-        print(json.dumps(fanout.report()))
-    return 0
 
 
 def _opened(arguments: argparse.Namespace, engines: Engines) -> FanOut:

@@ -20,7 +20,6 @@ _FILES = {  # options of the command line that name files, with those of a conne
     "nats_tls_ca": "tls_ca_file",
     "nats_tls_cert": "tls_cert_file",
     "nats_tls_key": "tls_key_file",
-    "nats_key_file": "key_file",
 }
 
 _OF_THE_RELAY = (  # options of both commands that follow a relay
@@ -47,8 +46,6 @@ def add_nats_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--nats-tls-ca FILE", text)
     option(group, "--nats-tls-cert FILE", "this client's certificate, PEM; encrypts")
     option(group, "--nats-tls-key FILE", "its private key, PEM")
-    text = "32 random bytes that seal events and snapshots, the same for all of a pool"
-    option(group, "--nats-key-file FILE", text)
 
 
 def nats_options_of(

@@ -14,7 +14,6 @@ from kvindex.index.nats.connecting import Connected
 from kvindex.index.nats.following import LogMembership, LogOrigin
 from kvindex.index.nats.log import Head, Log, LogMessage, StreamSettings
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, encode_snapshot, name_of
-from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.outflow import StreamTap
 from kvindex.index.replicas.snapshot import Snapshots
 from kvindex.subscribe import RankAdded, RankRemoved
@@ -35,7 +34,7 @@ class HandRelay:
 
     chunk_bytes = 4096
 
-    def __init__(self, key_file: str | None = None) -> None:
+    def __init__(self) -> None:
         self.index = Index()
         self.subscriber = self
         self.sent: list[bytes] = []
@@ -44,7 +43,6 @@ class HandRelay:
         self.tap.attend()
         self.snapshots = Snapshots(self, self.tap)
         self.now = 5000.0  # by the monotonic clock of its machine
-        self.seal = Seal(key_file)
         self._block = 0
 
     def _now(self) -> float:
@@ -105,8 +103,7 @@ class HandRelay:
     def snapshot(self, epoch: str, position: int) -> tuple[str, bytes]:
         """Return an object, by its name."""
         name = name_of(position, epoch)
-        data = encode_snapshot(self.snapshots.parts(), self.index, epoch, position)
-        return name, self.seal.seal(data, name)
+        return name, encode_snapshot(self.snapshots.parts(), self.index, epoch, position)
 
 
 def live(rank: Rank, last_event: float | None = None) -> RankStatus:
@@ -154,10 +151,8 @@ class MemoryLog:
         self.closed = 0
         self.readers = 0  # that are open
 
-    def append(self, epoch: str, body: bytes, *, seal: Seal | None = None) -> None:
+    def append(self, epoch: str, body: bytes) -> None:
         self.last += 1
-        if seal is not None and body:
-            body = seal.seal(body, f"{epoch}/{self.last}")
         self.messages[self.last] = epoch, body
 
     def trim(self, first: int) -> None:
@@ -272,8 +267,7 @@ class RealLog:
         self.snapshot()
 
     def turn(self) -> None:
-        body = self.relay.body()
-        self._append(self.relay.seal.seal(body, f"{self.epoch}/{self.last + 1}"))
+        self._append(self.relay.body())
 
     def snapshot(self) -> None:
         name, data = self.relay.snapshot(self.epoch, self.last + 1)

@@ -12,7 +12,6 @@ from kvindex.index.nats.bodies import BodyReader
 from kvindex.index.nats.log import Log
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, SnapshotContents
 from kvindex.index.nats.relay import Relay
-from kvindex.index.nats.sealing import Seal
 from kvindex.index.replicas.copy import Copy
 from kvindex.index.replicas.messages import decode_message
 from kvindex.testing import FakeEngine
@@ -64,8 +63,7 @@ def copy_of(
 ) -> Copy:
     """Return a copy that has followed the log from a snapshot on until it is as it should be."""
     name, data = newest_snapshot(pool) if snapshot is None else snapshot
-    seal = Seal(pool.options.get("key_file"))
-    snapshot_contents = SnapshotContents(seal.unseal(data, name), name)
+    snapshot_contents = SnapshotContents(data, name)
     head = snapshot_contents.head
     copy = Copy(snapshot_contents.seed, head.max_blocks_per_rank)
     copy.begin(head.begin)
@@ -73,14 +71,13 @@ def copy_of(
         copy.restore(part.rank, part.number, part.section, part.status)
     copy.catchup.end(head.end)
     copy.names = dict(head.names)
-    asyncio.run(asyncio.wait_for(_follow(pool, seal, head.epoch, head.position, copy, done), 60.0))
+    asyncio.run(asyncio.wait_for(_follow(pool, head.epoch, head.position, copy, done), 60.0))
     copy.index.check()
     return copy
 
 
 async def _follow(
     pool: NatsPool,
-    seal: Seal,
     epoch: str,
     position: int,
     copy: Copy,
@@ -92,9 +89,8 @@ async def _follow(
         while not done(copy):
             message = await log.next(PATIENCE)
             assert (message.seq, message.epoch) == (position, epoch)
-            body = seal.unseal(message.body, f"{epoch}/{position}") if message.body else b""
             position += 1
-            for part in bodies.split(body):
+            for part in bodies.split(message.body):
                 copy.apply(decode_message(part))
         await log.close()
     finally:

@@ -17,8 +17,8 @@ STOP = threading.Event()  # never set
 class Scene:
     """A relay, its log, and one place at it."""
 
-    def __init__(self, key_file: str | None = None) -> None:
-        self.relay = HandRelay(key_file)
+    def __init__(self) -> None:
+        self.relay = HandRelay()
         self.log = MemoryLog()
         self.notes: list[str] = []
         self.epoch = "e-1"
@@ -37,7 +37,7 @@ class Scene:
         return name
 
     def turn(self) -> None:
-        self.log.append(self.epoch, self.relay.body(), seal=self.relay.seal)
+        self.log.append(self.epoch, self.relay.body())
 
     def store(self, rank: Rank = A) -> None:
         self.relay.store(rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from kvindex.index.nats.connecting import NewEpochError, NoSnapshotError, Trimme
 from kvindex.index.nats.log import NoStreamError
 from kvindex.index.nats.pool_snapshots import encode_snapshot, name_of
 from kvindex.wire.errors import NatsError, QueueTimeoutError, WaitCancelledError
-from kvindex.wire.nats import parse_pool
 from tests.index.nats.hand_relay import held
 from tests.index.nats.scene import STOP, A, B, Scene, damaged, follow, receive
 from tests.native_ring import needs_ring
@@ -336,23 +334,6 @@ def test_a_snapshot_that_cannot_be_used_is_counted_and_the_older_one_tried(
     refused = place._origin.statistics()["snapshots_refused"]
     assert sum(refused.values()) == 1
     assert reason in refused or (reason == "format" and set(refused) <= {"content", "truncated"})
-
-
-def test_another_key_is_named_and_the_same_key_opens_all(tmp_path: Path) -> None:
-    files = []
-    for number in range(2):
-        files.append(str(tmp_path / f"key-{number}"))
-        Path(files[-1]).write_bytes(bytes([number]) * 32)
-    scene = Scene(files[0])
-    try:
-        scene.store()
-        scene.assert_same(scene.joined(pool=parse_pool("nats://n", "p", {"key_file": files[0]})))
-        with pytest.raises(NoSnapshotError, match="do not open with this key_file"):
-            scene.joined(pool=parse_pool("nats://n", "p", {"key_file": files[1]}))
-        with pytest.raises(NoSnapshotError, match="if the relay has a key_file"):
-            scene.joined()
-    finally:
-        scene.close()
 
 
 @pytest.mark.parametrize("body", [b"\x00", b"\x00\x00\x00\x09short", b"\x00\x00\x00\x01\xc1"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from nats.js import JetStreamContext
 from kvindex import ConfigurationError
 from kvindex.index.nats import relay as relay_module
 from kvindex.index.nats import snapshot_keeping
-from kvindex.index.nats.log import Log
 from kvindex.index.nats.log_writer import LogWriter
 from kvindex.index.nats.pool_snapshots import PoolSnapshots
 from kvindex.index.nats.relay import Relay
@@ -25,7 +23,6 @@ from kvindex.testing import FakeEngine
 from kvindex.wire.errors import NatsError
 from kvindex.wire.nats import NatsPool, open_connection, parse_pool
 from tests.index.nats.pool_copies import (
-    contents,
     copy_of,
     counters,
     holds,
@@ -39,7 +36,6 @@ from tests.live import (
     PATIENCE,
     REPLAYS,
     caught_up,
-    truth,
     until,
     worker_of,
 )
@@ -139,31 +135,6 @@ def test_a_relay_that_misses_the_answer_to_each_first_request_starts_and_continu
     assert len(asked) == 5
 
 
-def test_with_a_key_file_nats_holds_nothing_that_can_be_read(
-    server: NatsServer, engine: FakeEngine, tmp_path: Path
-) -> None:
-    key = tmp_path / "key"
-    key.write_bytes(os.urandom(32))
-    pool = parse_pool(server.url, "sealed", {"key_file": str(key)})
-    with relay_of(pool, engine) as relay:
-        stored(relay)
-        engine.run(MEANWHILE)
-        copy_of(pool, holds(engine))
-    _, data = newest_snapshot(pool)
-    assert engine.worker.encode() not in data
-
-    async def last_body() -> bytes:
-        client = await open_connection(pool, "test", timeout=PATIENCE)
-        try:
-            log = Log(client, pool)
-            reader = await log.read(2)
-            return (await reader.next(PATIENCE)).body
-        finally:
-            await client.close()
-
-    assert engine.worker.encode() not in asyncio.run(last_body())
-
-
 def test_a_batch_that_is_too_long_for_a_body_is_cut_and_arrives_whole(tmp_path: Path) -> None:
     with (
         NatsServer(tmp_path, max_payload="64KB") as server,
@@ -210,21 +181,6 @@ def test_a_damaged_snapshot_is_counted_and_the_older_one_is_used(
     with relay_of(pool, engine) as relay:
         assert counters(relay)["restart_refused"] == {"content": 1}
         assert relay.client.statistics()["resume"]["restored"] == 1
-
-
-def test_a_snapshot_that_no_key_opens_is_counted_and_the_relay_starts_from_scratch(
-    server: NatsServer, engine: FakeEngine, tmp_path: Path
-) -> None:
-    keys = [tmp_path / "a", tmp_path / "b"]
-    for key in keys:
-        key.write_bytes(os.urandom(32))
-    first, second = (parse_pool(server.url, "keys", {"key_file": str(key)}) for key in keys)
-    with relay_of(first, engine) as relay:
-        stored(relay)
-    with relay_of(second, engine) as relay:
-        assert counters(relay)["restart_refused"] == {"DecodeError": 1}
-        caught_up(relay.client, engine)
-        assert contents(relay.client.index, engine.rank) == truth(engine)
 
 
 def test_two_snapshots_are_kept_and_another_one_follows_so_many_bytes(
@@ -449,7 +405,6 @@ def test_a_log_that_has_no_room_in_the_server_is_refused(
         ({"max_bytes": 1}, "8 MiB"),
         ({"snapshot_every": 0}, "snapshot_every"),
         ({"name": "a-b"}, "letters and digits"),
-        ({"key_file": "/nowhere"}, "/nowhere"),
     ],
 )
 def test_values_that_cannot_work_are_refused_at_once(

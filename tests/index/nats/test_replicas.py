@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvindex import ClosedError, ConfigurationError, Rank, State
+from kvindex import ConfigurationError, Rank, State
 from kvindex.index import nats, replicas
 from kvindex.wire.errors import QueueTimeoutError
-from kvindex.wire.nats import NatsPool, parse_pool
+from kvindex.wire.nats import NatsPool
 from tests.children import in_child
 from tests.index.nats.hand_relay import HandRelay, RealLog, held
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
-from tests.nats_server import NatsServer
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
@@ -38,7 +36,7 @@ def log(pool: NatsPool, stack: ExitStack) -> RealLog:
 
 def begun(pool: NatsPool, stack: ExitStack) -> RealLog:
     """A log whose first epoch has begun, with a rank and a snapshot."""
-    log = RealLog(pool, HandRelay(pool.options.get("key_file")))
+    log = RealLog(pool, HandRelay())
     stack.callback(log.close)
     log.relay.add(A)
     log.relay.store(A)
@@ -74,13 +72,7 @@ def assert_same(log: RealLog, *followers: replicas.Replica) -> None:
     until(are_same)
 
 
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_replicas_join_and_follow(
-    server: NatsServer, pool: NatsPool, stack: ExitStack, tmp_path: Path, is_sealed: bool
-) -> None:
-    if is_sealed:
-        (tmp_path / "key").write_bytes(bytes(range(32)))
-        pool = parse_pool(server.url, pool.name, {"key_file": str(tmp_path / "key")})
+def test_replicas_join_and_follow(pool: NatsPool, stack: ExitStack) -> None:
     log = begun(pool, stack)
     first = joined(log, stack)
     assert held(first.index) == held(log.relay.index)
@@ -155,7 +147,6 @@ def test_what_cannot_work_is_refused_at_the_call(pool: NatsPool, tmp_path: Path)
     for options in (
         {"timeout": 0.0},
         {"stale_after": -1.0},
-        {"key_file": str(tmp_path / "none")},
         {"user": "u"},
     ):
         with pytest.raises(ConfigurationError):
@@ -175,85 +166,3 @@ def test_a_forked_child_shows_that_it_does_not_follow(log: RealLog, stack: ExitS
 
     assert in_child(child) == 0
     assert_same(log, replica)
-
-
-# One follower a host --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "kvindex.sock")
-
-
-def fan_out(pool: NatsPool, path: str, stack: ExitStack) -> nats.FanOut:
-    return stack.enter_context(nats.FanOut(str(pool), path, stale_after=PATIENCE, **pool.options))
-
-
-def test_processes_of_a_host_share_its_follower(log: RealLog, stack: ExitStack, path: str) -> None:
-    fanout = fan_out(log.pool, path, stack)
-    local = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
-    log.relay.add(B)
-    log.relay.store(B)
-    assert_same(log, fanout.replica, local)
-    other = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
-    log.relay.remove(B)
-    assert_same(log, fanout.replica, local, other)
-    report = replicas.ask(path, PATIENCE)
-    assert report["replicas"] == 2
-    assert report["replica"]["server"] == str(log.pool)
-    assert fanout.statistics()["joined"] == 2
-
-
-def test_they_join_anew_when_the_copy_is_another_one(
-    log: RealLog, stack: ExitStack, path: str
-) -> None:
-    fanout = fan_out(log.pool, path, stack)
-    local = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
-    assert_same(log, local)
-    log.relay = HandRelay()  # another relay, with another seed, and another rank
-    log.relay.add(A)
-    log.relay.add(B)
-    log.relay.store(B)
-    log.begin()
-    assert_same(log, fanout.replica, local)
-    assert local.index.seed == log.relay.index.seed
-    assert of(local)["joins"] == 2
-    assert set(of(local)["rejoins"]) <= {"server_closed", "connection"}
-
-
-def test_they_may_join_before_the_relay_is_there(
-    pool: NatsPool, stack: ExitStack, path: str
-) -> None:
-    fanout = fan_out(pool, path, stack)
-    assert fanout.statistics() == {"replicas": 0}
-    log = begun(pool, stack)
-    local = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
-    assert_same(log, local)
-
-
-def test_whoever_joins_a_host_that_follows_no_more_is_given_the_reason(
-    log: RealLog, stack: ExitStack, path: str
-) -> None:
-    fanout = fan_out(log.pool, path, stack)
-    first = stack.enter_context(replicas.join(path, PATIENCE, stale_after=PATIENCE))
-    assert_same(log, first)
-    log.epochs += 1  # another relay begins an epoch, and no snapshot of it comes
-    log._append(b"")
-    for local in (first, replicas.join(path, PATIENCE, stale_after=PATIENCE)):
-        stack.callback(local.close)
-        assert local.wait_for(lambda statuses: "new_epoch" in statuses[A].reason, PATIENCE)
-        assert local.status(A).state is State.STALE
-        assert held(local.index) == held(log.relay.index)
-    assert "new_epoch" in fanout.replica.status(A).reason
-    log.snapshot()
-    assert_same(log, fanout.replica, first, local)
-
-
-def test_a_fan_out_that_cannot_work_says_so(pool: NatsPool, path: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="pool"):
-        nats.FanOut("nats://h", path)
-    (tmp_path / "ca.pem").write_text("no certificate")
-    with nats.FanOut(str(pool), path, tls_ca_file=str(tmp_path / "ca.pem")) as fanout:
-        with pytest.raises(ClosedError, match="TLS files"):
-            fanout.wait(PATIENCE)
-    assert not os.path.exists(path)

