@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvindex import routing
-from kvindex.routing import Candidates, Choice, CostPolicy, Policy, Weights
+from kvindex.routing import Candidates, Choice, Policy
 
 _LONG_MATCH: Final = 0.3  # of the prompt, as in SGLang's router
 _MOST_APART: Final = 64  # open requests
@@ -80,33 +80,83 @@ def _first(candidates: Candidates, rows: Iterable[int], cost: Callable[[int], fl
     return equal[int(candidates.chance * len(equal))]
 
 
+Cost = Callable[[Candidates, int], float]
+
 _PEAK_PREFILL: Final = 15_928.0  # tokens/s, of llm-d's configuration
+
+
+class Cheapest:
+    """The rank where a cost is least."""
+
+    def __init__(self, name: str, cost: Cost) -> None:
+        self.name = name
+        self._cost = cost
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose a rank; see `Policy`."""
+        costs = [self._cost(candidates, row) for row in range(len(candidates.ranks))]
+        return Choice(_first(candidates, candidates.rows(), costs.__getitem__), costs)
+
+
+class Homes:
+    """llm-d-router ebab687 (2026-08-21), its optimized baseline: homes, then the least in flight.
+
+    Among ranks that hold 0.8 of the prompt, the one where fewest blocks decode, unless the best of
+    all is 18 s of prefill ahead of it.
+    """
+
+    name = "llm-d"
+
+    def choose(self, candidates: Candidates) -> Choice:
+        """Choose a rank; see `Policy`."""
+        rows, held = candidates.rows(), candidates.hits.tokens
+        costs = [blocks * candidates.block_size for blocks in candidates.loads.decode]
+        homes = [row for row in rows if held[row] >= 0.8 * candidates.prompt_tokens]
+        best = min(costs[row] for row in rows)
+        if homes and min(costs[row] for row in homes) - best > 18.0 * _PEAK_PREFILL:
+            homes = []
+        return Choice(_first(candidates, homes or rows, costs.__getitem__), costs)
+
+
+def _lmetric(of: Candidates, row: int) -> float:
+    """arXiv 2603.15202, with the credits of vllm-router 0.1.17."""
+    work = of.loads.queued[row] + of.prompt_tokens - _credit(of, row, 1.0, 0.8, 0.3)
+    return max(0.0, work) * (of.loads.open[row] + 1.0)
+
+
+def _dynamo(of: Candidates, row: int) -> float:
+    """Dynamo 1.6.1's default: prefill that waits plus blocks that decode."""
+    work = of.loads.queued[row] + of.prompt_tokens - _credit(of, row, 1.0, 0.75, 0.25)
+    return max(0.0, work) + of.block_size * of.loads.decode[row]
+
+
+def _dynamo_agentic(of: Candidates, row: int) -> float:
+    """Dynamo's preset for agents: prefill scale 4, 64 blocks for a request, and credit 2.
+
+    The credit is for the device alone ("device-local prefix overlap").
+    """
+    work = of.loads.queued[row] + of.prompt_tokens - _credit(of, row, 2.0, 0.75, 0.25)
+    request = 64 * _AGENTIC_BLOCK * of.loads.open[row]
+    return 4.0 * max(0.0, work) + of.block_size * of.loads.decode[row] + request
+
+
+def _credit(of: Candidates, row: int, device: float, host: float, storage: float) -> float:
+    on_device, with_host, tokens = of.hits.device[row], of.hits.host[row], of.hits.tokens[row]
+    return device * on_device + host * (with_host - on_device) + storage * (tokens - with_host)
+
+
 _AGENTIC_BLOCK: Final = 16  # tokens: Dynamo weighs a request as 64 blocks
-_DYNAMO: Final = Weights(host=0.75, storage=0.25, decode=1.0)
-_WEIGHTS: Final = {
-    # arXiv 2603.15202, with the credits of vllm-router 0.1.17.
-    "lmetric": Weights(product=True),
-    # Dynamo 1.6.1's default: prefill that waits plus blocks that decode.
-    "dynamo": _DYNAMO,
-    # Dynamo's preset for agents: prefill scale 4, 64 blocks for a request, and credit 2, which is
-    # for the device alone ("device-local prefix overlap").
-    "dynamo-agentic": _DYNAMO._replace(
-        device=2.0, new=4.0, queued=4.0, request=64.0 * _AGENTIC_BLOCK
-    ),
-    # llm-d-router ebab687 (2026-08-21), its optimized baseline: a filter, then the fewest tokens in
-    # flight.
-    "llm-d": Weights(
-        host=1.0,
-        storage=1.0,
-        new=0.0,
-        queued=0.0,
-        decode=1.0,
-        affinity=0.8,
-        slack=18.0 * _PEAK_PREFILL,
-    ),
+_COSTS: Final[dict[str, Cost]] = {
+    "lmetric": _lmetric,
+    "dynamo": _dynamo,
+    "dynamo-agentic": _dynamo_agentic,
 }
-_GATES: Final[dict[str, Callable[[], Policy]]] = {"smg-gate": SpillGate, "two-tier": TwoTier}
-FIELD: Final = (*_WEIGHTS, *_GATES)
+_GATES: Final[dict[str, Callable[[], Policy]]] = {
+    Homes.name: Homes,
+    "smg-gate": SpillGate,
+    "two-tier": TwoTier,
+}
+FIELD: Final = (*_COSTS, *_GATES)
 """The names of what others route by."""
 POLICIES: Final = (*routing.POLICIES, *FIELD)
 """The names of all that are compared."""
@@ -114,6 +164,6 @@ POLICIES: Final = (*routing.POLICIES, *FIELD)
 
 def make_policy(name: str) -> Policy:
     """Return a policy by its name, kvindex' own included."""
-    if name in _WEIGHTS:
-        return CostPolicy(name, _WEIGHTS[name])
+    if name in _COSTS:
+        return Cheapest(name, _COSTS[name])
     return _GATES[name]() if name in _GATES else routing.make_policy(name)

@@ -54,16 +54,12 @@ class Choice(NamedTuple):
     Attributes:
         row: of the rank that is chosen.
         costs: each rank's cost in the policy's own unit, if it counts costs.
-        kept: how many ranks were preferred for their cached tokens; None: the policy prefers none.
-        stayed: whether one of these was chosen.
         why: the reason in words; "" for the usual words of a cost.
         attainable: the most tokens that a usable rank holds; None if not computed.
     """
 
     row: int
     costs: Sequence[float] = ()
-    kept: int | None = None
-    stayed: bool = False
     why: str = ""
     attainable: int | None = None
 
@@ -90,9 +86,7 @@ class Weights(NamedTuple):
     missing  = prompt tokens - credited
     price    = new + backlog × least queued tokens / prompt tokens
                    + churn × max(0, tokens given lately / their mean over ranks - 1)
-    work     = max(0, queued × queued tokens + price × missing)
-    cost     = work × (open requests + 1)                          if `product`, else
-               work + decode × decode blocks + request × open requests
+    cost     = max(0, queued × queued tokens + price × missing) + request × open requests
     ```
 
     Attributes:
@@ -101,12 +95,7 @@ class Weights(NamedTuple):
         storage: for a token that lies further away, after that.
         new: weight of a token that this request has to prefill.
         queued: of a token that earlier requests have to prefill.
-        decode: of a block that open requests occupy.
         request: of an open request.
-        product: whether the cost is a product.
-        affinity: ranks with a credit of at least this part of the prompt are preferred; 0: none.
-        slack: how much the best of these may cost more than the best of all, in tokens; if it
-            costs more, all ranks are equal again.
         backlog: weight of the tokens that wait on the rank with fewest, for an uncached prompt.
             They are 0 unless every rank has a backlog; then hits shorten it.
         churn: how much more a missing token costs on a rank that was given more tokens to prefill
@@ -118,11 +107,7 @@ class Weights(NamedTuple):
     storage: float = 0.3
     new: float = 1.0
     queued: float = 1.0
-    decode: float = 0.0
     request: float = 0.0
-    product: bool = False
-    affinity: float = 0.0
-    slack: float = math.inf
     backlog: float = 0.0
     churn: float = 0.0
 
@@ -135,8 +120,8 @@ def choose_in_python(
     weights: Weights,
     chance: float,
     costs: array[float],
-) -> tuple[int, int, bool, int]:
-    """Return the `row`, `kept`, `stayed` and `attainable` of a `Choice`; -1 if no row is usable.
+) -> tuple[int, int]:
+    """Return the `row` and `attainable` of a `Choice`; -1 if no row is usable.
 
     The specification of `native/core/choosing.cpp`, and its substitute where there is no compiler.
     Each row's cost is written into `costs`: infinite if it is no number, or the row is not usable.
@@ -148,12 +133,10 @@ def choose_in_python(
     if prompt_tokens > 0:
         queued = (loads.queued[row] for row in rows if loads.queued[row] < math.inf)
         price += weights.backlog * min(queued, default=0.0) / prompt_tokens
-    given = 0.0
-    for row in rows:  # sum() rounds otherwise than C++ does, from Python 3.12 on
-        given += loads.given[row]
+    given = sum(loads.given[row] for row in rows)
     mean = given / len(rows) if 0.0 < given < math.inf else 0.0  # 0 too where it underflows
     costs[:] = array("d", [math.inf]) * len(usable)
-    order, kept, attainable = {}, [], 0
+    order, attainable = {}, 0
     for row in rows:
         device, host, tokens = hits.device[row], hits.host[row], hits.tokens[row]
         credited = weights.device * device + weights.host * (host - device)
@@ -161,22 +144,15 @@ def choose_in_python(
         churned = weights.churn * max(0.0, loads.given[row] / mean - 1.0) if mean > 0.0 else 0.0
         missing = (price + churned) * (prompt_tokens - credited)
         work = max(0.0, weights.queued * loads.queued[row] + missing)
-        cost = work + weights.decode * loads.decode[row] + weights.request * loads.open[row]
-        if weights.product:
-            cost = work * (loads.open[row] + 1.0)
+        cost = work + weights.request * loads.open[row]
         costs[row] = cost if cost < math.inf else math.inf
         order[row] = (costs[row], loads.given[row] if loads.given[row] < math.inf else math.inf)
         attainable = max(attainable, tokens)
-        if weights.affinity > 0.0 and credited >= weights.affinity * prompt_tokens:
-            kept.append(row)
     if not rows:
-        return -1, 0, False, 0
-    least, _ = min(order.values())
-    stayed = bool(kept) and min(costs[row] for row in kept) - least <= weights.slack
-    among = kept if stayed else rows
-    cheapest = min(order[row] for row in among)
-    equal = [row for row in among if order[row] == cheapest]
-    return equal[int(chance * len(equal))], len(kept), stayed, attainable
+        return -1, 0
+    cheapest = min(order.values())
+    equal = [row for row in rows if order[row] == cheapest]
+    return equal[int(chance * len(equal))], attainable
 
 
 _choose = choose_natively if BACKEND == "native" else choose_in_python
@@ -184,16 +160,14 @@ _ZERO: Final = array("d", [0.0])
 
 
 class CostPolicy:
-    """Chooses the rank where a request costs least, with or without an affinity filter.
+    """Chooses the rank where a request costs least.
 
     Args:
         name: its name in decisions.
-        weights: the weights of the cost; `decode` is here for a token of a block, not for a block.
-        slack_seconds: seconds of prefill, at the measured rate, by which the best rank that holds
-            enough of the prompt may be behind the best of all; None for `weights.slack`.
+        weights: the weights of the cost.
 
     Raises:
-        ConfigurationError: a weight is no finite number; `slack` may be infinite.
+        ConfigurationError: a weight is no finite number.
 
     Examples:
         >>> fewest = CostPolicy("fewest-requests", Weights(new=0.0, queued=0.0, request=1.0))
@@ -201,27 +175,17 @@ class CostPolicy:
         'fewest-requests'
     """
 
-    def __init__(self, name: str, weights: Weights, *, slack_seconds: float | None = None) -> None:
-        if not all(map(math.isfinite, weights._replace(slack=0.0))) or math.isnan(weights.slack):
+    def __init__(self, name: str, weights: Weights) -> None:
+        if not all(map(math.isfinite, weights)):
             raise ConfigurationError(f"a weight of policy {name!r} is no finite number: {weights}")
         self.name = name
         self.weights = weights
-        self._slack_seconds = slack_seconds
-        self._scaled = (0, 0.0, weights)  # for a block size and a slack in tokens
 
     def choose(self, candidates: Candidates) -> Choice:
-        _, prompt_tokens, hits, loads, usable, block_size, prefill_rate, chance = candidates
-        weights, seconds = self.weights, self._slack_seconds
-        slack = weights.slack if seconds is None else seconds * prefill_rate
-        size_before, slack_before, scaled = self._scaled
-        if block_size != size_before or slack != slack_before:
-            scaled = weights._replace(decode=weights.decode * block_size, slack=slack)
-            self._scaled = (block_size, slack, scaled)
+        _, prompt_tokens, hits, loads, usable, _, _, chance = candidates
         costs = _ZERO * len(usable)
-        row, kept, stayed, attainable = _choose(
-            prompt_tokens, hits, loads, usable, scaled, chance, costs
-        )
-        return Choice(row, costs, kept if weights.affinity else None, stayed, "", attainable)
+        row, attainable = _choose(prompt_tokens, hits, loads, usable, self.weights, chance, costs)
+        return Choice(row, costs, "", attainable)
 
 
 class RoundRobin:
@@ -238,15 +202,13 @@ class RoundRobin:
         return Choice(rows[(self._turn - 1) % len(rows)], why="it is its turn")
 
 
-_WEIGHTS: Final[dict[str, tuple[Weights, float | None]]] = {
+_WEIGHTS: Final[dict[str, Weights]] = {
     # Ours. A token that is computed again costs its time, and as much twice more: all behind it
     # wait, and its block evicts others. docs/routing.md lists the alternatives tried.
-    "kvindex": (Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0), None),
-    # Keep homes: ranks that hold 0.8 of the prompt, unless they are 5 s of prefill behind.
-    "affinity": (Weights(request=256.0, affinity=0.8), 5.0),
-    "least-queued": (Weights(new=0.0, queued=1.0), None),
-    "least-requests": (Weights(new=0.0, queued=0.0, request=1.0), None),
-    "longest-prefix": (Weights(queued=0.0), None),
+    "kvindex": Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0),
+    "least-queued": Weights(new=0.0, queued=1.0),
+    "least-requests": Weights(new=0.0, queued=0.0, request=1.0),
+    "longest-prefix": Weights(queued=0.0),
 }
 POLICIES: Final = (*_WEIGHTS, RoundRobin.name)
 """The names of the policies; "kvindex" is the default, "least-queued" looks at load alone."""
@@ -259,8 +221,7 @@ def make_policy(policy: Policy | str) -> Policy:
     if policy == RoundRobin.name:
         return RoundRobin()
     if policy in _WEIGHTS:
-        weights, seconds = _WEIGHTS[policy]
-        return CostPolicy(policy, weights, slack_seconds=seconds)
+        return CostPolicy(policy, _WEIGHTS[policy])
     raise ConfigurationError(f"policy is {policy!r}; the names are: {', '.join(POLICIES)}")
 
 
@@ -383,24 +344,15 @@ class Decision:
         if choice.why or not len(choice.costs):
             return f"{self.rank}: {choice.why or f'the policy {self.policy!r} chose it'}"
         load = self._candidate(choice.row).load
+        usable = sum(map(bool, self._candidates.usable))
+        of = "1 rank" if usable == 1 else f"{usable} ranks"
         held = f"it holds {self.tokens} of {self.prompt_tokens} tokens"
         if not self.reads_cache:
             held = f"the engine reads no cache for these {self.prompt_tokens} tokens"
         return (
-            f"{self.rank} costs least of {self._compared()}: {held}, {load.queued_tokens} wait for "
-            f"prefill there, and {load.open_requests} requests are open"
+            f"{self.rank} costs least of {of}: {held}, {load.queued_tokens} wait for prefill "
+            f"there, and {load.open_requests} requests are open"
         )
-
-    def _compared(self) -> str:
-        """Return the ranks that the choice was among, in words."""
-        choice, usable = self._choice, _ranks(sum(map(bool, self._candidates.usable)))
-        if choice.kept is None:
-            return usable
-        if choice.stayed:
-            return f"the {_ranks(choice.kept)} that hold enough of the prompt"
-        if choice.kept:
-            return f"{usable}; those that hold enough of the prompt are too far behind"
-        return f"{usable}, none of which holds enough of the prompt to be preferred"
 
     def _candidate(self, row: int) -> Candidate:
         ranks, _, hits, loads, usable, *_ = self._candidates
@@ -418,7 +370,3 @@ class Decision:
 
     def __repr__(self) -> str:
         return f"<Decision for {self.rank}: {self.tokens} of {self.prompt_tokens} tokens held>"
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

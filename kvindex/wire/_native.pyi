@@ -114,8 +114,8 @@ def choose(
     weights: tuple[float, ...],
     chance: float,
     costs: array[float],
-) -> tuple[int, int, bool, int]:
-    """Return row, kept, stayed and attainable of a `Chosen`, and write the costs."""
+) -> tuple[int, int]:
+    """Return row and attainable of a `Chosen`, and write the costs."""
 
 def floor_convert(token_ids: Any) -> int: ...
 def floor_hash(token_ids: Any, block_size: int) -> int: ...

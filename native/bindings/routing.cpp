@@ -26,22 +26,18 @@ double real(nb::handle number) {
 }
 
 Weights read_weights(const nb::tuple& given) {
-  require_items(given, 12, "weights has 12 values");
+  require_items(given, 8, "weights has 8 values");
   return {.device = real(item(given, 0)),
           .host = real(item(given, 1)),
           .storage = real(item(given, 2)),
           .fresh = real(item(given, 3)),
           .queued = real(item(given, 4)),
-          .decode = real(item(given, 5)),
-          .request = real(item(given, 6)),
-          .product = nb::cast<bool>(item(given, 7)),
-          .affinity = real(item(given, 8)),
-          .slack = real(item(given, 9)),
-          .backlog = real(item(given, 10)),
-          .churn = real(item(given, 11))};
+          .request = real(item(given, 5)),
+          .backlog = real(item(given, 6)),
+          .churn = real(item(given, 7))};
 }
 
-// (row, kept, stayed, attainable); the costs are written into a column.
+// (row, attainable); the costs are written into a column.
 nb::tuple choose_row(int64_t prompt_tokens, const nb::tuple& hits, const nb::tuple& loads,
                      nb::handle usable, const nb::tuple& weights, double chance, nb::handle costs) {
   const size_t rows = nb::len(usable);
@@ -54,15 +50,13 @@ nb::tuple choose_row(int64_t prompt_tokens, const nb::tuple& hits, const nb::tup
   const Column<const int64_t> tokens(item(hits, 2), "hits.tokens", rows);
   const Column<const double> queued(item(loads, 0), "loads.queued", rows);
   const Column<const double> open(item(loads, 1), "loads.open", rows);
-  const Column<const double> decode(item(loads, 2), "loads.decode", rows);
   const Column<const double> given(item(loads, 3), "loads.given", rows);
   const Column<double> written(costs, "costs", rows);
-  const ChoiceColumns columns{rows,          device.data(), host.data(),   tokens.data(),
-                              queued.data(), open.data(),   decode.data(), given.data(),
-                              mask.data()};
+  const ChoiceColumns columns{rows,          device.data(), host.data(),  tokens.data(),
+                              queued.data(), open.data(),   given.data(), mask.data()};
   const Chosen chosen =
       choose(prompt_tokens, columns, read_weights(weights), chance, written.data());
-  return nb::make_tuple(chosen.row, chosen.kept, chosen.stayed, chosen.attainable);
+  return nb::make_tuple(chosen.row, chosen.attainable);
 }
 
 }  // namespace

@@ -26,7 +26,6 @@ class Cheapest {
   }
   bool is_one(double cost, double given) const { return cost == cost_ && given == given_; }
 
-  double cost() const { return cost_; }
   size_t count() const { return count_; }
 
  private:
@@ -47,23 +46,16 @@ class Choosing {
   Chosen run(double chance) {
     Chosen chosen;
     Cheapest all;
-    Cheapest kept;
     for (size_t row = 0; row < columns_.rows; ++row) {
       costs_[row] = kInfinite;
       if (columns_.usable[row] == 0) continue;
-      const double held = credited(row);
-      costs_[row] = cost(row, held);
+      costs_[row] = cost(row);
       chosen.attainable = std::max(chosen.attainable, columns_.tokens[row]);
       all.see(costs_[row], given(row));
-      if (!keeps(held)) continue;
-      kept.see(costs_[row], given(row));
-      ++chosen.kept;
     }
-    chosen.stayed = chosen.kept != 0 && kept.cost() - all.cost() <= weights_.slack;
-    const Cheapest& among = chosen.stayed ? kept : all;
-    if (among.count() == 0) return chosen;
-    const auto nth = static_cast<size_t>(chance * static_cast<double>(among.count()));
-    chosen.row = find(among, chosen.stayed, std::min(nth, among.count() - 1));
+    if (all.count() == 0) return chosen;
+    const auto nth = static_cast<size_t>(chance * static_cast<double>(all.count()));
+    chosen.row = find(all, std::min(nth, all.count() - 1));
     return chosen;
   }
 
@@ -101,13 +93,10 @@ class Choosing {
            weights_.storage * (number(tokens) - number(host));
   }
 
-  double cost(size_t row, double held) const {
-    const double open = columns_.open[row];
+  double cost(size_t row) const {
     const double waiting = weights_.queued * columns_.queued[row];
-    const double work = std::max(0.0, waiting + price(row) * (prompt_ - held));
-    const double cost = weights_.product
-                            ? work * (open + 1.0)
-                            : work + weights_.decode * columns_.decode[row] + weights_.request * open;
+    const double work = std::max(0.0, waiting + price(row) * (prompt_ - credited(row)));
+    const double cost = work + weights_.request * columns_.open[row];
     return std::isnan(cost) ? kInfinite : cost;
   }
 
@@ -116,15 +105,10 @@ class Choosing {
     return std::isnan(given) ? kInfinite : given;
   }
 
-  bool keeps(double held) const {
-    return weights_.affinity > 0.0 && held >= weights_.affinity * prompt_;
-  }
-
   // The nth of the rows that are equally cheap.
-  int64_t find(const Cheapest& among, bool only_kept, size_t nth) const {
+  int64_t find(const Cheapest& among, size_t nth) const {
     for (size_t row = 0; row < columns_.rows; ++row) {
       if (columns_.usable[row] == 0 || !among.is_one(costs_[row], given(row))) continue;
-      if (only_kept && !keeps(credited(row))) continue;
       if (nth-- == 0) return static_cast<int64_t>(row);
     }
     return -1;

@@ -1,7 +1,6 @@
 // The arithmetic of cost policies: from columns of what ranks hold and have to do to the cheapest.
 //
 // The Python twin, `choose_in_python` in kvindex/routing/policies.py, says what everything means.
-// Both do the same operations in the same order.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +14,7 @@ struct Weights {
   double storage = 0;
   double fresh = 0;  // of a token to prefill: `new` in Python
   double queued = 0;
-  double decode = 0;
   double request = 0;
-  bool product = false;
-  double affinity = 0;
-  double slack = 0;
   double backlog = 0;
   double churn = 0;
 };
@@ -32,15 +27,12 @@ struct ChoiceColumns {
   const int64_t* tokens = nullptr;
   const double* queued = nullptr;
   const double* open = nullptr;
-  const double* decode = nullptr;
   const double* given = nullptr;
   const uint8_t* usable = nullptr;
 };
 
 struct Chosen {
   int64_t row = -1;  // -1: no row is usable
-  int64_t kept = 0;
-  bool stayed = false;
   int64_t attainable = 0;
 };
 

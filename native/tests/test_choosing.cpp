@@ -62,27 +62,25 @@ void test_hits_are_written_to_their_rows_only() {
 // Columns of any length, of few different values, so that many rows cost the same.
 struct Columns {
   Columns(Choices& choices, size_t rows)
-      : device(rows), host(rows), tokens(rows), queued(rows), open(rows), decode(rows), given(rows),
-        usable(rows) {
+      : device(rows), host(rows), tokens(rows), queued(rows), open(rows), given(rows), usable(rows) {
     for (size_t row = 0; row < rows; ++row) {
       device[row] = 16 * choices.below(3);
       host[row] = device[row] + 16 * choices.below(2);
       tokens[row] = host[row] + 16 * choices.below(2);
       queued[row] = choices.below(3);
       open[row] = choices.once_in(20) ? std::nan("") : choices.below(2);
-      decode[row] = choices.below(2);
       given[row] = choices.once_in(20) ? std::nan("") : choices.below(2);
       usable[row] = !choices.once_in(4);
     }
   }
 
   ChoiceColumns view() const {
-    return {usable.size(), device.data(), host.data(),  tokens.data(), queued.data(),
-            open.data(),   decode.data(), given.data(), usable.data()};
+    return {usable.size(), device.data(), host.data(),  tokens.data(),
+            queued.data(), open.data(),   given.data(), usable.data()};
   }
 
   std::vector<int64_t> device, host, tokens;
-  std::vector<double> queued, open, decode, given;
+  std::vector<double> queued, open, given;
   std::vector<uint8_t> usable;
 };
 
@@ -91,16 +89,13 @@ void test_choice(Choices& choices) {
   const Columns columns(choices, choices.below(20));
   const size_t rows = columns.usable.size();
   const Weights weights{.device = 1, .host = 0.5, .storage = 0.25, .fresh = 1, .queued = 16,
-                        .decode = 8, .request = 16, .product = choices.once_in(2),
-                        .affinity = choices.once_in(2) ? 0.5 : 0,
-                        .slack = static_cast<double>(choices.below(40)),
+                        .request = 16,
                         .backlog = static_cast<double>(choices.below(2)),
                         .churn = static_cast<double>(choices.below(2))};
   std::vector<double> costs(rows);
   std::vector<int64_t> winners;
   for (int tenth = 0; tenth < 10; ++tenth) {
     const Chosen chosen = choose(64, columns.view(), weights, tenth / 10.0, costs.data());
-    std::vector<size_t> kept;
     std::vector<size_t> all;
     int64_t attainable = 0;
     for (size_t row = 0; row < rows; ++row) {
@@ -109,23 +104,14 @@ void test_choice(Choices& choices) {
       if (columns.usable[row] == 0) continue;
       all.push_back(row);
       attainable = std::max(attainable, columns.tokens[row]);
-      const double more = 0.5 * static_cast<double>(columns.host[row] - columns.device[row]) +
-                          0.25 * static_cast<double>(columns.tokens[row] - columns.host[row]);
-      const bool holds = static_cast<double>(columns.device[row]) + more >= 32;
-      if (weights.affinity != 0 && holds) kept.push_back(row);
     }
-    EXPECT(chosen.kept == static_cast<int64_t>(kept.size()) && chosen.attainable == attainable);
+    EXPECT(chosen.attainable == attainable);
     EXPECT((chosen.row == -1) == all.empty());
     if (all.empty()) continue;
-    const auto least = [&](const std::vector<size_t>& among) {
-      double cost = kInfinite;
-      for (const size_t row : among) cost = std::min(cost, costs[row]);
-      return cost;
-    };
-    EXPECT(chosen.stayed == (!kept.empty() && least(kept) - least(all) <= weights.slack));
-    const std::vector<size_t>& among = chosen.stayed ? kept : all;
-    EXPECT(std::count(among.begin(), among.end(), static_cast<size_t>(chosen.row)) == 1);
-    EXPECT(costs[static_cast<size_t>(chosen.row)] == least(among));
+    double least = kInfinite;
+    for (const size_t row : all) least = std::min(least, costs[row]);
+    EXPECT(std::count(all.begin(), all.end(), static_cast<size_t>(chosen.row)) == 1);
+    EXPECT(costs[static_cast<size_t>(chosen.row)] == least);
     winners.push_back(chosen.row);
   }
   EXPECT(std::is_sorted(winners.begin(), winners.end()));

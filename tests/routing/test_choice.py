@@ -45,23 +45,6 @@ def test_the_last_token_is_never_credited() -> None:
     assert router.select(PROMPT).tokens == 10 * BLOCK
 
 
-@pytest.mark.parametrize(
-    ("queued", "rank", "reason"),
-    [
-        (1_000, A, "the 1 rank that hold enough"),  # though b would have less to prefill
-        (100_000, B, "too far behind"),  # over 5 s at 16,000 tokens a second
-    ],
-)
-def test_a_rank_that_holds_enough_is_preferred_until_it_is_seconds_behind(
-    queued: int, rank: Rank, reason: str
-) -> None:
-    router = router_of({"a": 9, "b": 0}, policy="affinity")
-    router.reserve([7] * queued, ranks="a")
-    decision = router.select(PROMPT)
-    assert decision.rank == rank
-    assert reason in decision.reason
-
-
 def test_equal_ranks_take_turns_by_the_tokens_that_they_were_given() -> None:
     router = router_of("ab")
     ranks = []
@@ -179,7 +162,7 @@ def test_a_body_shows_whether_its_engine_reads_the_cache(body: Any, reads: bool)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "best"}, "the names are: kvindex, affinity"),
+        ({"policy": "best"}, "the names are: kvindex, least-queued"),
         ({"expires_after": 0.0}, "expires_after"),
         ({"predict": 0.0}, "predict"),
     ],

@@ -6,7 +6,6 @@ Collected only where the native module was built (conftest.py here).
 from __future__ import annotations
 
 import math
-import random
 from array import array
 from typing import Any, NamedTuple
 
@@ -56,17 +55,17 @@ class Answer(NamedTuple):
     """The answer of both."""
 
     row: int
-    kept: int
-    stayed: bool
     attainable: int
     costs: list[float]
 
 
 def answer_of(query: Question) -> Answer:
     native, python = (array("d", bytes(8 * len(query.usable))) for _ in range(2))
-    answer = choose_natively(*query, native)
-    assert answer == choose_in_python(*query, python)
-    assert native == python
+    answer, (row, attainable) = choose_natively(*query, native), choose_in_python(*query, python)
+    assert native.tolist() == pytest.approx(python.tolist())
+    # From Python 3.12 on sum() rounds otherwise than C++ does, so that equals may differ by a bit.
+    assert row == answer[0] or native[row] == pytest.approx(native[answer[0]])
+    assert attainable == answer[1]
     return Answer(*answer, native.tolist())
 
 
@@ -92,10 +91,7 @@ questions = st.builds(
     tokens,
     st.builds(
         Weights,
-        *[weights] * 7,
-        st.booleans(),
-        st.sampled_from([0.0, 0.0, 0.3, 0.8, 1.0, -1.0]),
-        st.sampled_from([0.0, 100.0, 1e5, math.inf]) | weights,
+        *[weights] * 6,
         *[st.sampled_from([0.0, 1.0, -2.0]) | st.floats(-1e6, 1e6)] * 2,
     ),
     st.floats(0, 1, exclude_max=True),
@@ -114,17 +110,6 @@ def test_both_choose_the_same_row_at_the_same_cost(query: Question) -> None:
         assert (row in usable) == math.isfinite(cost)
 
 
-@given(st.integers(0, 2**32), st.booleans())
-def test_both_round_alike(seed: int, product: bool) -> None:
-    """Numbers with all their digits, so that another order of the operations would show."""
-    rng = random.Random(seed)
-    held = [(7 * row, 9 * row, 11 * row) for row in range(32)]
-    has_to_do = [(rng.random(), rng.random(), rng.random(), 0.0) for _ in held]
-    reals = [rng.random() for _ in range(11)]
-    weights = Weights._make([*reals[:7], product, *reals[7:]])
-    answer_of(question(held, has_to_do, b"\1" * 32, weights, prompt_tokens=313))
-
-
 @pytest.mark.parametrize(
     ("chance", "row"), [(0.0, 0), (0.33, 0), (0.34, 2), (0.67, 3), (1 - 2**-53, 3)]
 )
@@ -135,15 +120,6 @@ def test_chance_decides_among_equals(chance: float, row: int) -> None:
         bytes([1, 1, 1, 1, 0]),
     )
     assert answer_of(query._replace(chance=chance)).row == row
-
-
-def test_the_holder_is_kept_until_it_is_too_far_behind() -> None:
-    held = [(0, 0, 0), (800, 800, 800)]
-    near, far = ([(0.0, 0.0, 0.0, 0.0), (queued, 0.0, 0.0, 0.0)] for queued in (1800.0, 1801.0))
-    weights = Weights(affinity=0.8, slack=1000.0)
-    assert answer_of(question(held, near, b"\1\1", weights))[:4] == (1, 1, True, 800)
-    assert answer_of(question(held, far, b"\1\1", weights))[:4] == (0, 1, False, 800)
-    assert answer_of(question(held, near, b"\1\0", weights))[:4] == (0, 0, False, 0)
 
 
 GOOD = question([(0, 0, 0)] * 2, [(0.0, 0.0, 0.0, 0.0)] * 2, b"\1\1")
@@ -170,7 +146,7 @@ def loads_with(**column: Any) -> dict[str, Any]:
         (loads_with(open=array("f", [0.0] * 4)), r"loads.open must .* such as array\('d'\)"),
         ({"hits": GOOD.hits[:2]}, "3 columns"),
         ({"loads": GOOD.loads[:3]}, "4 columns"),
-        ({"weights": GOOD.weights[:11]}, "12 values"),
+        ({"weights": GOOD.weights[:7]}, "8 values"),
         ({"chance": 1.0}, "chance"),
         ({"chance": math.nan}, "chance"),
     ],
@@ -182,5 +158,5 @@ def test_columns_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_is_chosen_whatever_the_loads_are(bad: float) -> None:
-    query = question([(0, 0, 0)] * 2, [(bad, bad, bad, bad)] * 2, b"\0\1", Weights(decode=0.0))
+    query = question([(0, 0, 0)] * 2, [(bad, bad, bad, bad)] * 2, b"\0\1", PLAIN)
     assert answer_of(query).row == 1

@@ -80,13 +80,6 @@ def test_every_policy_breaks_ties_by_what_was_given_and_then_by_chance(name: str
         ("kvindex", [50, 0, 0], {"given": [0, 0, 0]}, 0),
         ("kvindex", [50, 0, 0], {"given": [2_000, 1_000, 1_500]}, 1),
         ("kvindex", [900, 0, 0], {"given": [3_000, 0, 0]}, 0),  # its home
-        # Affinity keeps a home, which holds 0.8 of the prompt, until it is 5 s behind.
-        ("affinity", [900, 0], {"queued": [50_000, 0]}, 0),
-        ("affinity", [900, 0], {"queued": [51_000, 0]}, 1),
-        ("affinity", [799, 0], {"queued": [2_000, 0]}, 1),
-        ("affinity", [900, 850], {"queued": [1_000, 0]}, 1),  # both are homes
-        ("affinity", [0, 0], {"queued": [255, 0], "opened": [0, 1]}, 0),
-        ("affinity", [0, 0], {"queued": [257, 0], "opened": [0, 1]}, 1),
         # The fewest tokens in flight among the homes, unless these are 18 s behind.
         ("llm-d", [900, 850, 0], {"decode": [10, 9, 0]}, 1),
         ("llm-d", [900, 0], {"decode": [18 * 1_000, 0]}, 1),

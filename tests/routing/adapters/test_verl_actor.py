@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 YAML = """
 router_class: kvindex.routing.adapters.verl.KVAwareBalancer
 worker_of: tests.routing.adapters.verl_servers:worker_of
-router: {policy: affinity, predict: 5.0, seed: 1}
+router: {policy: least-requests, predict: 5.0, seed: 1}
 """
 
 
