@@ -8,7 +8,8 @@ MessageQueue ── RingSender ─► ring of chunks in /dev/shm ─► RingRece
 `MessageQueue` is what most users need. Linux only.
 
 Read first: `queue.py`, then `ring/ring.py` below it; `remote/` and `groups.py` stand alone.
-May import: from `kvindex.wire` only errors, keys and the native module; never events or the index.
+May import: from `kvindex.wire` only errors, forks, keys and the native module; never events or the
+index.
 """
 
 from __future__ import annotations

@@ -29,7 +29,12 @@ class _Parents:
     def _refuse(self, *_: object) -> Any:
         raise ClosedError(FORKED)
 
-    __getattr__ = __call__ = __len__ = __enter__ = _refuse
+    __call__ = __len__ = __enter__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # debuggers and doctest look for some in every object
+            raise AttributeError(name)
+        self._refuse()
 
     def __exit__(self, *_: object) -> None:
         """Do nothing: it was never entered."""

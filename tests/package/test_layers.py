@@ -48,7 +48,10 @@ UNKNOWN: dict[str, set[str]] = {
 # The same the other way round: all that they import of kvindex.
 KNOWN: dict[str, set[str]] = {
     "shm/**/*.py": {"kvindex.shm"}
-    | {f"kvindex.wire.{name}" for name in ("backend", "errors", "curve", "log_rate", "_native")},
+    | {
+        f"kvindex.wire.{name}"
+        for name in ("backend", "errors", "curve", "forks", "log_rate", "_native")
+    },
     "subscribe/sequencer/*.py": {"kvindex.subscribe.sequencer"}
     | {"kvindex.wire.errors", "kvindex.wire.rank"},
 }
