@@ -11,7 +11,7 @@ import msgspec
 from kvindex.index.nats.log import Log, NoStreamError, ask
 from kvindex.index.nats.log_writer import SILENCE
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, position_and_epoch
-from kvindex.wire.errors import UNREADABLE, NatsError
+from kvindex.wire.errors import UNREADABLE, KVIndexError, NatsError
 from kvindex.wire.nats import NatsOptions, NatsPool, open_connection, parse_pool
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def pool_report(
     parsed = parse_pool(url, pool, options)
     try:
         return asyncio.run(_report(parsed, timeout))
+    except KVIndexError:  # some are ValueErrors, too
+        raise
     except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
         raise NatsError(f"{parsed}: what it answers about the stream cannot be read") from error
 

@@ -72,6 +72,12 @@ def test_status_of_no_pool_and_of_no_server_says_so(server: NatsServer, run: Run
     assert "no connection" in ran.err
 
 
+def test_status_says_which_file_of_a_connection_cannot_be_used(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    ran = run("status", "nats://127.0.0.1:1/p", "--nats-tls-ca", str(tmp_path / "ca.pem"), code=2)
+    assert "TLS files" in ran.err
+
+
 def test_engines_may_be_named_before_and_after_the_options(run: Run) -> None:
     url = "nats://127.0.0.1:1"
     for argv in (
