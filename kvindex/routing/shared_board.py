@@ -277,19 +277,15 @@ class SharedBoard(LocalLoadBoard):
         if any(load):
             loads[rank] = load
 
-    def drop_others(self) -> None:
-        """Count own load only, from now on; under the lock, or in a forked child."""
-        self.is_sharing = False
-        self._others = {}
-        self._booked, self._booked_absent = self._own, self._absent
-        self._shown = self._booked
-        if self._corrections:
-            self._show()
-
     def end_sharing(self) -> None:
-        """The same, from any thread."""
+        """Count own load only, from now on."""
         with self._lock:
-            self.drop_others()
+            self.is_sharing = False
+            self._others = {}
+            self._booked, self._booked_absent = self._own, self._absent
+            self._shown = self._booked
+            if self._corrections:
+                self._show()
 
     @property
     def has_others(self) -> bool:

@@ -103,7 +103,11 @@ class Server:
             opened.callback(self._discovery.close)
             self.service.missing = self._missing
             self.missing = self._first_missing()
-            self._guard = self._new_guard()
+            self._guard = Guard(
+                tokens=self._tokens,
+                allowed_hosts=settings.allowed_hosts,
+                limits=settings.limits,
+            )
             self._page = Page(self.service, tokenizer=settings.tokenizer, guard=self._guard)
             opened.callback(self._page.close)
             self.routes = self._new_routes()
@@ -199,13 +203,6 @@ class Server:
         saver = Saver(self._answering, self.settings.state, self.settings.save_every)
         self.service.registry.on_change(saver.note)
         return saver
-
-    def _new_guard(self) -> Guard:
-        return Guard(
-            tokens=self._tokens,
-            allowed_hosts=self.settings.allowed_hosts,
-            limits=self.settings.limits,
-        )
 
     def _new_routes(self) -> list[Route]:
         exposition = Exposition(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvindex.index.nats.log import Log, NoStreamError, ask
 from kvindex.index.nats.log_writer import SILENCE
 from kvindex.index.nats.pool_snapshots import PoolSnapshots, position_and_epoch
-from kvindex.wire.errors import UNREADABLE, KVIndexError, NatsError
+from kvindex.wire.errors import UNREADABLE, NatsError
 from kvindex.wire.nats import NatsOptions, NatsPool, open_connection, parse_pool
 
 if TYPE_CHECKING:
-    from nats.aio.client import Client as NatsClient
     from typing_extensions import Unpack
 
 
@@ -40,13 +39,7 @@ def pool_report(
         ConfigurationError: it is no such URL, or options cannot be used.
         NatsError: NATS does not answer, or there is no such pool.
     """
-    parsed = parse_pool(url, pool, options)
-    try:
-        return asyncio.run(_report(parsed, timeout))
-    except KVIndexError:  # some are ValueErrors, too
-        raise
-    except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
-        raise NatsError(f"{parsed}: what it answers about the stream cannot be read") from error
+    return asyncio.run(_report(parse_pool(url, pool, options), timeout))
 
 
 async def _report(pool: NatsPool, timeout: float) -> dict[str, Any]:
@@ -56,19 +49,27 @@ async def _report(pool: NatsPool, timeout: float) -> dict[str, Any]:
             head = await Log(client, pool).head()
         except NoStreamError:
             raise NatsError(f"there is no pool at {pool}: no relay has written to it") from None
-        info = await _info(client, pool, timeout)
-        snapshots = await _snapshots(PoolSnapshots(client, pool), int(info["state"]["last_seq"]))
+        call = client.request(f"$JS.API.STREAM.INFO.{pool.stream}", b"", timeout=timeout)
+        answer = await ask(pool, call)
+        try:
+            stream = _stream(msgspec.json.decode(answer.data))
+        except (*UNREADABLE, LookupError, TypeError, AttributeError) as error:
+            raise NatsError(f"{pool}: what it answers about the stream cannot be read") from error
+        snapshots = await _snapshots(PoolSnapshots(client, pool), stream["head"])
     finally:
         await client.close()
+    return {"pool": pool.name, "epoch": head.epoch, **stream, "snapshots": snapshots}
+
+
+def _stream(info: Any) -> dict[str, Any]:
+    """Return the report's lines on the stream, of what nats-server answers about it."""
     state, config, cluster = info["state"], info["config"], info.get("cluster") or {}
-    age = None
-    if state["last_seq"]:  # nats-py leaves out the times
-        now, last = (msgspec.convert(of, datetime) for of in (info["ts"], state["last_ts"]))
+    age, times = None, (info.get("ts"), state.get("last_ts"))  # which nats-py leaves out
+    if state["last_seq"] and all(times):
+        now, last = (msgspec.convert(of, datetime) for of in times)
         age = (now - last).total_seconds()
-    peers = cluster.get("replicas") or ()
+    of_a_peer = {"name": "", "current": False, "offline": False, "lag": 0}
     return {
-        "pool": pool.name,
-        "epoch": head.epoch,
         "is_written": age is not None and age < SILENCE,
         "age": age,
         "head": state["last_seq"],
@@ -81,23 +82,10 @@ async def _report(pool: NatsPool, timeout: float) -> dict[str, Any]:
         "max_bytes": config["max_bytes"],
         "leader": cluster.get("leader", ""),
         "peers": [
-            {
-                "name": peer.get("name", ""),
-                "current": peer.get("current", False),
-                "offline": peer.get("offline", False),
-                "lag": peer.get("lag", 0),
-            }
-            for peer in peers
+            {name: peer.get(name, default) for name, default in of_a_peer.items()}
+            for peer in cluster.get("replicas") or ()
         ],
-        "snapshots": snapshots,
     }
-
-
-async def _info(client: NatsClient, pool: NatsPool, timeout: float) -> dict[str, Any]:
-    """Return what nats-server answers about the stream."""
-    call = client.request(f"$JS.API.STREAM.INFO.{pool.stream}", b"", timeout=timeout)
-    answer = await ask(pool, call)
-    return cast("dict[str, Any]", msgspec.json.decode(answer.data, type=dict))
 
 
 async def _snapshots(store: PoolSnapshots, head: int) -> list[dict[str, Any]]:

@@ -101,7 +101,6 @@ class Replica(Answering):
         self._follower = follower
         self._board = follower.board
         self._pid = os.getpid()
-        self._is_forked = False
         # It waits for nothing: the collector may run inside a lock that the thread is to take.
         weakref.finalize(self, _drop, follower, os.getpid()).atexit = False
         # Without `Leave` the server would count and log a death.
@@ -116,7 +115,7 @@ class Replica(Answering):
     @property
     def trouble(self) -> str:
         """Why it does not follow at present; "" while it does."""
-        return FORKED if self._is_forked else self._follower.trouble
+        return self._follower.trouble if self._pid == os.getpid() else FORKED
 
     def _own_statistics(self) -> dict[str, Any]:
         return {"replica": self._follower.statistics()}
@@ -133,7 +132,6 @@ class Replica(Answering):
 
     def _disown(self) -> None:
         """In a forked child, which lacks the thread that follows."""
-        self._is_forked = True
         self._board.disown(FORKED)
 
 

@@ -22,13 +22,6 @@ _FILES = {  # options of the command line that name files, with those of a conne
     "nats_tls_key": "tls_key_file",
 }
 
-_OF_THE_RELAY = (  # options of both commands that follow a relay
-    *("worker", "endpoint", "replay_endpoint", "dp_size", "topic", "name", "bind", "engine"),
-    *("group", "removals", "report_mode", "eagle", "hash_block_size", "offload_chunk"),
-    *("upper_bound", "resets_connector"),
-    *("state", "max_blocks_per_rank"),
-)
-
 
 def add_nats_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `nats_options_of` reads."""
@@ -90,13 +83,13 @@ def followed_pool(arguments: argparse.Namespace, refused: Iterable[str]) -> Nats
 
     Args:
         arguments: of the command line.
-        refused: names of further options that belong to the relay.
+        refused: names of options that belong to the relay.
 
     Raises:
         ConfigurationError: it is no pool, there is an option beside it that belongs to the
             relay, or one of NATS without it.
     """
-    for name in (*_OF_THE_RELAY, *refused) if arguments.from_url is not None else ():
+    for name in refused if arguments.from_url is not None else ():
         if getattr(arguments, name):
             raise ConfigurationError(
                 f"--from follows a relay, which has the engines and the state: {_written(name)} "

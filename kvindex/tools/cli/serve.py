@@ -41,7 +41,10 @@ _SETTINGS = (
     *("register_networks", "state", "save_every", "warm_from"),
     *("model", "routing_group", "block_size"),
 )
-_REFUSED_FROM = (  # --from
+_REFUSED_FROM = (  # --from: they belong to the relay
+    *("worker", "endpoint", "replay_endpoint", "dp_size", "topic", "name", "bind", "engine"),
+    *("group", "removals", "report_mode", "eagle", "hash_block_size", "offload_chunk"),
+    *("upper_bound", "resets_connector", "state", "max_blocks_per_rank"),
     *("dns", "workers_file", "k8s_preset", "k8s_selector", "k8s_pool", "k8s_namespace"),
     *("engine_token_file", "warm_from", "register_networks"),
 )
