@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
-from kvindex import Worker
-from kvindex.index import replicas
+from kvindex import Worker, replicas
 from kvindex.testing import FakeEngine, Workload
 
 PROCESSES = 3

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvindex import Worker
-from kvindex.index import nats
+from kvindex.replicas import nats
 from kvindex.routing import Booking, Router, SharedLoad
 from kvindex.testing import FakeEngine
 

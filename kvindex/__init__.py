@@ -21,6 +21,7 @@ engine to the answer:
   the `audit` (what routing costs).
 """
 
+from kvindex.client import Client, ClientOptions, connect
 from kvindex.index import (
     Ending,
     Explanation,
@@ -44,7 +45,6 @@ from kvindex.index import (
     Trust,
     Trusts,
 )
-from kvindex.index.client import Client, ClientOptions, connect
 from kvindex.publish import (
     EventPublisher,
     EventPublisherFactory,

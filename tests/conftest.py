@@ -35,9 +35,9 @@ if not find_spec("kvindex.wire._native"):  # nothing to compare with
     ]
 if kvindex.BACKEND == "python":  # which has no snapshots
     collect_ignore += [
-        "index/replicas",
-        *(f"index/client/test_warm_restart{part}.py" for part in ("", "_files", "_later")),
-        *("index/client/test_saved_state.py", "index/client/test_saved_state_histories.py"),
+        "replicas",
+        *(f"client/test_warm_restart{part}.py" for part in ("", "_files", "_later")),
+        *("client/test_saved_state.py", "client/test_saved_state_histories.py"),
     ]
 # What takes long, most of it waiting for other processes. .ci/run or .ci/whole names each.
 _LONG = [
@@ -45,11 +45,11 @@ _LONG = [
     for name in (
         *("engines", "gateway", "service/http", "tools/cli/test_top_live.py"),
         *("docs/test_site.py", "docs/test_commands.py", "package/test_examples.py"),
-        *("index/nats", "tools/cli/test_relay.py", "tools/cli/test_fanout.py"),
+        *("replicas/nats", "tools/cli/test_relay.py", "tools/cli/test_fanout.py"),
         *(f"routing/test_shared_load{part}.py" for part in ("", "_histories", "_nats")),
         "wire/test_nats_reconnecting.py",
-        *("index/client/test_forked_clients.py", "subscribe/test_isolation.py"),
-        *(f"index/replicas/test_{part}.py" for part in ("faults", "forks")),
+        *("client/test_forked_clients.py", "subscribe/test_isolation.py"),
+        *(f"replicas/test_{part}.py" for part in ("faults", "forks")),
         *(f"shm/test_{part}.py" for part in ("remote_deaths", "queue_kills", "queue_groups")),
     )
 ]

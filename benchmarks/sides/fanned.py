@@ -9,7 +9,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from kvindex import BlockStored, EventBatch, Rank, RankStatus, Worker
-from kvindex.index.replicas import FanOut, Replica, join
+from kvindex.replicas import FanOut, Replica, join
 from kvindex.subscribe.status_board import StatusBoard
 
 _BLOCK = 16

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.sides.fanned import Fanned
 from kvindex import Client, Worker
-from kvindex.index import nats
+from kvindex.replicas import nats
 from kvindex.subscribe import State
 
 POOL = "bench"

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvindex import Client
 from kvindex.gateway.access import SECONDS
-from kvindex.index.replicas import Replica
+from kvindex.replicas import Replica
 from kvindex.routing import Router
 from kvindex.service.metrics import FunnelCollector, RankCollector
 

@@ -13,8 +13,7 @@ from kvindex.gateway.choosing import Routing
 from kvindex.gateway.metrics import exposition
 from kvindex.gateway.models import Models, Serving
 from kvindex.gateway.settings import GatewaySettings
-from kvindex.index import nats
-from kvindex.index.replicas import Replica
+from kvindex.replicas import Replica, nats
 from kvindex.routing import Capacity, Router, SharedLoad
 from kvindex.subscribe.discovery import (
     Discovery,

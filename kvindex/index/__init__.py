@@ -1,9 +1,9 @@
 """The index: a radix tree over prefix keys, one view for each rank.
 
-The files here use neither sockets nor engines. `client/` feeds an index from engines and adds
-trust to its answers; `replicas/` copies such an index into other processes.
+It uses neither sockets nor engines: `kvindex.client` feeds an index from engines and adds trust to
+its answers, `kvindex.replicas` copies such an index into other processes.
 Read first: `api.py` and `match.py`, then `reference/`, the specification of the native core.
-May import: `kvindex.wire`; `client/` and `replicas/` also `kvindex.subscribe` and `kvindex.shm`.
+May import: `kvindex.wire`.
 """
 
 from typing import TYPE_CHECKING

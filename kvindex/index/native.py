@@ -175,7 +175,7 @@ class Index(BaseIndex):
         return self._core, lambda rank: self._ids.get(rank)
 
     def apply_entries(self, entries: bytes | memoryview) -> tuple[int, list[bytes]] | None:
-        """Apply the batches of a message's encoded entries: for `kvindex.index.replicas`.
+        """Apply the batches of a message's encoded entries: for `kvindex.replicas`.
 
         Returns: how many were applied, and the entries that are left: statuses, and all from the
             first one on that needs Python. None: these are no entries.

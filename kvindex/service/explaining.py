@@ -18,8 +18,8 @@ from kvindex import (
     UnknownRankError,
 )
 from kvindex.service.http.messages import refusal
-from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.errors import UNREADABLE, DiscoveryError
+from kvindex.wire.web import Web
 
 _MOST_BYTES: Final = 32 << 20  # of an engine's answer: some million tokens
 _WORDS_OF_ERROR: Final = 300

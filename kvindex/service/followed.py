@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from kvindex import RankStatus, State
-from kvindex.index.replicas import Replica
+from kvindex.replicas import Replica
 from kvindex.service.catalog import Catalog, Partition, Registration
 
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from kvindex import Client, ConfigurationError, KVIndexError, SnapshotError
-from kvindex.index import nats
-from kvindex.index.replicas import Replica
+from kvindex.replicas import Replica, nats
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.exposition import Exposition

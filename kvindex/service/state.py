@@ -18,9 +18,9 @@ import msgspec
 from kvindex import BusyError, Client, ClosedError, ConfigurationError
 from kvindex.index.snapshot import replaced_file
 from kvindex.service.catalog import BY_CLIENTS, Catalog, Registration
-from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.errors import UNREADABLE
 from kvindex.wire.log_rate import LogRate
+from kvindex.wire.web import Web
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Bytes to events and back, and what every room shares: errors, ranks, CURVE keys, forks.
+"""Bytes to events and back, and what every room shares: errors, ranks, CURVE keys, forks, HTTP.
 
 `decode_batch` reads what any engine version sends, `encode_batch` writes as a chosen one does. Both
 use neither sockets nor clocks nor the index. `backend.py` says whether the compiled `_native` runs.

@@ -1,4 +1,4 @@
-// Reads the entries of a fan-out's message as kvindex/index/replicas/messages.py encodes them.
+// Reads the entries of a fan-out's message as kvindex/replicas/messages.py encodes them.
 #pragma once
 
 #include <cstddef>

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import Client, KVEventsConfig
-from kvindex.index import replicas
+from kvindex import Client, KVEventsConfig, replicas
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.docs.pages import (
     DOCS,

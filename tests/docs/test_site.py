@@ -27,7 +27,7 @@ MODULES += [
         "tools.audit",
         "subscribe.discovery",
         "service.queries",
-        "index.replicas",
+        "replicas",
         "shm",
         "shm.ring",
     )

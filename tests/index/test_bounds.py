@@ -17,7 +17,7 @@ from kvindex import (
     Index,
     SnapshotError,
 )
-from kvindex.index.client.client import MAX_BLOCKS_PER_RANK
+from kvindex.client.client import MAX_BLOCKS_PER_RANK
 from tests.index.index_events import (
     A,
     B,

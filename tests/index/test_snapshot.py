@@ -27,6 +27,7 @@ from kvindex import (
     Index,
     Rank,
 )
+from kvindex.client.saved_state import read_saved
 from kvindex.index import (
     SnapshotReader,
     SnapshotRecord,
@@ -36,7 +37,6 @@ from kvindex.index import (
     replaced_file,
     write_snapshot,
 )
-from kvindex.index.client.saved_state import read_saved
 from kvindex.index.snapshot_section import open_section, seal_section
 from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
 from tests.index.index_events import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.index.replicas import FanOut
+from kvindex.replicas import FanOut
 from kvindex.testing import FakeEngine
 from tests.children import ended_after
 from tests.live import PATIENCE, caught_up, worker_of
@@ -20,7 +20,7 @@ from tests.publish.publish_peers import wait_until
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-JOIN = "import sys; from kvindex.index import replicas; replica = replicas.join(sys.argv[1])"
+JOIN = "import sys; from kvindex import replicas; replica = replicas.join(sys.argv[1])"
 ENDINGS = {
     "the end": ("", 0),
     "sys.exit": ("sys.exit(3)", 3),

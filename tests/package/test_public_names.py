@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 import kvindex
-import kvindex.index.nats
-import kvindex.index.replicas
+import kvindex.replicas
+import kvindex.replicas.nats
 import kvindex.routing
 import kvindex.shm
 import kvindex.subscribe
@@ -96,10 +96,10 @@ def test_every_error_is_had_where_it_is_raised() -> None:
     assert not elsewhere & set(kvindex.__all__)
     assert queue_errors <= set(kvindex.shm.__all__)
     assert routing_errors <= set(kvindex.routing.__all__)
-    assert "NatsError" in kvindex.index.nats.__all__
+    assert "NatsError" in kvindex.replicas.nats.__all__
     assert "DiscoveryError" in kvindex.subscribe.discovery.__all__
     assert set(errors.__all__) - elsewhere <= set(kvindex.__all__)
-    assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.index.replicas.__all__)
+    assert {"QueueTimeoutError", "SegmentError"} <= set(kvindex.replicas.__all__)
 
 
 def test_the_error_of_queries_is_had_where_it_is_raised() -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 WITHOUT = """
 import sys
 sys.modules["kvindex.wire._native"] = None  # as on a machine without a compiler
-import kvindex, kvindex.index.replicas, kvindex.shm
+import kvindex, kvindex.replicas, kvindex.shm
 from kvindex.wire.errors import KVIndexError
 from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
 handle = Handle(
@@ -30,8 +30,8 @@ USES = {
     "a ring": "ShmRingBuffer(1, 64, 4)",
     "a writer with readers here": "MessageQueue(2, 1)",
     "a reader here": "MessageQueue.create_from_handle(handle, 0)",
-    "a server of a fan-out": "kvindex.index.replicas.FanOut([], sys.argv[1])",
-    "a replica": "kvindex.index.replicas.join(sys.argv[1])",
+    "a server of a fan-out": "kvindex.replicas.FanOut([], sys.argv[1])",
+    "a replica": "kvindex.replicas.join(sys.argv[1])",
 }
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvindex import Client, ConfigurationError, EventBatch, Rank, UnknownRankError, Worker
-from kvindex.index.replicas import FanOut, join
 from kvindex.index.snapshot import SnapshotReader
 from kvindex.publish import ZmqEventPublisher
+from kvindex.replicas import FanOut, join
 from kvindex.testing import FakeEngine, Workload
 from tests.live import (
     PATIENCE,

@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, State, Worker
+from kvindex.client.feeding import follow_item
 from kvindex.index import Fingerprints, read_batch
-from kvindex.index.client.feeding import follow_item
 from kvindex.subscribe import RankBatch, SequencerConfig, SocketOptions, StreamItem
 from kvindex.subscribe import lanes as lanes_module
 from kvindex.subscribe.connection import Contexts, Room

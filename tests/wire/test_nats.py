@@ -152,7 +152,7 @@ def test_without_nats_py_the_modules_import_and_a_connection_says_what_to_instal
     program = """
 import asyncio, sys
 sys.modules["nats"] = None
-import kvindex.index.nats
+import kvindex.replicas.nats
 from kvindex.wire.nats import open_connection, parse_pool
 try:
     asyncio.run(open_connection(parse_pool("nats://n1", "llama", {}), "test"))

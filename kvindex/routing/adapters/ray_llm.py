@@ -15,7 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from kvindex.index.client import connect
+from kvindex.client import connect
 from kvindex.routing import Booking, NoCandidateError, Router
 from kvindex.subscribe import Worker
 from kvindex.wire.errors import UnknownRankError

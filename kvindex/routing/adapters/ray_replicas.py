@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvindex.index.client import Client
+from kvindex.client import Client
 from kvindex.subscribe import Worker
 from kvindex.wire.errors import KVIndexError
 from kvindex.wire.rank import Rank

@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from kvindex.index.client import connect
+from kvindex.client import connect
 from kvindex.routing import Router, reads_cache
 from kvindex.routing.adapters.ray_bookings import RequestBookings
 from kvindex.routing.adapters.ray_replicas import Replicas, keep, routers

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvindex.index.client import connect
+from kvindex.client import connect
 from kvindex.routing import Booking, Router, reads_cache
 from kvindex.subscribe import Worker
 from kvindex.wire.errors import ConfigurationError, TokenError

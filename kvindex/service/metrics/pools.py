@@ -28,7 +28,7 @@ class PoolCollector(ReadCollector):
     """Collects the counters of a relay, or of a replica that follows a pool on NATS.
 
     Args:
-        source: a `kvindex.index.nats.Relay`, or a replica; any other source has no such series.
+        source: a `kvindex.replicas.nats.Relay`, or a replica; any other source has no such series.
 
     Thread safety: any thread may collect.
     """

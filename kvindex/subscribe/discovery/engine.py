@@ -23,9 +23,9 @@ from kvindex.subscribe.discovery.answers import (
     read_sources,
     without_secrets,
 )
-from kvindex.subscribe.discovery.web import Web
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
+from kvindex.wire.web import Web
 
 ASK_TIMEOUT: Final = 5.0
 """Seconds in which an engine must have answered."""

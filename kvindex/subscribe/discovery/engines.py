@@ -12,11 +12,11 @@ from kvindex.subscribe import RankStatus, State, Worker
 from kvindex.subscribe.discovery.discovery import Discovery, DiscoveryOptions
 from kvindex.subscribe.discovery.engine import engine_name
 from kvindex.subscribe.discovery.targets import Engine, Notify, Source, Target, check_names
-from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ClosedError, ConfigurationError, UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
+from kvindex.wire.web import split_url
 
 
 class EngineSource:

@@ -15,9 +15,9 @@ import msgspec
 from kvindex.subscribe import Worker
 from kvindex.subscribe.discovery.engine import engine_name
 from kvindex.subscribe.discovery.targets import Notify, Target, check_names
-from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import UNREADABLE, ConfigurationError, DiscoveryError
+from kvindex.wire.web import split_url
 
 _MAX_BYTES: Final = 16 << 20
 LOOK_EVERY: Final = 0.1  # seconds

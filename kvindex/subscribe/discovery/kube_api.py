@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from kvindex.subscribe.discovery.web import Stream, Web
 from kvindex.wire.errors import UNREADABLE, ConfigurationError, DiscoveryError
+from kvindex.wire.web import Stream, Web
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod has its account's token, the API server's certificate, and its namespace."""

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeAlias
 from kvindex.subscribe import Worker
 from kvindex.subscribe.discovery.answers import look_up_host, with_host
 from kvindex.subscribe.discovery.targets import Notify, Target
-from kvindex.subscribe.discovery.web import split_url
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError, DiscoveryError
+from kvindex.wire.web import split_url
 
 LookUp: TypeAlias = Callable[[str], Sequence[str]]
 """Returns the addresses of a name, or raises an OSError."""

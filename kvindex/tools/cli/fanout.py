@@ -1,6 +1,6 @@
 """`kvindex fanout`: subscribe once, for any number of router processes on the machine.
 
-Subscribe, and let processes on this machine join with kvindex.index.replicas.join(PATH). Reports on
+Subscribe, and let processes on this machine join with kvindex.replicas.join(PATH). Reports on
 stderr which ranks become live or stop being live, and why; at SIGUSR1 it shows all of them, as
 `kvindex status PATH` does. Runs until SIGTERM, SIGHUP or Ctrl-C, its normal ends (exit 0), and then
 prints its counters as JSON, with those of each rank. Exit 1: it ended by itself, or --state names a
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from kvindex import Client, ConfigurationError, SnapshotError
-from kvindex.index.replicas import FanOut
+from kvindex.replicas import FanOut
 from kvindex.subscribe.discovery import Engines
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of

@@ -1,10 +1,10 @@
 """`kvindex relay`: subscribe once, and write to NATS for any number of hosts.
 
 Subscribe to engines, named by their HTTP servers (ENGINE) or by the options below, and write all
-that they send to the pool's log in NATS. Any host follows it: `kvindex serve --from` or `kvindex
-fanout --from` nats://HOST/POOL, or kvindex.index.nats.join. Of several relays of a pool, with the
-same engines, one writes; if it is silent for 3 s, another one takes over. The pool's stream is made
-if it is missing, and used as it is if not.
+that they send to the pool's log in NATS. Any host follows it: `kvindex serve --from
+nats://HOST/POOL`, or kvindex.replicas.nats.join. Of several relays of a pool, with the same
+engines, one writes; if it is silent for 3 s, another one takes over. The pool's stream is made if
+it is missing, and used as it is if not.
 
 Reports on stderr which ranks become live or stop being live, and why; at SIGUSR1 it shows all of
 them. Runs until SIGTERM, SIGHUP or Ctrl-C, its normal ends (exit 0), and then prints its counters
@@ -18,7 +18,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvindex.index.nats.relay import Relay
+from kvindex.replicas.nats.relay import Relay
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds, size
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of
 from kvindex.tools.cli.nats_options import add_nats_options, nats_options_of

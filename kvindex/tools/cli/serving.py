@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from kvindex import Client
-from kvindex.index.replicas import Replica
+from kvindex.replicas import Replica
 from kvindex.tools.cli.output import StateChanges, counted, printable
 from kvindex.tools.cli.signals import handled
 from kvindex.tools.cli.status import state_table

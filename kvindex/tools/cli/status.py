@@ -1,6 +1,6 @@
 """`kvindex status`: how the ranks of a running `kvindex fanout` stand, or a pool on NATS.
 
-Ask the `kvindex fanout` (or kvindex.index.replicas.FanOut) that listens at PATH how its ranks
+Ask the `kvindex fanout` (or kvindex.replicas.FanOut) that listens at PATH how its ranks
 stand. Or, with nats://HOST/POOL, show who writes to the pool, its log and its snapshots. Exit 0: it
 answered; 1: nothing answers, or there is no such pool; 3: --require-live was given and a rank is
 not live, or no relay writes.
@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvindex.index.replicas import ask
+from kvindex.replicas import ask
 from kvindex.tools.cli.arguments import option, seconds
 from kvindex.tools.cli.nats_options import add_nats_options, nats_options_of
 from kvindex.tools.cli.output import counted, in_options, printable, table
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_pool(arguments: argparse.Namespace) -> int:
-    from kvindex.index.nats.pool_report import pool_report
+    from kvindex.replicas.nats.pool_report import pool_report
 
     options = nats_options_of(arguments)
     report = pool_report(arguments.path, timeout=arguments.wait, **options)

@@ -22,11 +22,11 @@ import msgspec
 
 from kvindex import Client, ConfigurationError, KVIndexError, State, connect
 from kvindex.service.overview import Fleet, overview
-from kvindex.subscribe.discovery.web import Web
 from kvindex.tools.cli.arguments import add_cacert_option, count, option, seconds, trusting
 from kvindex.tools.cli.endpoints import add_engine_options, engines_of, names_engines
 from kvindex.wire.errors import UNREADABLE, DiscoveryError, how_to_install
 from kvindex.wire.waker import Waker
+from kvindex.wire.web import Web
 
 SORTS: Final = {
     "state": "s",

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from kvindex import PublisherAddress
 from kvindex.subscribe.discovery import DiscoveryError, ask_engine
-from kvindex.subscribe.discovery.web import Web
 from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineHttp
 from kvindex.tools.doctor.report import finding_of
+from kvindex.wire.web import Web
 
 _DENIED: Final = re.compile("answers 40[13]")
 _LARGE_BLOCK: Final = 256  # tokens

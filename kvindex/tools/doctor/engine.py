@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.subscribe.discovery.web import Web
 from kvindex.wire.errors import DiscoveryError
+from kvindex.wire.web import Web
 
 _SAMPLE: Final = re.compile(
     r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? +([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|NaN|Inf))"

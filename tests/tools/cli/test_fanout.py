@@ -11,7 +11,7 @@ from typing import IO
 import pytest
 
 from kvindex import State, Worker
-from kvindex.index.replicas import FanOut, ask, join
+from kvindex.replicas import FanOut, ask, join
 from kvindex.testing import FakeEngine, FaultyLink, Workload
 from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring

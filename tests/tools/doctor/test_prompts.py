@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvindex.subscribe.discovery.web import Web
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
 from kvindex.tools.doctor import Report, UserPrompt
+from kvindex.wire.web import Web
 from tests.tools.doctor.doctored import LIVE, ids, look_at, the
 
 pytestmark = pytest.mark.e2e

@@ -15,7 +15,6 @@ import pytest
 import zmq
 
 from kvindex import BACKEND, BlockStored, EventBatch, Worker, ZmqEventPublisher
-from kvindex.subscribe.discovery.web import Web
 from kvindex.testing import (
     CacheOptions,
     FakeEngine,
@@ -36,6 +35,7 @@ from kvindex.wire import (
     replay_frames,
 )
 from kvindex.wire.errors import EncodeError
+from kvindex.wire.web import Web
 from tests.index.index_events import prompt
 from tests.index.test_proofs import sparse
 from tests.live import worker_of

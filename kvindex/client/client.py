@@ -1,0 +1,383 @@
+"""A subscriber and an index, joined: connect, then ask."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from kvindex.client.answering import Answering
+from kvindex.client.feeding import lanes_of, settings_of
+from kvindex.client.saved_state import SavedState, read_saved
+from kvindex.index import Fingerprints, Index
+from kvindex.index.snapshot import (
+    Snapshot,
+    SnapshotRecord,
+    SnapshotWriter,
+    replaced_file,
+    require_native,
+)
+from kvindex.subscribe import (
+    StreamOptions,
+    Subscriber,
+    Tap,
+    Worker,
+)
+from kvindex.subscribe.following import checked_timeout
+from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError
+from kvindex.wire.options import check_options
+from kvindex.wire.rank import Rank
+from kvindex.wire.rank_lookup import RankName
+
+if TYPE_CHECKING:  # see `_split`; no dependency: editors and type checkers have it
+    from typing_extensions import Unpack
+
+    from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engines, Source
+
+RESUME_WITHIN: Final = 600.0
+"""Seconds: any service discovery has reported all workers by then."""
+
+MAX_BLOCKS_PER_RANK: Final = 10_000_000
+"""Most resident blocks of one rank in an index that a client makes for itself.
+
+No engine has as many: with blocks of 16 tokens that is a cache of 160 million tokens, and with
+pages of one token still that of a node of eight GPUs. A hostile rank needs some GB for it at worst.
+"""
+
+
+_SAVE_ATTEMPTS = 5  # each begins when ranks were renamed in the one before
+
+logger = logging.getLogger(__name__)
+
+
+class ClientOptions(StreamOptions, total=False):
+    """The keyword options of `connect`, except `index`; `connect` describes each.
+
+    Functions that pass options on can take `**options: Unpack[ClientOptions]`.
+    """
+
+    max_blocks_per_rank: int | None
+    resume: str | os.PathLike[str] | Snapshot | None
+    resume_within: float
+    discovery: DiscoveryOptions | None
+
+
+def connect(
+    workers: Engines = (), *, index: Index | None = None, **options: Unpack[ClientOptions]
+) -> Client:
+    """Return a client that subscribes to these engines and answers from their events.
+
+    It returns at once; `Client.wait_live` waits until every rank has caught up.
+
+    Args:
+        workers: one engine or several, in any mixture: a `Worker`, which names an engine's
+            endpoints; the URL of an engine's HTTP server ("http://engine:8000"), which is asked
+            for them now and then; or a source of `kvindex.subscribe.discovery`. More can be added
+            later.
+        index: the index to fill; a new one by default. With `resume` it must have the seed of the
+            index that was saved.
+        max_blocks_per_rank: of the new index; 10,000,000 by default. A rank's blocks beyond it
+            are left out and counted (`ignored`, "max_blocks_per_rank").
+        resume: a file that `Client.save` wrote, perhaps in another process; or a
+            `kvindex.index.Snapshot` of what such a file holds. Each rank in it starts with its
+            saved contents, and replay brings the batches that it missed, if its publisher proves
+            to be the same; if not, it starts from scratch. Ranks of workers that
+            are not among `workers` are set aside and take no part in answers until their worker
+            is added. If there is no such file, every rank starts from scratch.
+        resume_within: seconds for which these ranks are kept, 600 by default; they take as much
+            memory as in the file.
+        on_loss: what happens to a rank's blocks when batches of it are lost for good. "reset", the
+            default, drops them, since the lost batches may have removed some. "keep" keeps them.
+            Either way the rank is flagged as not complete until its engine restarts.
+        replay_policy: how long to wait for a replay, and how often to ask.
+        socket_options: settings of the ZeroMQ sockets.
+        probe_interval: seconds without a batch after which a replay request checks whether the
+            rank's last batches were lost; 5 by default.
+        stale_after: seconds without a sign of life (a batch, a reply to a replay request, a new
+            connection) after which a rank is stale; 30 by default.
+        context: ZeroMQ context for every socket. By default the process-wide one for inproc
+            endpoints, so that they meet, and one of its own for all others.
+        discovery: how engines given by URL are asked, and how long an engine that no longer answers
+            is kept.
+        clock: returns monotonic seconds; for tests.
+
+    Raises:
+        ConfigurationError: a worker or a setting cannot work.
+        SnapshotError: the file at `resume` cannot be restored; its `reason` says why.
+        OSError: it cannot be read.
+
+    Examples:
+        >>> from kvindex import Worker, connect
+        >>> client = connect([Worker("vllm-0", "tcp://127.0.0.1:5557")])
+        >>> client.ranks
+        (Rank(worker='vllm-0', dp_rank=0),)
+        >>> client.match([1, 2, 3]).best is None
+        True
+        >>> client.close()
+    """
+    check_options("connect", options, ClientOptions)
+    return Client(workers, index=index, **options)
+
+
+class Client(Answering):
+    """Answers which rank holds a prompt, from live events, and how far to trust the answer.
+
+    Args: as `connect`, and
+        tap: receives everything that the index receives.
+        on_stop: called once, on the subscriber's thread, when it ends for whatever reason.
+
+    Attributes:
+        subscriber: receives the events.
+        discovery: follows the engines that were given by URL or by a source; None if none was. Its
+            `engines()` are their last reports: URL, kind, version, models, first rank.
+
+    A client that is dropped without `close` ends its thread, with a ResourceWarning. A forked child
+    of a process with a client must connect by itself: its inherited copy receives nothing, and its
+    calls raise ClosedError.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        workers: Engines = (),
+        *,
+        index: Index | None = None,
+        max_blocks_per_rank: int | None = None,
+        resume: str | os.PathLike[str] | Snapshot | None = None,
+        resume_within: float = RESUME_WITHIN,
+        discovery: DiscoveryOptions | None = None,
+        tap: Tap | None = None,
+        on_stop: Callable[[], None] | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        check_options("Client", options, StreamOptions)
+        if index is not None and max_blocks_per_rank is not None:
+            raise ConfigurationError(
+                "max_blocks_per_rank is for the index that a client makes: with index=, give it to"
+                " that one, Index(max_blocks_per_rank=...)"
+            )
+        known, sources = _split(workers)
+        limit = MAX_BLOCKS_PER_RANK if max_blocks_per_rank is None else max_blocks_per_rank
+        records: list[SnapshotRecord] = []
+        if resume is not None:
+            index, records = read_saved(resume, index, limit)
+        self._index = Index(max_blocks_per_rank=limit) if index is None else index
+        self._saved = SavedState(
+            self._index,
+            records,
+            resume_within,
+            options.get("clock", time.monotonic),
+            None if tap is None else tap.restored,
+        )
+        fingerprints = Fingerprints(self._index.seed)
+        self.subscriber = Subscriber(
+            known,
+            fingerprints=fingerprints,
+            lanes=lanes_of(self._index, fingerprints, tap),
+            resume=self._saved,
+            **settings_of(self._index, self._saved.expire, tap),
+            on_stop=on_stop,
+            **options,
+        )
+        self._board = self.subscriber.board
+        self.discovery: Discovery | None = None
+        if sources:
+            from kvindex.subscribe.discovery.engines import follow_engines
+
+            try:
+                self.discovery = follow_engines(self, sources, discovery)
+            except BaseException:
+                self.subscriber.close()
+                raise
+
+    @property
+    def index(self) -> Index:
+        """The index that the events fill."""
+        return self._index
+
+    # Workers and their streams ----------------------------------------------------------------
+
+    def add(self, worker: Worker) -> None:
+        """Subscribe to a further worker's ranks, or to further ranks of a worker.
+
+        `client.add(Worker("a", {1: "tcp://…"}))` adds dp_rank 1 to a worker "a" that has rank 0.
+
+        Ranks that were set aside from the file at `resume` continue from it, like those given to
+        `connect`; events of all ranks wait while they are restored. The saved state of a rank is
+        used once: added again after `remove`, the rank starts from scratch.
+
+        Raises: as `Subscriber.add`.
+        """
+        self.subscriber.add(worker, resume=self._saved)
+
+    def remove(self, name: RankName) -> None:
+        """Unsubscribe from a worker's ranks, or from one rank, and forget what they hold.
+
+        Args:
+            name: the name of a worker, for all its ranks; or a `Rank`, or its text "a/0".
+
+        Raises:
+            UnknownRankError: there is none of that name.
+        """
+        self.subscriber.remove(name)
+
+    def wait_live(
+        self,
+        timeout: float | None = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
+    ) -> None:
+        """Return once every engine is found and every rank (or each of those given) is live.
+
+        Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`,
+        those that are not found yet, and why.
+        """
+        timeout = checked_timeout(timeout)
+        until, ranks = time.monotonic() + timeout, _listed(ranks)
+        missing = {}
+        if self.discovery is not None:
+            missing = self.discovery.wait_found(timeout, partial(self._knows, ranks))
+        with _naming_missing(timeout, missing if ranks is None else {}):
+            left = max(until - time.monotonic(), 0.0)
+            super().wait_live(left, ranks=ranks, complete=complete)
+
+    async def wait_live_async(
+        self,
+        timeout: float | None = 5.0,
+        *,
+        ranks: Iterable[RankName] | str | None = None,
+        complete: bool = False,
+    ) -> None:
+        """Return once all is live, as `wait_live`; for asyncio.
+
+        The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
+        """
+        timeout = checked_timeout(timeout)
+        until, ranks = time.monotonic() + timeout, _listed(ranks)
+        missing = {}
+        if self.discovery is not None:
+            missing = await self.discovery.wait_found_async(timeout, partial(self._knows, ranks))
+        with _naming_missing(timeout, missing if ranks is None else {}):
+            left = max(until - time.monotonic(), 0.0)
+            await super().wait_live_async(left, ranks=ranks, complete=complete)
+
+    def _knows(self, ranks: list[RankName] | None) -> bool:
+        """Whether all these ranks are subscribed to; None stands for all, which cannot be known."""
+        try:
+            return self._board.named(ranks) is not None
+        except UnknownRankError:
+            return False
+
+    def _own_statistics(self) -> dict[str, Any]:
+        own = {
+            "thread": self.subscriber.statistics()["thread"],
+            "resume": self._saved.statistics(),
+        }
+        if self.discovery is not None:
+            own["discovery"] = self.discovery.statistics()
+        return own
+
+    def save(self, path: str | os.PathLike[str]) -> tuple[Rank, ...]:
+        """Write what every rank holds and how far its stream was applied; return the ranks written.
+
+        `connect(resume=path)` continues from there. Each rank is saved between two of its batches.
+        Events of all ranks wait while one rank is copied, and queries wait behind such an event:
+        60 to 200 ms for a million blocks of that rank. A rank is left out if its stream
+        cannot be continued: nothing was applied yet, or its publisher has no replay. Ranks
+        that are set aside are written as they were read, so that a router that is restarted before
+        it knows all its workers loses none. If ranks are renamed meanwhile, saving begins anew. The
+        file replaces an existing one only when all of it is written. Only its owner can read it,
+        since it contains the index's seed.
+
+        Raises:
+            OSError: it cannot be written; an existing file is unchanged.
+            ClosedError: the client is closed.
+            BusyError: the subscriber's thread was blocked for too long.
+            ConfigurationError: the index is the Python one, which has no snapshots.
+        """
+        require_native(self.index.backend)
+        with replaced_file(path) as file:
+            for _ in range(_SAVE_ATTEMPTS):
+                file.seek(0)
+                file.truncate()
+                names = self._names()
+                written = self._write(file)
+                now = self._names()
+                if all(now.get(publisher, rank) == rank for publisher, rank in names.items()):
+                    break
+            else:
+                logger.warning("%s may lack ranks: they were renamed again and again", path)
+        return written
+
+    def _names(self) -> dict[tuple[str, str], Rank]:
+        """Return the name of each rank, by worker and endpoint, which stay the same."""
+        statuses = self._board.all().values()
+        return {(status.rank.worker, status.endpoint): status.rank for status in statuses}
+
+    def _write(self, file: BinaryIO) -> tuple[Rank, ...]:
+        """Write a snapshot; return its ranks."""
+        written = []
+        writer = SnapshotWriter(file, seed=self.index.seed)
+        # At once: a rank whose worker is being added is in one of the two.
+        ranks, aside = self.subscriber.call(lambda: (self.ranks, self._saved.records()))
+        for rank in ranks:
+            taken = self.subscriber.call(partial(self._take, rank))
+            if taken is not None:
+                writer.add(rank, *taken)
+                written.append(rank)
+        for record in aside:
+            writer.add(*record)
+            written.append(record.rank)
+        writer.finish()
+        return tuple(sorted(written))
+
+    def _take(self, rank: Rank) -> tuple[bytes, bytes] | None:
+        """Return section and cursor of a rank, on the subscriber's thread."""
+        try:
+            cursor = self.subscriber.cursor(rank)
+            return None if cursor is None else (self.index.dump(rank), cursor)
+        except UnknownRankError:  # removed just now; or renamed: then all is written anew
+            return None
+
+    def close(self) -> None:
+        """Stop receiving, and refuse further questions. Idempotent.
+
+        `index` stays as it is and still answers questions.
+        """
+        self._closed = True
+        if self.discovery is not None:
+            self.discovery.close()
+        self.subscriber.close()
+
+
+def _split(engines: Engines) -> tuple[Iterable[Worker] | Worker, Sequence[Source]]:
+    """Return the workers that are given, and the sources of all other engines."""
+    given = [engines] if isinstance(engines, Worker) else engines
+    if isinstance(given, (list, tuple)) and all(isinstance(engine, Worker) for engine in given):
+        return given, ()
+    # Here: discovery loads asyncio, HTTP and TLS, which callers that name endpoints do not need.
+    from kvindex.subscribe.discovery import split_engines
+
+    return split_engines(engines)
+
+
+def _listed(ranks: Iterable[RankName] | str | None) -> list[RankName] | None:
+    """Return the given ranks as a list, which may be read twice."""
+    return [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
+
+
+@contextmanager
+def _naming_missing(timeout: float, missing: dict[str, str]) -> Iterator[None]:
+    """Add the missing engines to a `NotLiveError`; raise one if nothing else is wrong."""
+    try:
+        yield
+    except NotLiveError as error:
+        raise NotLiveError(timeout, error.reasons, missing) from None
+    if missing:
+        raise NotLiveError(timeout, {}, missing)

@@ -1,9 +1,0 @@
-"""An index that follows engines: `Client` joins a subscriber to an index.
-
-`answering.py` adds to each answer how far it can be trusted; `saved_state.py` has the state from
-which a warm restart continues.
-"""
-
-from kvindex.index.client.client import Client, ClientOptions, connect
-
-__all__ = ["Client", "ClientOptions", "connect"]

@@ -1,0 +1,189 @@
+"""A replica's copy of the server's index, and which messages it must still apply.
+
+A joiner reads the ring from some message on, and meanwhile, over a socket, each rank's contents in
+the server's index. The server takes these sections one after the other while events go on, each
+between two messages: the section of a rank holds all that was in messages below its position, and
+nothing of those from there on. So, with ring messages `0 1 2 …`:
+
+```
+             begin          A           B       end
+messages  …    │   3   4    │  5   6    │  7  8  │  9 …
+rank A         │ · · · · ·  ├── applied ─────────┼────     · in the section, passed over
+rank B         │ · · · · · · · · · · · ·├ applied ┼────
+```
+
+A rank without a section was added after `begin`, or removed before its turn came (or both): it
+holds nothing until the messages add it, so all its later entries count.
+
+Renaming in between would move positions from name to name: the server then begins again instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvindex.client.feeding import follow_item
+from kvindex.index import Index, read_batch
+from kvindex.replicas.messages import (
+    BatchApplied,
+    Entry,
+    ReceivedMessage,
+    SectionRestored,
+    StatusChanged,
+    decode_entries,
+    decode_entry,
+    follow_names,
+)
+from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed, RankStatus
+from kvindex.subscribe.status_board import under_new_name
+from kvindex.wire.errors import DecodeError
+from kvindex.wire.rank import Rank
+
+
+class Catchup:
+    """The positions of one joiner. Owner: one thread at a time."""
+
+    def __init__(self) -> None:
+        self.passed = 0  # entries that were in a section already
+        self._begin = 0
+        self._end: int | None = None
+        self._positions: dict[Rank, int] = {}
+        self._next: int | None = None
+
+    def begin(self, number: int) -> None:
+        """Begin, or begin again, with nothing; the next message sent has this number."""
+        self._begin = number
+        self._end = None
+        self._positions.clear()
+
+    def place(self, rank: Rank, number: int) -> None:
+        """Note that a rank's section was taken before the message of this number."""
+        if self._end is not None or number < self._begin:
+            raise DecodeError(f"a section of {rank} at message {number}, where none can be")
+        self._positions[rank] = number
+
+    def end(self, number: int) -> None:
+        """Note that every entry from this message on must be applied."""
+        if number < max([self._begin, *self._positions.values()]):
+            raise DecodeError(f"a snapshot that ends at message {number}, before its sections")
+        self._end = number
+
+    def follow(self, number: int) -> bool:
+        """Return whether all entries of the next message count; DecodeError if it is another."""
+        end = self._end
+        assert end is not None
+        if number != self._next if self._next is not None else number > self._begin:
+            expected = self._begin if self._next is None else self._next
+            raise DecodeError(f"message {number} came where {expected} should follow")
+        self._next = number + 1
+        return number >= end
+
+    def due(self, number: int, entries: list[Entry]) -> list[Entry]:
+        """Return those of a message's entries that count, if not all do; raises DecodeError."""
+        due = [] if number < self._begin else list(self._select(number, entries))
+        self.passed += len(entries) - len(due)
+        return due
+
+    def _select(self, number: int, entries: list[Entry]) -> Iterator[Entry]:
+        positions, end = self._positions, self._end
+        assert end is not None
+        for entry in entries:
+            if isinstance(entry, RanksRenamed):
+                raise DecodeError(f"ranks were renamed in message {number}, within a snapshot")
+            rank = entry.status.rank if isinstance(entry, StatusChanged) else entry.rank
+            if isinstance(entry, (RankAdded, SectionRestored)):
+                positions.setdefault(rank, number)
+            if positions.get(rank, end) <= number:
+                yield entry
+
+
+class Copy:
+    """The state after a snapshot and messages: equal to the server's after the same message."""
+
+    def __init__(self, seed: int | None = None, max_blocks_per_rank: int | None = None) -> None:
+        self.index = Index(seed=seed, max_blocks_per_rank=max_blocks_per_rank)
+        self.statuses: dict[Rank, RankStatus] = {}
+        self.names: dict[Rank, Rank] = {}  # by the rank of a port, its present name
+        self.changed: set[Rank] = set()  # ranks with a new status since `take_changes`
+        self.renewed = True  # ranks came, went or were renamed; the reader resets it
+        self.catchup = Catchup()
+        self.applied = 0  # batches
+        self.sent_at = 0.0  # when the last message was sent, by the monotonic clock
+        self.to_local: Callable[[RankStatus], RankStatus] | None = None  # by this machine's clock
+
+    def begin(self, number: int) -> None:
+        """Forget all: a snapshot begins, or begins again."""
+        self.catchup.begin(number)
+        for rank in self.index.ranks:
+            self.index.remove(rank)
+        self.statuses.clear()
+
+    def restore(
+        self, rank: Rank, number: int, section: bytes | bytearray, status: RankStatus | None
+    ) -> None:
+        """Restore a rank's section; SnapshotError or DecodeError if that is impossible."""
+        self.catchup.place(rank, number)
+        self.index.restore(rank, section)
+        if status is not None:
+            self.statuses[rank] = status
+
+    def apply(self, message: ReceivedMessage) -> None:
+        """Apply the next message; DecodeError or SnapshotError if that is impossible."""
+        for entry in self._due(message):
+            self._apply(entry)
+        self.sent_at = message.sent_at
+
+    def _due(self, message: ReceivedMessage) -> list[Entry]:
+        """Return what is left to apply of a message, once native code has applied what it can."""
+        number, encoded = message.number, memoryview(message.entries)
+        is_whole = self.catchup.follow(number)
+        applied = None
+        if is_whole and self.index.backend == "native":
+            applied = self.index.apply_entries(encoded)
+        if applied is None:
+            entries = decode_entries(encoded)
+        else:
+            self.applied += applied[0]
+            entries = [decode_entry(entry) for entry in applied[1]]
+        if not is_whole:
+            entries = self.catchup.due(number, entries)
+        if self.to_local is None:
+            return entries
+        return [
+            StatusChanged(self.to_local(entry.status))
+            if isinstance(entry, StatusChanged)
+            else entry
+            for entry in entries
+        ]
+
+    def take_changes(self) -> list[RankStatus]:
+        """Return the statuses that are new since the last call."""
+        changed, self.changed = self.changed, set()
+        return [self.statuses[rank] for rank in changed if rank in self.statuses]
+
+    def _apply(self, entry: Entry) -> None:
+        if isinstance(entry, BatchApplied):
+            self.index.apply(entry.rank, read_batch(entry.payload))
+            self.applied += 1
+        elif isinstance(entry, StatusChanged):
+            self.statuses[entry.status.rank] = entry.status
+            self.changed.add(entry.status.rank)
+        elif isinstance(entry, SectionRestored):
+            self.index.restore(entry.rank, entry.section)
+        else:
+            follow_item(self.index, entry)
+            follow_names(self.names, entry)
+            self.renewed = True
+            if isinstance(entry, RankRemoved):
+                self.statuses.pop(entry.rank, None)
+            elif isinstance(entry, RanksRenamed):
+                self._rename(dict(entry.names))
+
+    def _rename(self, names: dict[Rank, Rank]) -> None:
+        """Move statuses to new names, as not live until the server has sent them anew."""
+        moved = [
+            (new, self.statuses.pop(old)) for old, new in names.items() if old in self.statuses
+        ]
+        for rank, status in moved:
+            self.statuses[rank] = under_new_name(status, rank)
+            self.changed.add(rank)

@@ -1,0 +1,340 @@
+"""A pool's snapshots: how they are written down, and the object store that keeps them.
+
+An object is named by its position and its epoch. It is
+
+```
+ length of the head (u32, big-endian), head (msgpack of `SnapshotHead`)
+ a snapshot file (`kvindex.index.snapshot`); each rank's cursor is msgpack of `RankCursor`
+```
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from kvindex.index import Index
+from kvindex.index.snapshot import MAX_CURSOR_BYTES, SnapshotReader, SnapshotWriter
+from kvindex.replicas.messages import LENGTH, PROTOCOL, Begin
+from kvindex.replicas.nats.log import NoStreamError, ask
+from kvindex.replicas.snapshot import Part, TakenRank
+from kvindex.subscribe import RankStatus
+from kvindex.wire.errors import UNREADABLE, NatsError, SnapshotError
+from kvindex.wire.nats import NatsPool
+from kvindex.wire.rank import Rank
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client as NatsClient
+
+MAX_SNAPSHOT_BYTES = 16 << 30
+_MAX_HEAD_BYTES = 16 << 20  # its names grow with the ranks
+_CHUNK_BYTES = 512 << 10
+_API_SECONDS = 2.0  # for each request, and for each chunk: without progress it fails
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+class SnapshotHead(msgspec.Struct, frozen=True):
+    """What a snapshot is of, and where the log continues it.
+
+    Attributes:
+        protocol: of the messages in the log.
+        epoch: of the log.
+        position: number in the log, from which on it has every message numbered `begin` or above.
+        begin, end: numbers of the next message when the snapshot was begun, and ended.
+        names: the rank of each port, and its present name.
+        backend, max_blocks_per_rank: of the relay's index.
+    """
+
+    protocol: int
+    epoch: str
+    position: int
+    begin: int
+    end: int
+    names: list[tuple[Rank, Rank]]
+    backend: str
+    max_blocks_per_rank: int | None
+
+
+class RankCursor(msgspec.Struct, frozen=True):
+    """How a rank continues.
+
+    Attributes:
+        number: of the message just before which its section was made.
+        status: the rank's status then, if it was subscribed to.
+        cursor: up to where the engine's stream was applied; None if it cannot be continued.
+    """
+
+    number: int
+    status: RankStatus | None
+    cursor: bytes | None
+
+
+def name_of(position: int, epoch: str) -> str:
+    """Return the name of the object of this snapshot; newer ones of an epoch are greater."""
+    return f"{position:020d}-{epoch}"
+
+
+def position_and_epoch(name: str) -> tuple[int, str] | None:
+    """Return what an object is named by; None if it is no snapshot's."""
+    position, _, epoch = name.partition("-")
+    return (int(position), epoch) if position.isdecimal() and len(position) == 20 else None
+
+
+# How a snapshot is written down ---------------------------------------------------------------
+
+
+def encode_snapshot(parts: Iterable[Part], index: Index, epoch: str, position: int) -> bytes:
+    """Return a snapshot of an index as bytes; `parts` are those of `Snapshots`.
+
+    Memory: about that of the sections, since each is dropped once it is written.
+    """
+    begin, ranks = 0, deque[TakenRank]()
+    for part in parts:
+        if isinstance(part, Begin):
+            begin = part.number
+            ranks.clear()
+        elif isinstance(part, TakenRank):
+            ranks.append(part)
+        else:
+            end = part
+    head = SnapshotHead(
+        PROTOCOL,
+        epoch,
+        position,
+        begin,
+        end.number,
+        end.names,
+        index.backend,
+        index.max_blocks_per_rank,
+    )
+    encoded, file = msgspec.msgpack.encode(head), io.BytesIO()
+    file.write(LENGTH.pack(len(encoded)) + encoded)
+    writer = SnapshotWriter(file, seed=index.seed)
+    while ranks:
+        taken = ranks.popleft()
+        writer.add(taken.rank, taken.section, _encoded_cursor(taken))
+    writer.finish()
+    return file.getvalue()
+
+
+def _encoded_cursor(taken: TakenRank) -> bytes:
+    with suppress(Exception):  # one rank's status must not prevent all snapshots: the next is sent
+        encoded = msgspec.msgpack.encode(RankCursor(taken.number, taken.status, taken.cursor))
+        if len(encoded) <= MAX_CURSOR_BYTES:
+            return encoded
+    return msgspec.msgpack.encode(RankCursor(taken.number, None, taken.cursor))
+
+
+class SnapshotContents:
+    """Iterates over the ranks of a snapshot, one section in memory at a time beside its bytes.
+
+    Args:
+        data: the object.
+        name: of the object, which its head must agree with.
+
+    Attributes:
+        head: what it is of.
+        seed: of the relay's index.
+
+    Raises:
+        SnapshotError: by the constructor and by iterating, at the latest at its end; it is no whole
+            snapshot that this release and backend can restore.
+    """
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self._file = io.BytesIO(data)
+        (length,) = LENGTH.unpack(self._file.read(LENGTH.size).ljust(LENGTH.size, b"\0"))
+        if length > min(_MAX_HEAD_BYTES, len(data)):
+            raise SnapshotError(f"{name}: a head of {length} bytes", reason="format")
+        self.head = _decoded(self._file.read(length), SnapshotHead, f"{name}: its head")
+        if self.head.protocol != PROTOCOL:
+            raise SnapshotError(
+                f"{name}: its relay has protocol {self.head.protocol}, this release {PROTOCOL}: "
+                "use the same release of kvindex everywhere",
+                reason="version",
+            )
+        if self.head.backend != Index.backend:
+            raise SnapshotError(
+                f"{name}: made with the {self.head.backend} index, here it is {Index.backend}",
+                reason="backend",
+            )
+        if name_of(self.head.position, self.head.epoch) != name:
+            raise SnapshotError(f"{name}: it is another snapshot's", reason="content")
+        self._reader = SnapshotReader(self._file)
+        self.seed = self._reader.seed
+
+    def __iter__(self) -> Iterator[TakenRank]:
+        for record in self._reader:
+            cursor = _decoded(record.cursor or b"", RankCursor, f"the cursor of {record.rank}")
+            number, status = cursor.number, cursor.status
+            yield TakenRank(record.rank, number, status, record.section, cursor.cursor)
+        if self._file.read(1):
+            raise SnapshotError("something follows the end of the snapshot", reason="format")
+
+
+def _decoded(data: bytes, kind: type[Struct], what: str) -> Struct:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UNREADABLE as error:
+        raise SnapshotError(f"{what} cannot be read: {error}", reason="content") from error
+
+
+# The object store -----------------------------------------------------------------------------
+
+
+class Note(msgspec.Struct):
+    """What the object store notes of an object; without a `nuid` it is none that can be used."""
+
+    nuid: str = ""
+    size: int = 0
+    digest: str = ""
+    chunks: int = 0
+    deleted: bool = False
+    seq: int = 0  # number of this note in the bucket's stream; 0: not read from there
+
+
+class PoolSnapshots:
+    """The snapshots of a pool, in its bucket. Owner: the event loop of the connection.
+
+    All methods raise NatsError if NATS refuses, or if nothing goes on for some seconds.
+    """
+
+    def __init__(self, client: NatsClient, pool: NatsPool) -> None:
+        self._pool = pool
+        self._stream_name = f"OBJ_{pool.bucket}"
+        self._metas, self._chunks = f"$O.{pool.bucket}.M.", f"$O.{pool.bucket}.C."
+        self._chunk_bytes = min(_CHUNK_BYTES, client.max_payload - 1024)
+        self._stream = client.jetstream(timeout=_API_SECONDS)
+        self._without: set[str] = set()  # subjects of chunks that belong to no object
+
+    async def put(self, name: str, data: bytes) -> Note:
+        """Store an object: it is listed once all of it is stored. Return what is noted of it."""
+        from nats.js import api
+
+        store = await ask(self._pool, self._stream.object_store(self._pool.bucket))
+        options = api.ObjectMetaOptions(max_chunk_size=self._chunk_bytes)
+        meta = api.ObjectMeta(name=name, options=options)
+        info = await ask(self._pool, store.put(name, data, meta))
+        return Note(info.nuid, info.size, info.digest, info.chunks)
+
+    async def has(self, name: str, note: Note) -> bool:
+        """Return whether an object is there as it was put, by its note and the number of chunks."""
+        try:
+            found = await self._note(name)
+            chunks = await self._chunk_count(note.nuid)
+        except NoStreamError:  # the bucket or the note is gone
+            return False
+        found.seq = note.seq
+        return found == note and chunks == note.chunks
+
+    async def names(self) -> list[str]:
+        """Return the names of all snapshots, sorted; others in the bucket are left out."""
+        names = []
+        for subject in await self._subjects(f"{self._metas}>"):
+            with suppress(ValueError):  # not made by an object store
+                name = base64.urlsafe_b64decode(subject.removeprefix(self._metas)).decode()
+                if position_and_epoch(name) is not None:
+                    names.append(name)
+        return sorted(names)
+
+    async def size(self, name: str) -> int:
+        """Return how many bytes an object has."""
+        return (await self._note(name)).size
+
+    async def get(self, name: str) -> bytes:
+        """Return an object whose digest is right; memory grows with the bytes that arrive."""
+        # `ObjectStore.get` is not used: it waits for ever if the object is deleted meanwhile.
+        note = await self._note(name)
+        if not note.nuid or note.size > MAX_SNAPSHOT_BYTES:
+            raise NatsError(f"{self._pool}: the snapshot {name} of {note.size} bytes is unreadable")
+        chunks = await self._chunk_count(note.nuid)
+        if chunks != note.chunks:
+            raise NatsError(
+                f"{self._pool}: the snapshot {name} has {chunks} of {note.chunks} chunks"
+            )
+        subscription = await ask(
+            self._pool,
+            self._stream.subscribe(
+                self._chunks + note.nuid, stream=self._stream_name, ordered_consumer=True
+            ),
+        )
+        file, digest = io.BytesIO(), hashlib.sha256()
+        try:
+            for _ in range(chunks):
+                message = await ask(self._pool, subscription.next_msg(_API_SECONDS))
+                digest.update(message.data)
+                file.write(message.data)
+                if file.tell() >= note.size:
+                    break
+        finally:
+            with suppress(NatsError):
+                await ask(self._pool, subscription.unsubscribe())
+        wanted = note.digest.partition("=")[2]
+        if file.tell() != note.size or wanted != base64.urlsafe_b64encode(digest.digest()).decode():
+            raise NatsError(f"{self._pool}: the snapshot {name} is damaged: its digest is wrong")
+        return file.getvalue()
+
+    async def newest(self) -> list[str]:
+        """Return the names of all snapshots, those first that were stored last.
+
+        A stream that was deleted counts from 1 again, so positions do not show it.
+        """
+        return [name for name, _ in await self._by_age()]
+
+    async def keep(self, newest: int) -> None:
+        """Delete all snapshots but those stored last, and what unfinished uploads have left.
+
+        An upload that is under way looks like an unfinished one: its chunks are deleted if they
+        were there at the last call, too.
+        """
+        by_age = await self._by_age()
+        for name, _ in by_age[newest:]:
+            await self._purge(self._meta(name))
+        kept = {self._chunks + note.nuid for _, note in by_age[:newest]}
+        deleted = {self._chunks + note.nuid for _, note in by_age[newest:]}
+        without = set(await self._subjects(f"{self._chunks}>")) - kept
+        for subject in without & (deleted | self._without):
+            await self._purge(subject)
+        self._without = without
+
+    async def _by_age(self) -> list[tuple[str, Note]]:
+        notes = []
+        for name in await self.names():
+            with suppress(NoStreamError):  # deleted just now
+                notes.append((name, await self._note(name)))
+        return sorted(notes, key=lambda each: each[1].seq, reverse=True)
+
+    def _meta(self, name: str) -> str:
+        return self._metas + base64.urlsafe_b64encode(name.encode()).decode()
+
+    async def _note(self, name: str) -> Note:
+        call = self._stream.get_last_msg(self._stream_name, self._meta(name))
+        message = await ask(self._pool, call)
+        try:
+            note = msgspec.json.decode(message.data or b"", type=Note)
+        except UNREADABLE:
+            note = Note()  # deleted like any other, so that nobody has to
+        if note.deleted:
+            raise NoStreamError(f"{self._pool}: the snapshot {name} is deleted")
+        note.seq = message.seq or 0
+        return note
+
+    async def _chunk_count(self, nuid: str) -> int:
+        subject = self._chunks + nuid
+        return (await self._subjects(subject)).get(subject, 0)
+
+    async def _subjects(self, wanted: str) -> dict[str, int]:
+        """Return subjects in the bucket, and how many messages each has."""
+        call = self._stream.stream_info(self._stream_name, subjects_filter=wanted)
+        return (await ask(self._pool, call)).state.subjects or {}
+
+    async def _purge(self, subject: str) -> None:
+        await ask(self._pool, self._stream.purge_stream(self._stream_name, subject=subject))

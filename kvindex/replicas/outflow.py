@@ -1,0 +1,356 @@
+"""The server's end of the ring: all that the client's index receives, for every replica.
+
+Owned by the subscriber's thread, which no reader may block for long: every reader gets every
+message, or is evicted for being slow. Each place has its own patience: the time that the thread
+waits for its reader reduces it, and it grows back slowly. So the thread waits for a reader that is
+late once, not for one that is late again and again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvindex.replicas.messages import (
+    AROUND_BYTES,
+    BatchApplied,
+    Entry,
+    Message,
+    SectionRestored,
+    StatusChanged,
+    encode_message,
+    follow_names,
+    size_of,
+)
+from kvindex.shm.ring import RAW, Buffer, RingHandle, RingSender, ShmRingBuffer, Waiting, fragments
+from kvindex.subscribe import RanksRenamed, RankStatus, StreamItem
+from kvindex.wire.errors import ClosedError, QueueTimeoutError
+from kvindex.wire.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+_MAX_COUNT = 2**63 - 1  # the largest number that every reader of msgpack reads
+_NEEDED = [
+    "rank",
+    "state",
+    "complete",
+    "connected",
+    "endpoint",
+    "replay_endpoint",
+    "last_event_age",
+]
+"""What an answer needs of a status, beside its reason and numbers."""
+_REGAINED = 0.1  # of the time that passes without waiting
+
+
+class Patience:
+    """How many seconds the thread may still wait for one reader: at `most` so many."""
+
+    def __init__(self, most: float, clock: Callable[[], float]) -> None:
+        self._most = most
+        self._clock = clock
+        self._left = most
+        self._since = clock()
+
+    def left(self) -> float:
+        """Return the seconds that are left now, as a wait begins."""
+        now = self._clock()
+        self._left = min(self._most, self._left + _REGAINED * (now - self._since))
+        self._since = now
+        return self._left
+
+    def spend(self) -> bool:
+        """Take the time since `left` was called; return whether anything is left."""
+        now = self._clock()
+        spent, self._since = now - self._since, now
+        self._left = max(0.0, self._left - spent)
+        return self._left > 0.0
+
+
+class MessageSink(Protocol):
+    """Where a tap's messages go. Used by the subscriber's thread, but `statistics` by any."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a message that is not unusual: a tap begins another one before it has more."""
+
+    def send(self, body: bytes) -> None:
+        """Send a message to every reader."""
+
+    def admit(self) -> None:
+        """Admit the readers that have attached, from the next message on."""
+
+    def count_readers(self) -> int:
+        """Return how many readers there are: without any, a tap packs nothing."""
+
+    def statistics(self) -> Mapping[str, float]:
+        """Return counters."""
+
+    def close(self) -> None:
+        """Notify every reader that no message follows. Idempotent."""
+
+
+class Outflow:
+    """Sends messages to every reader of a ring that it makes.
+
+    Args:
+        max_replicas: places for readers.
+        chunk_bytes, chunks: size of the ring.
+        patience: seconds for which a slow reader may hold the sending thread.
+        clock: monotonic seconds.
+
+    Thread safety: one thread, but `statistics`, `is_free` and `close` from any.
+    """
+
+    def __init__(
+        self,
+        max_replicas: int,
+        chunk_bytes: int,
+        chunks: int,
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        ring = ShmRingBuffer(max_replicas, chunk_bytes, chunks)
+        self.chunk_bytes = chunk_bytes
+        self.evicted: set[int] = set()  # places whose readers were evicted and may not have noticed
+        self._blocked = 0.0  # seconds spent waiting for room
+        self._ring = ring
+        self._sender = RingSender(ring, waiting=Waiting(spin=0.0, look=0.05))
+        self._patience = patience
+        self._clock = clock
+        self._patiences: dict[int, Patience] = {}
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def handle(self) -> RingHandle:
+        """The handle that readers attach with."""
+        return self._ring.handle()
+
+    def is_free(self, place: int) -> bool:
+        """Return whether no living reader holds a place."""
+        return not self._ring.reader_lives(place)
+
+    def send(self, body: bytes) -> None:
+        """Send a message to every reader; those that delay it for too long are evicted."""
+        self._counters["messages"] += 1
+        self._counters["bytes"] += len(body)
+        if len(body) <= self.chunk_bytes:
+            self._put(RAW, [body], len(body))
+            return
+        for kind, piece in fragments(RAW, [body], len(body), self.chunk_bytes):
+            self._put(kind, list(piece), sum(map(len, piece)))
+
+    def admit(self) -> None:
+        """Admit the readers that have attached, from the next message on."""
+        self._sender.admit()
+
+    def count_readers(self) -> int:
+        """Remove dead readers; return how many are left that every message waits for."""
+        self._sender.remove_dead()
+        return len(self._sender.readers())
+
+    def statistics(self) -> dict[str, float]:
+        """Return what was sent, how many readers were evicted, and how long the thread waited."""
+        sender = self._sender.statistics()
+        return {
+            "messages": self._counters["messages"],
+            "bytes": self._counters["bytes"],
+            "chunks": sender["chunks"],
+            "evicted": sender["readers_evicted"],
+            "blocked_seconds": self._blocked,
+        }
+
+    def close(self) -> None:
+        """Notify every reader that no message follows. Idempotent."""
+        self._sender.close()
+
+    def _put(self, kind: int, parts: list[Buffer], size: int) -> None:
+        try:
+            self._sender.send(kind, parts, size, 0.0)
+        except QueueTimeoutError:
+            began = self._clock()
+            try:
+                while not self._put_in_time(kind, parts, size):
+                    pass
+            finally:
+                self._blocked += self._clock() - began
+
+    def _put_in_time(self, kind: int, parts: list[Buffer], size: int) -> bool:
+        """Wait as long as every late reader may; return whether it was sent."""
+        late = self._sender.laggards()
+        timeout = min((self._patience_of(place).left() for place in late), default=0.0)
+        try:
+            self._sender.send(kind, parts, size, timeout)
+        except QueueTimeoutError:
+            for place in self._sender.laggards():
+                if place in late and not self._patience_of(place).spend():
+                    self._evict(place)
+            return False
+        for place in late:
+            self._patience_of(place).spend()
+        return True
+
+    def _patience_of(self, place: int) -> Patience:
+        """Return a place's patience; a reader that joins anew does not get it refilled."""
+        if place not in self._patiences:
+            self._patiences[place] = Patience(self._patience, self._clock)
+        return self._patiences[place]
+
+    def _evict(self, place: int) -> None:
+        self.evicted.add(place)
+        if self._sender.evict(place):
+            logger.warning(
+                "the replica at place %d was too slow and was taken off; it joins anew by itself "
+                "once it runs",
+                place,
+            )
+
+
+class StreamTap:
+    """Forwards all that the client's index receives, in the same order, while there are readers.
+
+    At the end of each turn of the subscriber's thread a message goes out, empty if nothing
+    happened: the thread turns at least once a second, and so replicas see that it lives.
+
+    Args:
+        outflow: where messages go: an `Outflow`, or another sink.
+        on_failure: called once, when nothing more can be sent.
+        clock: monotonic seconds.
+        patience: seconds for which batches may be kept back, to be sent together.
+
+    Thread safety: the subscriber's thread, but `failure` and `statistics` from any.
+    """
+
+    def __init__(
+        self,
+        outflow: MessageSink,
+        on_failure: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        patience: float = 0.0,
+    ) -> None:
+        self.patience = patience
+        self.number = 0  # of the next message
+        self.renames = 0  # how often ranks were renamed
+        self.names: dict[Rank, Rank] = {}  # by the rank of a port, its present name
+        self.failure: str | None = None  # why nothing more is sent
+        self._outflow = outflow
+        self._on_failure = on_failure
+        self._clock = clock
+        self._attended = False
+        self._entries: list[Entry] = []
+        self._bytes = 0
+        self._room = outflow.chunk_bytes
+        self._counters: Counter[str] = Counter()
+
+    def batch(self, rank: Rank, payload: bytes) -> None:
+        """Receive a batch that was applied."""
+        if self._attended:  # as `_add`, without its two calls
+            size = len(payload) + AROUND_BYTES
+            if self._bytes + size > self._room:
+                self.flush()
+            self._entries.append(BatchApplied(rank, payload))
+            self._bytes += size
+
+    def item(self, item: StreamItem) -> None:
+        """Receive an item between two batches."""
+        follow_names(self.names, item)
+        if isinstance(item, RanksRenamed):
+            self.renames += 1
+        if self._attended:
+            self._add(item)  # type: ignore[arg-type]  # no RankBatch comes here
+
+    def restored(self, rank: Rank, section: bytes) -> None:
+        """Receive the contents that an added rank begins with."""
+        if self._attended:
+            self._add(SectionRestored(rank, section))
+
+    def statuses(self, statuses: Sequence[RankStatus]) -> None:
+        """Receive new statuses, and send this turn's entries."""
+        if self._attended:
+            for status in statuses:
+                self._add(StatusChanged(status))
+            self._send()
+
+    def stop(self) -> None:
+        """Send the rest and notify readers of the end, as the thread ends."""
+        self.flush()
+        self._attended = False
+        self._outflow.close()
+
+    def attend(self) -> None:
+        """Admit the readers that have attached to the ring: they get every message from now on."""
+        if self.failure is not None:
+            raise ClosedError(self.failure)
+        self.flush()
+        self._outflow.admit()
+        self._attended = True
+
+    def recount(self) -> None:
+        """Note that readers have gone: without any, nothing is packed."""
+        if self._attended:
+            self._attended = self._outflow.count_readers() > 0
+
+    def flush(self) -> None:
+        """Send the entries so far, so that all of them have numbers below `number`."""
+        if self._entries:
+            self._send()
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many entries were sent, by kind."""
+        return {"entries": 0, "heartbeats": 0, **self._counters}
+
+    def _add(self, entry: Entry) -> None:
+        size = size_of(entry)
+        if self._bytes + size > self._room:
+            self.flush()
+        self._entries.append(entry)
+        self._bytes += size
+
+    def _send(self) -> None:
+        entries, self._entries = self._entries, []
+        self._bytes = 0
+        try:
+            self._outflow.send(self._encoded(entries))
+        except Exception as error:
+            self._fail(error)
+            return
+        self.number += 1
+        self._counters["entries"] += len(entries)
+        self._counters["heartbeats"] += not entries
+
+    def _encoded(self, entries: list[Entry]) -> bytes:
+        message = Message(self.number, self._clock(), entries)
+        try:
+            return encode_message(message)
+        except Exception:  # one rank's status must not end the fan-out for all
+            entries = [self._encodable(e) if isinstance(e, StatusChanged) else e for e in entries]
+            return encode_message(msgspec.structs.replace(message, entries=entries))
+
+    def _encodable(self, changed: StatusChanged) -> StatusChanged:
+        """Return a status as it is; if it cannot be encoded, only what an answer needs of it."""
+        try:
+            msgspec.msgpack.encode(changed)
+            return changed
+        except Exception as error:
+            status = changed.status
+            if not self._counters["statuses_cut"]:
+                logger.error("%s: its status cannot be encoded: %r", status.rank, error)
+            self._counters["statuses_cut"] += 1
+            kept = {name: getattr(status, name) for name in _NEEDED}
+            reason = f"the rest of its status could not be sent on: {type(error).__name__}"
+            epoch, lag = min(status.epoch, _MAX_COUNT), min(status.lag, _MAX_COUNT)
+            return StatusChanged(RankStatus(**kept, reason=reason, epoch=epoch, seq=None, lag=lag))
+
+    def _fail(self, error: Exception) -> None:
+        """End the fan-out, rather than leave a hole in it; the client goes on."""
+        logger.error("the fan-out failed and ends; its client goes on", exc_info=error)
+        self._attended = False
+        self.failure = f"the fan-out failed: {error!r}"
+        self._counters["failures"] += 1
+        self._outflow.close()
+        self._on_failure()

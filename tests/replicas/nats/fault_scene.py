@@ -1,0 +1,148 @@
+"""Engines, a relay, and two replicas, one of them a process: what the fault scenes play on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from kvindex import Rank, Worker
+from kvindex.replicas import nats
+from kvindex.replicas.nats.relay import Relay
+from kvindex.testing import FakeEngine, Workload
+from kvindex.wire.nats import NatsPool, open_connection
+from tests.live import PATIENCE, REPLAYS, truth, until, worker_of
+from tests.replicas.nats.pool_copies import counters
+from tests.replicas.nats.replica_process import ReplicaProcess, listed, seen
+
+MAX_BYTES = 8 << 20
+
+
+class FaultScene:
+    """A pool with a relay that writes, and two replicas that have joined.
+
+    Args:
+        stack: ends what it starts.
+        pool: of the relay and of the replicas.
+        has_relay: whether it starts a relay in this process; `relay` does that later.
+        options: of the relay.
+    """
+
+    def __init__(
+        self, stack: ExitStack, pool: NatsPool, *, has_relay: bool = True, **options: Any
+    ) -> None:
+        self.pool = pool
+        self.engines = [
+            stack.enter_context(FakeEngine(f"e{number}", seed=number)) for number in range(3)
+        ]
+        self._stack = stack
+        self._options = options
+        self._seed = 0
+        self.publish_some(40)
+        if has_relay:
+            self.relay = self.start_relay()
+            self.join()
+
+    def start_relay(self, *workers: Worker) -> Relay:
+        """Start a relay in this process; wait until it has stored a snapshot."""
+        engines = [*map(worker_of, self.engines), *workers]
+        options: dict[str, Any]
+        options = {"max_bytes": MAX_BYTES, "replay_policy": REPLAYS, "probe_interval": 0.3}
+        options.update({**self.pool.options, **self._options})
+        relay = self._stack.enter_context(Relay(engines, str(self.pool), **options))
+        until(lambda: counters(relay), lambda own: own.get("snapshots", 0) >= 1)
+        return relay
+
+    def join(self, others: Iterable[Rank] = ()) -> None:
+        """Let both replicas join; they hold ranks of the engines, and others that are empty."""
+        self.replica = self._stack.enter_context(
+            nats.join(str(self.pool), timeout=PATIENCE, **self.pool.options)
+        )
+        self.far_replica = self._stack.enter_context(ReplicaProcess(str(self.pool)))
+        self.settle(others)
+
+    def publish_some(self, requests: int = 10) -> None:
+        """Let each engine serve some requests."""
+        self._seed += 1
+        for number, engine in enumerate(self.engines):
+            engine.run(Workload(requests, seed=100 * self._seed + number))
+
+    def settle(self, others: Iterable[Rank] = ()) -> None:
+        """Publish once more, and wait until both replicas hold what the engines hold.
+
+        Args:
+            others: ranks that are live and have sent nothing yet.
+        """
+        self.publish_some(3)
+        wanted: dict[str, Any]
+        wanted = {str(e.rank): ("live", e.published - 1, listed(truth(e))) for e in self.engines}
+        wanted.update({str(rank): ("live", None, []) for rank in others})
+        for see in self._sights():
+            until(lambda see=see: _held(see([])), lambda found: found == wanted)  # type: ignore[misc]
+        self.assert_equal()
+
+    def assert_equal(self) -> None:
+        """Assert that all resident prefixes are hit as the engines would hit them."""
+        prompts = [list(p.prefix) for e in self.engines for p in e.resident_prefixes()]
+        wanted = [{str(e.rank): e.lookup(p).tokens for e in self.engines} for p in prompts]
+        assert prompts
+        for see in self._sights():
+            hits = see(prompts)["hits"]
+            assert [{name: hit[name] for name in wanted[0]} for hit in hits] == wanted
+        self.replica.index.check()
+
+    def are_stale(self) -> None:
+        """Wait until no rank is shown as live by a replica, each with a reason."""
+        for see in self._sights():
+            until(
+                lambda see=see: see([])["ranks"].values(),  # type: ignore[misc]
+                lambda ranks: all(r["state"] == "stale" and r["reason"] for r in ranks),
+            )
+
+    def rejoined(self, reason: str) -> None:
+        """Wait until both replicas have joined anew for this reason."""
+        for see in self._sights():
+            until(
+                lambda see=see: see([])["replica"],  # type: ignore[misc]
+                lambda own: own["rejoins"].get(reason, 0) >= 1 and own["following"],
+            )
+
+    def counted(self, **least: int) -> dict[str, Any]:
+        """Wait until counters of the relay have reached these values; return all."""
+        return until(
+            lambda: counters(self.relay),
+            lambda own: all(own.get(name, 0) >= value for name, value in least.items()),
+        )
+
+    def own(self) -> list[dict[str, Any]]:
+        """Return the statistics of both replicas."""
+        return [see([])["replica"] for see in self._sights()]
+
+    def _sights(self) -> list[Callable[[list[list[int]]], dict[str, Any]]]:
+        return [lambda prompts: seen(self.replica, prompts), self.far_replica.ask]
+
+
+def _held(answer: dict[str, Any]) -> dict[str, tuple[str, int | None, Any]]:
+    return {
+        name: (rank["state"], rank["seq"], rank["blocks"]) for name, rank in answer["ranks"].items()
+    }
+
+
+def at(pool: NatsPool, call: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Return what a coroutine returns that is given a connection of somebody else."""
+
+    async def run() -> Any:
+        client = await open_connection(pool, "test", timeout=PATIENCE)
+        try:
+            return await call(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def late_rank(engine: FakeEngine) -> tuple[Worker, Rank]:
+    """Return a worker whose rank is known only by its batches, and the rank's first name."""
+    worker = Worker(engine.worker, engine.endpoint, replay=engine.replay_endpoint)
+    return worker, Rank(engine.worker, 0)

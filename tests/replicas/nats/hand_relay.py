@@ -1,0 +1,289 @@
+"""A relay that is driven by hand, a log and a store in memory, and what copies of it hold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from kvindex import EventBatch, Index, Rank, RankStatus, State
+from kvindex.index import read_batch
+from kvindex.replicas.nats.bodies import join_bodies
+from kvindex.replicas.nats.connecting import Connected
+from kvindex.replicas.nats.following import LogMembership, LogOrigin
+from kvindex.replicas.nats.log import Head, Log, LogMessage, StreamSettings
+from kvindex.replicas.nats.pool_snapshots import PoolSnapshots, encode_snapshot, name_of
+from kvindex.replicas.outflow import StreamTap
+from kvindex.replicas.snapshot import Snapshots
+from kvindex.subscribe import RankAdded, RankRemoved
+from kvindex.wire import Event, encode_batch
+from kvindex.wire.errors import NatsError
+from kvindex.wire.nats import NatsPool, open_connection, parse_pool
+from tests.index.index_events import stored
+from tests.live import PATIENCE
+
+POOL = parse_pool("nats://n1", "llama", {})
+
+_Result = TypeVar("_Result")
+Held = dict[Rank, set[tuple[Any, str, int]]]
+
+
+class HandRelay:
+    """The relay's index and its tap; what it sends waits until `body` is called."""
+
+    chunk_bytes = 4096
+
+    def __init__(self) -> None:
+        self.index = Index()
+        self.subscriber = self
+        self.sent: list[bytes] = []
+        self.shown: dict[Rank, RankStatus] = {}
+        self.tap = StreamTap(self, lambda: None, self._now)  # type: ignore[arg-type]
+        self.tap.attend()
+        self.snapshots = Snapshots(self, self.tap)
+        self.now = 5000.0  # by the monotonic clock of its machine
+        self._block = 0
+
+    def _now(self) -> float:
+        return self.now
+
+    # As an Outflow
+
+    def send(self, body: bytes) -> None:
+        self.sent.append(body)
+
+    def admit(self) -> None:
+        pass
+
+    # As what fills the index
+
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        return function()
+
+    def find(self, rank: Rank) -> RankStatus | None:
+        return self.shown.get(rank)
+
+    def cursor(self, rank: Rank) -> bytes | None:
+        return b"cursor"
+
+    # What happens
+
+    def add(self, rank: Rank) -> None:
+        self.index.add(rank)
+        self.tap.item(RankAdded(rank))
+
+    def remove(self, rank: Rank) -> None:
+        self.index.remove(rank)
+        self.shown.pop(rank, None)
+        self.tap.item(RankRemoved(rank))
+
+    def apply(self, rank: Rank, *events: Event) -> None:
+        payload = encode_batch(EventBatch(ts=1.0, events=list(events)))
+        self.index.apply(rank, read_batch(payload))
+        self.tap.batch(rank, payload)
+
+    def store(self, rank: Rank) -> None:
+        """Store one more block."""
+        self._block += 1
+        self.apply(rank, stored(self._block, parent=None))
+
+    def show(self, *ranks: Rank) -> None:
+        """End the turn, with the statuses of these ranks."""
+        for rank in ranks:
+            self.shown[rank] = live(rank, self.now)
+        self.tap.statuses([self.shown[rank] for rank in ranks])
+
+    def body(self) -> bytes:
+        """End the turn; return all that was sent since the last call."""
+        self.show()
+        body, self.sent = join_bodies(self.sent), []
+        return body
+
+    def snapshot(self, epoch: str, position: int) -> tuple[str, bytes]:
+        """Return an object, by its name."""
+        name = name_of(position, epoch)
+        return name, encode_snapshot(self.snapshots.parts(), self.index, epoch, position)
+
+
+def live(rank: Rank, last_event: float | None = None) -> RankStatus:
+    return RankStatus(
+        rank=rank,
+        state=State.LIVE,
+        reason="",
+        epoch=0,
+        seq=1,
+        complete=True,
+        lag=0,
+        connected=True,
+        endpoint="tcp://h:1",
+        replay_endpoint=None,
+        last_event_age=last_event,
+    )
+
+
+def held(index: Index) -> Held:
+    """Every resident block of every rank."""
+    index.check()
+    return {
+        rank: {(b.block_hash, b.medium, b.group_idx) for b in index.tree(rank).walk()}
+        for rank in index.ranks
+    }
+
+
+class MemoryLog:
+    """A log and a store in memory, which lose and repeat what they are asked to."""
+
+    is_closed = False
+    is_connected = True
+
+    def __init__(self) -> None:
+        self.messages: dict[int, tuple[str, bytes]] = {}
+        self.last = 0
+        self.first = 1
+        self.objects: dict[str, bytes | Exception] = {}
+        self.skipped: set[int] = set()  # left out by the next delivery
+        self.repeated: set[int] = set()  # delivered twice
+        self.pending: int | None = None  # what deliveries say of it, if not the truth
+        self.reads: list[int] = []  # from where the log was asked for
+        self.failure: NatsError | None = None  # of every request
+        self.on_silence: Callable[[], object] = lambda: None
+        self.closed = 0
+        self.readers = 0  # that are open
+
+    def append(self, epoch: str, body: bytes) -> None:
+        self.last += 1
+        self.messages[self.last] = epoch, body
+
+    def trim(self, first: int) -> None:
+        """Forget the messages before this one."""
+        self.first = max(self.first, min(first, self.last + 1))
+        for seq in [seq for seq in self.messages if seq < self.first]:
+            del self.messages[seq]
+
+    def put(self, name: str, data: bytes | Exception) -> None:
+        self.objects[name] = data
+
+    # As connections see it
+
+    async def connect(self, pool: NatsPool, on_change: Callable[[str], None]) -> Connected:
+        self._check()
+        self.on_change = on_change
+        return Connected(self, self, self._close)  # type: ignore[arg-type]
+
+    async def _close(self) -> None:
+        self.closed += 1
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def head(self) -> Head:
+        self._check()
+        return Head(self.last, self.first, self.messages.get(self.last, (None,))[0])
+
+    async def names(self) -> list[str]:
+        return sorted(self.objects)
+
+    async def get(self, name: str) -> bytes:
+        data = self.objects[name]
+        if isinstance(data, Exception):
+            raise data
+        return data
+
+    async def read(self, seq: int) -> MemoryReader:
+        self._check()
+        self.reads.append(seq)
+        self.readers += 1
+        return MemoryReader(self, seq)
+
+
+class MemoryReader:
+    def __init__(self, log: MemoryLog, seq: int) -> None:
+        self._log = log
+        self._seq = seq
+
+    async def next(self, timeout: float) -> LogMessage:
+        log = self._log
+        self._seq = max(self._seq, log.first)
+        while self._seq in log.skipped:
+            log.skipped.discard(self._seq)
+            self._seq += 1
+        if self._seq > log.last:
+            log.on_silence()
+            await asyncio.sleep(0)  # a connection that breaks ends the wait here
+            raise asyncio.TimeoutError
+        epoch, body = log.messages[self._seq]
+        pending = log.last - self._seq if log.pending is None else log.pending
+        message = LogMessage(self._seq, epoch, pending, body)
+        if self._seq in log.repeated:
+            log.repeated.discard(self._seq)
+        else:
+            self._seq += 1
+        return message
+
+    async def close(self) -> None:
+        self._log.readers -= 1
+
+
+def origin(
+    log: MemoryLog, pool: NatsPool = POOL, clock: Callable[[], float] = time.monotonic
+) -> LogOrigin:
+    return LogOrigin(pool, 3.0, log.connect, clock)
+
+
+def membership(log: MemoryLog, notes: list[str], **options: Any) -> LogMembership:
+    """A place that has not joined."""
+    return origin(log, **options).open(notes.append)
+
+
+class RealLog:
+    """A relay's end of a pool on a real server: each call runs the connection's event loop."""
+
+    def __init__(self, pool: NatsPool, relay: HandRelay) -> None:
+        self.pool = pool
+        self.relay = relay
+        self.epochs = 0
+        self.last = 0
+        self._loop = asyncio.new_event_loop()
+        try:
+            self._client = self._run(open_connection(pool, "relay", timeout=PATIENCE))
+            self._log = Log(self._client, pool)
+            self._store = PoolSnapshots(self._client, pool)
+            self._run(self._log.make(StreamSettings(max_bytes=8 << 20)))
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def epoch(self) -> str:
+        return f"e-{self.epochs}"
+
+    def begin(self) -> None:
+        """Begin another epoch, with a snapshot."""
+        self.epochs += 1
+        self.last = self._run(self._log.head()).seq
+        self._append(b"")
+        self.snapshot()
+
+    def turn(self) -> None:
+        self._append(self.relay.body())
+
+    def snapshot(self) -> None:
+        name, data = self.relay.snapshot(self.epoch, self.last + 1)
+        self.turn()
+        self._run(self._store.put(name, data))
+
+    def purge(self) -> None:
+        """Empty the log but for its last message, as an operator may."""
+        self._run(self._client.jetstream().purge_stream(self.pool.stream, keep=1))
+
+    def close(self) -> None:
+        self._run(self._client.close())
+        self._loop.close()
+
+    def _append(self, body: bytes) -> None:
+        self.last = self._run(self._log.append(self.epoch, self.last, body))
+
+    def _run(self, call: Coroutine[Any, Any, _Result]) -> _Result:
+        return self._loop.run_until_complete(call)

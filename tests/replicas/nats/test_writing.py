@@ -1,0 +1,205 @@
+"""What a writer decides is carried out: epochs begin and end with the queue that they empty."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvindex.replicas.nats import log_writer
+from kvindex.replicas.nats.bodies import BodyReader
+from kvindex.replicas.nats.log import (
+    AppendRefusedError,
+    Head,
+    LogMessage,
+    NoStreamError,
+    StreamSettings,
+)
+from kvindex.replicas.nats.log_queue import LogQueue
+from kvindex.replicas.nats.log_writer import LogWriter, WriterState
+from kvindex.replicas.nats.writing import Writing
+from kvindex.wire.errors import BusyError, NatsError
+from tests.live import PATIENCE
+
+pytestmark = pytest.mark.unit
+
+
+class MemoryLog:
+    """A log in memory, of a server that can be away."""
+
+    pool = "memory"
+    is_closed = False
+
+    def __init__(self) -> None:
+        self.max_body_bytes = 1000
+        self.messages: list[LogMessage] = []
+        self.is_made = False
+        self.is_away = False
+
+    async def make(self, settings: StreamSettings) -> None:
+        self.is_made = True
+
+    async def head(self) -> Head:
+        await self._answer()
+        if not self.messages:
+            return Head(0, 0, None)
+        return Head(len(self.messages), 1, self.messages[-1].epoch)
+
+    async def append(self, epoch: str, expected: int, body: bytes) -> int:
+        await self._answer()
+        if len(self.messages) != expected:
+            raise AppendRefusedError("another number")
+        self.messages.append(LogMessage(expected + 1, epoch, 0, body))
+        return expected + 1
+
+    async def _answer(self) -> None:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise NatsError("no answer")
+        if not self.is_made:
+            raise NoStreamError("no stream")
+
+    def of(self, epoch: str) -> list[bytes]:
+        """The messages of an epoch."""
+        reader = BodyReader()
+        bodies = [message.body for message in self.messages if message.epoch == epoch]
+        return [bytes(part) for body in bodies for part in reader.split(body)]
+
+
+class Scene:
+    """A writer with its queue, which is attached and detached as a relay does it."""
+
+    def __init__(self) -> None:
+        self.log = MemoryLog()
+        self.writer = LogWriter("w")
+        self.events: list[str] = []
+        self.troubles: list[Exception] = []  # that the next epochs meet as they begin
+        self.queue = LogQueue(self.wake, most=300)
+        self.writing = Writing(
+            self.log,  # type: ignore[arg-type]
+            StreamSettings(),
+            self.writer,
+            self.queue,
+            on_begin=self.begin,
+            on_end=self.end,
+            on_append=lambda size: None,
+        )
+
+    async def run(self, story: Callable[[Scene], Any]) -> None:
+        writing = asyncio.ensure_future(self.writing.run())
+        try:
+            await asyncio.wait_for(story(self), PATIENCE)
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def reach(self, wanted: Callable[[], object]) -> None:
+        while not wanted():
+            await asyncio.sleep(0.001)
+
+    def wake(self) -> None:
+        self.writing.wake()
+
+    async def begin(self) -> None:
+        self.events.append(f"begin {self.writer.epoch}")
+        if self.troubles:
+            raise self.troubles.pop()
+        self.queue.attach()
+
+    async def end(self) -> None:
+        self.events.append("end")
+        self.queue.detach()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts follow each other at once."""
+    monkeypatch.setattr(log_writer, "_SHORTEST_PAUSE", 0.0)
+
+
+async def test_what_waits_is_appended_in_order_and_ends_with_the_epoch() -> None:
+    scene = Scene()
+
+    async def story(scene: Scene) -> None:
+        await scene.reach(lambda: scene.queue.is_attached)
+        for number in range(5):
+            scene.queue.send(b"%d" % number)
+            await asyncio.sleep(0)
+        await scene.reach(lambda: len(scene.log.of("w-1")) == 5)
+        assert scene.log.of("w-1") == [b"0", b"1", b"2", b"3", b"4"]
+
+    await scene.run(story)
+    assert scene.events == ["begin w-1", "end"]
+    assert not scene.queue.is_attached
+
+
+async def test_a_queue_that_overflows_begins_a_new_epoch_once_nats_answers() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.reach(lambda: scene.queue.is_attached)
+        scene.log.is_away = True
+        scene.queue.send(bytes(301))
+        assert scene.queue.trouble
+        await scene.reach(lambda: scene.writer.counters["failures"])
+        assert scene.events == ["begin w-1", "end"]
+        scene.log.is_away = False
+        await scene.reach(lambda: scene.queue.is_attached)
+        scene.queue.send(b"again")
+        await scene.reach(lambda: scene.log.of("w-2") == [b"again"])
+        assert scene.events == ["begin w-1", "end", "begin w-2"]
+
+    await Scene().run(story)
+
+
+async def test_what_waits_while_nats_is_away_follows_in_the_same_epoch() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.reach(lambda: scene.queue.is_attached)
+        scene.log.is_away = True
+        for number in range(5):
+            scene.queue.send(b"%d" % number)
+        await scene.reach(lambda: scene.writer.counters["failures"] > 2)
+        scene.log.is_away = False
+        await scene.reach(lambda: len(scene.log.of("w-1")) == 5)
+        assert scene.events == ["begin w-1"]
+
+    await Scene().run(story)
+
+
+async def test_another_writer_detaches_the_queue() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.reach(lambda: scene.queue.is_attached)
+        scene.log.messages.append(LogMessage(2, "other-1", 0, b""))
+        scene.queue.send(b"late")
+        await scene.reach(lambda: scene.writer.state is WriterState.STANDING_BY)
+        await scene.reach(lambda: not scene.queue.is_attached)
+        assert scene.log.of("w-1") == []
+
+    await Scene().run(story)
+
+
+async def test_a_subscriber_that_is_busy_as_an_epoch_begins_gets_another_one() -> None:
+    scene = Scene()
+    scene.troubles.append(BusyError(5.0))
+
+    async def story(scene: Scene) -> None:
+        await scene.reach(lambda: scene.queue.is_attached)
+        assert scene.events == ["begin w-1", "end", "begin w-2"]
+
+    await scene.run(story)
+
+
+async def test_a_body_that_a_server_no_longer_accepts_begins_a_new_epoch() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.reach(lambda: scene.queue.is_attached)
+        scene.log.is_away = True
+        scene.queue.send(bytes(200))
+        await scene.reach(lambda: scene.writer.counters["failures"] > 1)
+        scene.log.max_body_bytes = 100
+        scene.log.is_away = False
+        await scene.reach(lambda: scene.writer.epoch == "w-2" and scene.queue.is_attached)
+        scene.queue.send(bytes(200))
+        await scene.reach(lambda: scene.log.of("w-2") == [bytes(200)])
+        assert all(len(message.body) <= 100 for message in scene.log.messages)
+
+    await Scene().run(story)
