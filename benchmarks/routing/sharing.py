@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.routing.simulation import Simulation
 from kvindex import Rank
 from kvindex.routing import LoadBoard, LocalLoadBoard
-from kvindex.routing.load_messages import LoadRow
-from kvindex.routing.shared_board import FLUSH_SECONDS, WHOLE_SECONDS, SharedBoard
+from kvindex.routing.shared_load import FLUSH_SECONDS, WHOLE_SECONDS, LoadRow, SharedBoard
 
 
 class Boards:

@@ -19,8 +19,7 @@ May import: `kvindex.wire`, `kvindex.subscribe`, `kvindex.shm`, `kvindex.index`,
 
 from __future__ import annotations
 
-from kvindex.replicas.joining import ask
-from kvindex.replicas.replica import Replica, join
+from kvindex.replicas.replica import Replica, ask, join
 from kvindex.replicas.server import FanOut
 from kvindex.wire.errors import QueueTimeoutError, SegmentError
 

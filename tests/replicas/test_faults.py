@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from kvindex.replicas import join
-from kvindex.replicas.joining import Link
 from kvindex.replicas.messages import (
     PROTOCOL,
     Attached,
@@ -22,6 +21,7 @@ from kvindex.replicas.messages import (
     RankSection,
     encode_frame,
 )
+from kvindex.replicas.replica import Link
 from kvindex.testing import Workload
 from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring

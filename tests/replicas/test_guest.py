@@ -23,8 +23,8 @@ from kvindex.replicas.messages import (
     ServerReport,
     encode_frame,
 )
-from kvindex.replicas.reception import Guest
-from kvindex.replicas.snapshot import Part, TakenRank
+from kvindex.replicas.outflow import Part, TakenRank
+from kvindex.replicas.server import Guest
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
 from tests.live import PATIENCE

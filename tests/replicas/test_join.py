@@ -24,8 +24,7 @@ from kvindex.replicas.messages import (
     SectionRestored,
     StatusChanged,
 )
-from kvindex.replicas.outflow import StreamTap
-from kvindex.replicas.snapshot import Part, Snapshots, TakenRank
+from kvindex.replicas.outflow import Part, Snapshots, StreamTap, TakenRank
 from kvindex.subscribe import (
     RankAdded,
     RankLost,

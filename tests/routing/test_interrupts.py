@@ -13,7 +13,7 @@ import pytest
 
 from kvindex import routing
 from kvindex.routing import LocalLoadBoard, Router
-from kvindex.routing.shared_board import SharedBoard
+from kvindex.routing.shared_load import SharedBoard
 from tests.routing.fleet import NOTHING, PROMPT, A, B, C, Clock, Followed, fleet, hold
 
 pytestmark = pytest.mark.unit

@@ -11,8 +11,15 @@ import pytest
 
 from kvindex import ClosedError, ConfigurationError, Rank
 from kvindex.routing import Load, LocalLoadBoard, Router, SharedLoad
-from kvindex.routing.load_messages import MAX_LOAD, MAX_ROWS, decode_load, encode_load
-from kvindex.routing.shared_board import MAX_GATEWAY_ROWS, MAX_GATEWAYS, SharedBoard
+from kvindex.routing.shared_load import (
+    MAX_GATEWAY_ROWS,
+    MAX_GATEWAYS,
+    MAX_LOAD,
+    MAX_ROWS,
+    SharedBoard,
+    decode_load,
+    encode_load,
+)
 from tests.children import in_child
 from tests.routing.fleet import NOTHING, A, B, C, Clock, router_of
 

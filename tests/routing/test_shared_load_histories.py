@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvindex import Rank
-from kvindex.routing.shared_board import SharedBoard
+from kvindex.routing.shared_load import SharedBoard
 from tests.examples import examples
 from tests.routing.fleet import Clock
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.routing import Booking, Router, SharedLoad, shared_board
+from kvindex.routing import Booking, Router, SharedLoad, shared_load
 from kvindex.wire.nats import open_connection, parse_pool
 from tests.children import ended_after
 from tests.live import until
@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are not renewed count no more after half the usual time."""
-    monkeypatch.setattr(shared_board, "ROW_LIFE", 1.5)
+    monkeypatch.setattr(shared_load, "ROW_LIFE", 1.5)
 
 
 def shared(server: NatsServer) -> SharedLoad:

@@ -18,10 +18,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvindex.index.snapshot import require_native
-from kvindex.replicas.follower import Follower
 from kvindex.replicas.nats.following import LogOrigin
 from kvindex.replicas.nats.relay import Relay
-from kvindex.replicas.replica import Replica, check_seconds, joined
+from kvindex.replicas.replica import Follower, Replica, check_seconds, joined
 from kvindex.wire.errors import NatsError, QueueTimeoutError
 from kvindex.wire.nats import NatsOptions, parse_pool, require_nats
 

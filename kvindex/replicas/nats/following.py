@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,17 +22,16 @@ import msgspec
 
 from kvindex.replicas.copy import Copy
 from kvindex.replicas.messages import ReceivedMessage, decode_message
-from kvindex.replicas.nats.bodies import BodyReader
-from kvindex.replicas.nats.connecting import (
-    Connect,
-    Connected,
-    NewEpochError,
-    NoSnapshotError,
-    TrimmedError,
-    connect,
+from kvindex.replicas.nats.log import (
+    BodyReader,
+    Head,
+    Log,
+    LogMessage,
+    LogReader,
+    NoStreamError,
+    UnansweredError,
 )
-from kvindex.replicas.nats.log import Head, LogMessage, LogReader, NoStreamError, UnansweredError
-from kvindex.replicas.nats.pool_snapshots import SnapshotContents, position_and_epoch
+from kvindex.replicas.nats.snapshots import PoolSnapshots, SnapshotContents, position_and_epoch
 from kvindex.subscribe import RankStatus
 from kvindex.wire.errors import (
     DecodeError,
@@ -42,9 +41,43 @@ from kvindex.wire.errors import (
     WaitCancelledError,
 )
 from kvindex.wire.log_rate import LogRate
-from kvindex.wire.nats import NatsPool, new_loop
+from kvindex.wire.nats import NatsPool, new_loop, open_connection
 
 logger = logging.getLogger(__name__)
+
+# connecting --------------------------------------------------------------------------------
+#
+# A follower's connection to a pool, and why its log or snapshots may be of no use.
+
+
+class NewEpochError(NatsError):
+    """Another relay writes, or this one has begun anew: the copy is of an epoch that is over."""
+
+
+class TrimmedError(NatsError):
+    """The next message is not in the log any more."""
+
+
+class NoSnapshotError(NatsError):
+    """No snapshot of the present epoch can be used."""
+
+
+class Connected(NamedTuple):
+    """A connection's log and snapshots, and how it is closed."""
+
+    log: Log
+    snapshots: PoolSnapshots
+    close: Callable[[], Awaitable[None]]
+
+
+async def connect(pool: NatsPool, on_change: Callable[[str], None]) -> Connected:
+    """Return a new connection; raises as `open_connection`."""
+    client = await open_connection(pool, "kvindex replica", on_change=on_change)
+    return Connected(Log(client, pool), PoolSnapshots(client, pool), client.close)
+
+
+Connect = Callable[[NatsPool, Callable[[str], None]], Coroutine[Any, Any, Connected]]
+
 
 _FAR_BEHIND = 100  # messages that wait, from which on a copy does not count as current
 _SNAPSHOT_SECONDS = 10.0  # to wait for a snapshot of the epoch that is being written

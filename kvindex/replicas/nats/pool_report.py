@@ -10,7 +10,7 @@ import msgspec
 
 from kvindex.replicas.nats.log import Log, NoStreamError, ask
 from kvindex.replicas.nats.log_writer import SILENCE
-from kvindex.replicas.nats.pool_snapshots import PoolSnapshots, position_and_epoch
+from kvindex.replicas.nats.snapshots import PoolSnapshots, position_and_epoch
 from kvindex.wire.errors import UNREADABLE, NatsError
 from kvindex.wire.nats import NatsOptions, NatsPool, open_connection, parse_pool
 

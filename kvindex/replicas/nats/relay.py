@@ -7,23 +7,41 @@ import atexit
 import logging
 import os
 import re
-from collections import Counter
-from collections.abc import Callable
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvindex.client import Client, ClientOptions
 from kvindex.index.snapshot import Snapshot, SnapshotRecord, require_native
-from kvindex.replicas.nats.log import Log, StreamSettings, ask_again
-from kvindex.replicas.nats.log_queue import LogQueue
-from kvindex.replicas.nats.log_writer import LogWriter
-from kvindex.replicas.nats.pool_snapshots import PoolSnapshots, SnapshotContents
-from kvindex.replicas.nats.snapshot_keeping import SnapshotKeeper
-from kvindex.replicas.nats.writing import Writing
-from kvindex.replicas.outflow import StreamTap
-from kvindex.replicas.serving import Serving
-from kvindex.replicas.snapshot import Snapshots
+from kvindex.replicas.nats.log import (
+    AROUND_BYTES,
+    MAX_MESSAGE_BYTES,
+    AppendRefusedError,
+    Head,
+    Log,
+    NoStreamError,
+    StreamSettings,
+    ask_again,
+    cut_message,
+    join_bodies,
+)
+from kvindex.replicas.nats.log_writer import (
+    Append,
+    LogWriter,
+    Look,
+    Make,
+    Ready,
+    Rest,
+    Step,
+    WriterState,
+)
+from kvindex.replicas.nats.snapshots import PoolSnapshots, SnapshotContents, SnapshotKeeper
+from kvindex.replicas.outflow import Patience, Snapshots, StreamTap
+from kvindex.replicas.server import Serving
 from kvindex.subscribe.discovery import Engines
 from kvindex.wire.errors import (
     BusyError,
@@ -42,11 +60,332 @@ from kvindex.wire.nats import (
     run_apart,
 )
 
-if TYPE_CHECKING:  # no dependency: editors and type checkers have it
+if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
     from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
+
+# writing -----------------------------------------------------------------------------------
+#
+# Carries out what a `LogWriter` decides: what waits in a queue is appended to the log.
+
+
+_TURN = 0.010  # seconds from one append to the next, unless a full body waits
+_BODY_BYTES = 512 << 10
+
+
+class Writing:
+    """Drives a writer. Owner: the event loop of the connection.
+
+    Args:
+        log: to append to.
+        settings: of its stream, if it is to be made.
+        writer: decides.
+        queue: what to append.
+        on_begin: awaited when an epoch has begun: it attaches the queue.
+        on_end: awaited when it has ended: it detaches the queue.
+        on_append: called with the bytes of each body that was appended.
+
+    Attributes:
+        head: the end of the log when it was last looked at.
+        bytes: of the bodies that were appended.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        settings: StreamSettings,
+        writer: LogWriter,
+        queue: LogQueue,
+        *,
+        on_begin: Callable[[], Awaitable[None]],
+        on_end: Callable[[], Awaitable[None]],
+        on_append: Callable[[int], None],
+    ) -> None:
+        self.head = Head(0, 0, None)
+        self.bytes = 0
+        self._log = log
+        self._settings = settings
+        self._writer = writer
+        self._queue = queue
+        self._on_begin, self._on_end, self._on_append = on_begin, on_end, on_append
+        self._bell = asyncio.Event()
+        self._epoch = ""  # that the queue is attached for
+        self._state = ""  # that was logged
+        self._next_turn = 0.0
+
+    def wake(self) -> None:
+        """Look at the queue now."""
+        self._bell.set()
+
+    async def run(self) -> None:
+        """Go on until it is cancelled, or the connection is closed for good."""
+        try:
+            while not self._log.is_closed:
+                if self._epoch and self._queue.trouble:
+                    self._writer.abandon(self._queue.trouble)
+                await self._follow_state()
+                await self._carry_out(self._writer.step(time.monotonic()))
+        finally:
+            await self._end()
+
+    async def _follow_state(self) -> None:
+        """Attach the queue if an epoch has begun, and detach it if it has ended."""
+        writer = self._writer
+        if writer.state is WriterState.UNSURE:  # it may go on
+            return
+        epoch = writer.epoch if writer.state is WriterState.WRITING else ""
+        state = f"{writer.state} epoch {epoch}" if epoch else f"{writer.state}: {writer.reason}"
+        if state != self._state:
+            self._state = state
+            logger.info("%s: %s", self._log.pool, state)
+        if epoch == self._epoch:
+            return
+        await self._end()
+        if epoch:
+            self._epoch = epoch
+            try:
+                await self._on_begin()
+            except BusyError as error:  # the subscriber's thread is blocked: another epoch, later
+                writer.abandon(str(error))
+
+    async def _end(self) -> None:
+        if self._epoch:
+            self._epoch = ""
+            await self._on_end()
+
+    async def _carry_out(self, step: Step) -> None:
+        if isinstance(step, Ready):
+            await self._take_turn()
+        elif isinstance(step, Append):
+            await self._append(step)
+        elif isinstance(step, Rest):
+            await asyncio.sleep(step.until - time.monotonic())
+        elif isinstance(step, Look):
+            await self._look()
+        elif isinstance(step, Make):
+            await self._make()
+
+    async def _take_turn(self) -> None:
+        """Write what waits in the queue, or wait until there is something."""
+        limit = min(_BODY_BYTES, self._log.max_body_bytes)
+        wait = self._next_turn - time.monotonic()
+        if wait > 0 and self._queue.waiting_bytes < limit:
+            await asyncio.sleep(wait)
+        self._bell.clear()
+        body = self._queue.take(limit)
+        if body:
+            self._next_turn = time.monotonic() + _TURN
+            self._writer.write(body)
+        else:
+            await self._bell.wait()
+
+    async def _append(self, append: Append) -> None:
+        epoch, expected, body = append
+        if len(body) > self._log.max_body_bytes:  # this server accepts less
+            self._writer.abandon(f"max_payload of the server is below {len(body)} bytes")
+            return
+        try:
+            seq = await self._log.append(epoch, expected, body)
+        except AppendRefusedError:
+            self._writer.refused()
+        except NatsError as error:
+            self._writer.failed(str(error), time.monotonic())
+        else:
+            self._writer.acked(seq)
+            self.bytes += len(body)
+            self._on_append(len(body))
+
+    async def _look(self) -> None:
+        try:
+            self.head = await self._log.head()
+        except NoStreamError:
+            self._writer.saw_no_stream()
+        except NatsError as error:
+            self._writer.failed(str(error), time.monotonic())
+        else:
+            self._writer.saw(self.head, time.monotonic())
+
+    async def _make(self) -> None:
+        try:
+            await self._log.make(self._settings)
+        except (NatsError, ConfigurationError) as error:
+            self._writer.failed(str(error), time.monotonic())
+        else:
+            self._writer.made()
+
+
+# log_queue ---------------------------------------------------------------------------------
+#
+# The messages of a tap that wait to be appended to the log.
+
+
+_CHUNK_BYTES = 256 << 10
+_QUEUE_PATIENCE = 1.0  # seconds
+
+
+class LogQueue:
+    """Stands where the fan-out's `Outflow` stands, and keeps messages until they are taken.
+
+    While it is not attached, messages are dropped: another relay writes. If it is attached and
+    full, it delays the subscriber's thread as long as messages are taken, for at most a second
+    that grows back slowly. Then it *overflows*: it drops all, and is not attached any more.
+
+    Args:
+        on_message: called by `send` if `take` found nothing before.
+        most: bytes that may wait.
+        clock: monotonic seconds.
+
+    Attributes:
+        chunk_bytes: bytes of a message that is not unusual.
+        trouble: why it overflowed, until it is attached again.
+
+    Thread safety: `send`, `attach`, `admit` and `close` by the subscriber's thread, the others by
+    any.
+    """
+
+    def __init__(
+        self,
+        on_message: Callable[[], None],
+        *,
+        most: int = MAX_MESSAGE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.chunk_bytes = _CHUNK_BYTES
+        self.trouble = ""
+        self._on_message = on_message
+        self._most = most
+        self._clock = clock
+        self._patience = Patience(_QUEUE_PATIENCE, clock)
+        self._changed = threading.Condition()
+        self._is_attached = False
+        self._messages: deque[bytes] = deque()
+        self._pieces: deque[bytes] = deque()  # bodies of a message that was too long for one
+        self._bytes = 0
+        self._taken_at = clock()
+        self._is_awaited = False
+        self._blocked = 0.0
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether messages are kept."""
+        return self._is_attached
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the messages that wait."""
+        return self._bytes
+
+    def attach(self) -> None:
+        """Keep every message from the next one on."""
+        with self._changed:
+            self._empty()
+            self.trouble = ""
+            self._is_attached = True
+            self._taken_at = self._clock()
+
+    def detach(self) -> None:
+        """Drop all messages, and every one from now on."""
+        with self._changed:
+            self._empty()
+            self._is_attached = False
+            self._changed.notify_all()
+
+    def send(self, body: bytes) -> None:
+        """Keep a message, if this is attached."""
+        with self._changed:
+            if self._is_attached and self._bytes + len(body) > self._most:
+                self._wait_for_room(len(body))
+            if not self._is_attached:
+                return
+            self._messages.append(body)
+            self._bytes += len(body)
+            self._counters["messages"] += 1
+            self._counters["bytes"] += len(body)
+            is_awaited, self._is_awaited = self._is_awaited, False
+        if is_awaited:
+            self._on_message()
+
+    def take(self, limit: int) -> bytes:
+        """Return the messages that wait, as one body of at most `limit` bytes; b"" if none does."""
+        with self._changed:
+            self._taken_at = self._clock()
+            body = self._pieces.popleft() if self._pieces else self._next_body(limit)
+            self._is_awaited = not body
+            self._changed.notify_all()
+        return body
+
+    def admit(self) -> None:
+        """Do nothing: the readers of the log need no admission."""
+
+    def count_readers(self) -> int:
+        """Return 1 if messages are kept, else 0."""
+        return int(self._is_attached)
+
+    def statistics(self) -> dict[str, float]:
+        """Return what was kept, how often it overflowed, and for how long the thread waited."""
+        return {
+            "messages": self._counters["messages"],
+            "bytes": self._counters["bytes"],
+            "waiting_bytes": self._bytes,
+            "overflows": self._counters["overflows"],
+            "blocked_seconds": self._blocked,
+        }
+
+    def close(self) -> None:
+        """Let nobody wait any more. Idempotent."""
+        self.detach()
+
+    def _wait_for_room(self, size: int) -> None:
+        """Wait until a message has room; overflow if that is too long, or impossible."""
+        began = self._clock()
+        left = self._patience.left()
+        while self._is_attached and self._bytes + size > self._most:
+            now = self._clock()
+            until = min(began + left, self._taken_at + _QUEUE_PATIENCE)
+            if size > self._most or now >= until:
+                self._overflow(size)
+                break
+            self._changed.wait(until - now)
+        self._patience.spend()
+        self._blocked += self._clock() - began
+
+    def _overflow(self, size: int) -> None:
+        self._counters["overflows"] += 1
+        if size > self._most:
+            self.trouble = f"a message of {size} bytes is too long: at most {self._most} can be"
+        else:
+            self.trouble = f"{self._bytes} bytes wait, and NATS accepts them too slowly"
+        self._empty()
+        self._is_attached = False
+        self._is_awaited = False
+        self._on_message()
+
+    def _next_body(self, limit: int) -> bytes:
+        messages: list[bytes] = []
+        size = 0
+        while self._messages:
+            size += len(self._messages[0]) + AROUND_BYTES
+            if size > limit:
+                break
+            messages.append(self._pop())
+        if messages or not self._messages:
+            return join_bodies(messages)
+        self._pieces.extend(cut_message(self._pop(), limit))
+        return self._pieces.popleft()
+
+    def _pop(self) -> bytes:
+        message = self._messages.popleft()
+        self._bytes -= len(message)
+        return message
+
+    def _empty(self) -> None:
+        self._messages.clear()
+        self._pieces.clear()
+        self._bytes = 0
+
 
 _PATIENCE = 0.005  # seconds for which batches are kept back; turns of the log are longer
 _RESTART_SECONDS = 60.0  # for the pool's snapshot to arrive

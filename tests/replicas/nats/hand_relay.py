@@ -9,13 +9,10 @@ from typing import Any, TypeVar
 
 from kvindex import EventBatch, Index, Rank, RankStatus, State
 from kvindex.index import read_batch
-from kvindex.replicas.nats.bodies import join_bodies
-from kvindex.replicas.nats.connecting import Connected
-from kvindex.replicas.nats.following import LogMembership, LogOrigin
-from kvindex.replicas.nats.log import Head, Log, LogMessage, StreamSettings
-from kvindex.replicas.nats.pool_snapshots import PoolSnapshots, encode_snapshot, name_of
-from kvindex.replicas.outflow import StreamTap
-from kvindex.replicas.snapshot import Snapshots
+from kvindex.replicas.nats.following import Connected, LogMembership, LogOrigin
+from kvindex.replicas.nats.log import Head, Log, LogMessage, StreamSettings, join_bodies
+from kvindex.replicas.nats.snapshots import PoolSnapshots, encode_snapshot, name_of
+from kvindex.replicas.outflow import Snapshots, StreamTap
 from kvindex.subscribe import RankAdded, RankRemoved
 from kvindex.wire import Event, encode_batch
 from kvindex.wire.errors import NatsError

@@ -10,10 +10,9 @@ from kvindex import Rank
 from kvindex.index import Index
 from kvindex.replicas.copy import Copy
 from kvindex.replicas.messages import decode_message
-from kvindex.replicas.nats.bodies import BodyReader
-from kvindex.replicas.nats.log import Log
-from kvindex.replicas.nats.pool_snapshots import PoolSnapshots, SnapshotContents
+from kvindex.replicas.nats.log import BodyReader, Log
 from kvindex.replicas.nats.relay import Relay
+from kvindex.replicas.nats.snapshots import PoolSnapshots, SnapshotContents
 from kvindex.testing import FakeEngine
 from kvindex.wire.nats import NatsPool, open_connection
 from tests.live import PATIENCE, truth

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.replicas.nats.bodies import AROUND_BYTES, BodyReader, cut_message, join_bodies
+from kvindex.replicas.nats.log import AROUND_BYTES, BodyReader, cut_message, join_bodies
 from kvindex.wire.errors import DecodeError
 from tests.examples import examples
 

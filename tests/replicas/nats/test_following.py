@@ -11,9 +11,9 @@ import pytest
 
 from kvindex import DecodeError
 from kvindex.replicas.nats import following
-from kvindex.replicas.nats.connecting import NewEpochError, NoSnapshotError, TrimmedError
+from kvindex.replicas.nats.following import NewEpochError, NoSnapshotError, TrimmedError
 from kvindex.replicas.nats.log import NoStreamError
-from kvindex.replicas.nats.pool_snapshots import encode_snapshot, name_of
+from kvindex.replicas.nats.snapshots import encode_snapshot, name_of
 from kvindex.wire.errors import NatsError, QueueTimeoutError, WaitCancelledError
 from tests.native_ring import needs_ring
 from tests.replicas.nats.hand_relay import held

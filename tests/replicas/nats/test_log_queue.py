@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.replicas.nats.bodies import BodyReader
-from kvindex.replicas.nats.log_queue import LogQueue
+from kvindex.replicas.nats.log import BodyReader
+from kvindex.replicas.nats.relay import LogQueue
 from tests.live import PATIENCE
 
 pytestmark = pytest.mark.unit

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from kvindex import Rank, RankStatus, State
 from kvindex.index import Index
 from kvindex.replicas.messages import LENGTH, Begin, End
-from kvindex.replicas.nats import pool_snapshots
+from kvindex.replicas.nats import snapshots
 from kvindex.replicas.nats.log import Log, NoStreamError, StreamSettings
-from kvindex.replicas.nats.pool_snapshots import (
+from kvindex.replicas.nats.snapshots import (
     PoolSnapshots,
     SnapshotContents,
     encode_snapshot,
     name_of,
     position_and_epoch,
 )
-from kvindex.replicas.snapshot import Part, TakenRank
+from kvindex.replicas.outflow import Part, TakenRank
 from kvindex.wire.errors import NatsError, SnapshotError
 from kvindex.wire.nats import NatsPool, open_connection
 from tests.live import PATIENCE
@@ -161,7 +161,7 @@ def test_names_order_the_snapshots_of_an_epoch() -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow machine is no failure."""
-    monkeypatch.setattr(pool_snapshots, "_API_SECONDS", PATIENCE)
+    monkeypatch.setattr(snapshots, "_API_SECONDS", PATIENCE)
 
 
 @asynccontextmanager

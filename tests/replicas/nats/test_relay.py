@@ -15,10 +15,10 @@ from nats.js import JetStreamContext
 
 from kvindex import ConfigurationError
 from kvindex.replicas.nats import relay as relay_module
-from kvindex.replicas.nats import snapshot_keeping
+from kvindex.replicas.nats import snapshots
 from kvindex.replicas.nats.log_writer import LogWriter
-from kvindex.replicas.nats.pool_snapshots import PoolSnapshots
 from kvindex.replicas.nats.relay import Relay
+from kvindex.replicas.nats.snapshots import PoolSnapshots
 from kvindex.testing import FakeEngine
 from kvindex.wire.errors import NatsError
 from kvindex.wire.nats import NatsPool, open_connection, parse_pool
@@ -324,7 +324,7 @@ DAMAGES: dict[str, Callable[[JetStreamContext, NatsPool], Awaitable[None]]] = {
 def test_fault_a_bucket_that_is_damaged_gets_another_snapshot_though_no_engine_sends(
     pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(snapshot_keeping, "_LOOK_EVERY", 0.1)
+    monkeypatch.setattr(snapshots, "_LOOK_EVERY", 0.1)
 
     async def harm() -> None:
         client = await open_connection(pool, "test", timeout=PATIENCE)
@@ -348,7 +348,7 @@ def test_fault_a_bucket_that_is_damaged_gets_another_snapshot_though_no_engine_s
 def test_fault_a_purged_log_gets_a_snapshot_that_it_continues(
     pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_keeping, "_LOOK_EVERY", 0.1)
+    monkeypatch.setattr(snapshots, "_LOOK_EVERY", 0.1)
 
     async def purge() -> None:
         client = await open_connection(pool, "test", timeout=PATIENCE)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvindex.replicas import nats
-from kvindex.replicas.nats import connecting
+from kvindex.replicas.nats import following
 from kvindex.replicas.nats.log import Log, StreamSettings
 from kvindex.routing import Router, SharedLoad
 from kvindex.testing import FakeEngine
@@ -364,7 +364,7 @@ def test_a_replica_that_cannot_join_shows_why_between_attempts_too_and_warns_onc
     options: Any,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(connecting, "open_connection", partial(open_connection, timeout=2.0))
+    monkeypatch.setattr(following, "open_connection", partial(open_connection, timeout=2.0))
     monkeypatch.setattr(log_rate, "_INTERVAL", math.inf)
     holder, nobodys = reserve_port()
     url = guarded.url if options else f"nats://127.0.0.1:{nobodys}"
@@ -381,7 +381,7 @@ def test_a_replica_that_cannot_join_shows_why_between_attempts_too_and_warns_onc
         assert not shown & {"joining", "connecting"}
         until(lambda: reason in replica.trouble)
     gc.collect()  # here, where the warnings are expected
-    warnings = [r.getMessage() for r in caplog.records if r.name.endswith("replicas.follower")]
+    warnings = [r.getMessage() for r in caplog.records if r.name.endswith("replicas.replica")]
     assert len(warnings) == 1
 
 

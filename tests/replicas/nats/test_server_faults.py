@@ -11,8 +11,8 @@ from nats.js.api import DiscardPolicy
 
 from kvindex import ConfigurationError
 from kvindex.replicas import nats
-from kvindex.replicas.nats import snapshot_keeping
-from kvindex.replicas.nats.pool_snapshots import PoolSnapshots
+from kvindex.replicas.nats import snapshots
+from kvindex.replicas.nats.snapshots import PoolSnapshots
 from kvindex.wire.nats import NatsPool
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
@@ -30,7 +30,7 @@ def stack() -> Iterator[ExitStack]:
 def test_fault_a_purged_stream_loses_nothing_that_replicas_do_not_get_otherwise(
     stack: ExitStack, pool: NatsPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_keeping, "_LOOK_EVERY", 0.1)
+    monkeypatch.setattr(snapshots, "_LOOK_EVERY", 0.1)
     scene = FaultScene(stack, pool)
     for times in range(2):
         scene.publish_some()

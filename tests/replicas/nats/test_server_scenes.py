@@ -22,7 +22,7 @@ from kvindex.replicas.messages import (
     decode_message,
     encode_message,
 )
-from kvindex.replicas.nats.bodies import BodyReader, join_bodies
+from kvindex.replicas.nats.log import BodyReader, join_bodies
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire import AllBlocksCleared, encode_batch
 from kvindex.wire.nats import NatsPool, parse_pool

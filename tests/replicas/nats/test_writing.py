@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from kvindex.replicas.nats import log_writer
-from kvindex.replicas.nats.bodies import BodyReader
 from kvindex.replicas.nats.log import (
     AppendRefusedError,
+    BodyReader,
     Head,
     LogMessage,
     NoStreamError,
     StreamSettings,
 )
-from kvindex.replicas.nats.log_queue import LogQueue
 from kvindex.replicas.nats.log_writer import LogWriter, WriterState
-from kvindex.replicas.nats.writing import Writing
+from kvindex.replicas.nats.relay import LogQueue, Writing
 from kvindex.wire.errors import BusyError, NatsError
 from tests.live import PATIENCE
 
