@@ -233,11 +233,7 @@ class Server:
         )
 
     def _lost(self, engine: Engine) -> None:
-        if not engine.is_part:
-            self.service.registry.unregister(engine.worker.name)
-            return
-        for address in engine.worker.publishers():
-            self.service.registry.unregister(engine.worker.name, dp_rank=address.dp_rank)
+        self.service.registry.unregister(engine.worker.name)
 
     def _is_alive(self, worker: str) -> bool:
         return any(rank.worker == worker for rank in self._answering.connected_ranks())

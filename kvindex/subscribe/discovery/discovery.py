@@ -66,16 +66,15 @@ class Discovery:
       `forget_after` seconds, and as long as `is_alive` returns true.
     - An engine that does not answer, or no longer reports where it publishes, keeps its last known
       ranks in the same way, and is added anew when it answers again.
-    - An engine that publishes elsewhere than before is removed and added. New ranks are added.
-      Ranks go when two answers running lack them.
+    - An engine that has other ranks, endpoints or settings than before is removed and added anew.
     - A source that fails removes no engine. It is called again, after longer and longer pauses.
 
     Each decision is logged once, by the logger "kvindex.subscribe.discovery".
 
     Args:
         sources: they list engines. If two list one name, the first counts.
-        add: called with ranks to subscribe to, by one thread, which it may block.
-        remove: called by the same thread with ranks to forget.
+        add: called with an engine to subscribe to, by one thread, which it may block.
+        remove: called by the same thread with an engine to forget.
         options: how engines are asked, and how long they are kept.
         is_alive: whether events of a worker (by name) still arrive.
 
@@ -284,19 +283,18 @@ class Discovery:
     def _carry_out(self, step: Step) -> None:
         if self._ended.is_set():
             return
-        outcome = partial(self._tracker.carried_out, step)
+        refusal = ""
         try:
             self._calls[step.do](step.engine)
         except ClosedError:
             raise
+        except KVIndexError as error:
+            refusal = str(error)
         except Exception as error:
-            reason = str(error)
-            if not isinstance(error, KVIndexError):
-                logger.exception("%s of %s failed", step.do, step.engine.worker.name)
-                reason = repr(error)
-            outcome = partial(self._tracker.refused, step, reason, time.monotonic())
+            logger.exception("%s of %s failed", step.do, step.engine.worker.name)
+            refusal = repr(error)
         with self._changed:
-            outcome()
+            self._tracker.taken(step, refusal, time.monotonic())
             self._show_engines()
 
     def _show_engines(self) -> None:
@@ -321,19 +319,18 @@ class Discovery:
         """Ask one engine and enqueue its answer for the owner."""
         if self._ended.is_set():
             return
-        event: Callable[[float], None]
+        answer: EngineReport | DiscoveryError
         try:
-            event = partial(self._tracker.answered, target, self._ask(target.url))
+            answer = self._ask(target.url)
         except DiscoveryError as error:
-            event = partial(self._tracker.unanswered, target, error)
+            answer = error
         except Exception as error:  # else it would never be asked again
             text = str(error)
             if not isinstance(error, ConfigurationError):
                 logger.exception("%s could not be asked", target.url)
                 text = repr(error)[:400]
-            failure = DiscoveryError(text, url=target.url, reason="content")
-            event = partial(self._tracker.unanswered, target, failure)
-        self._inbox.put(event)
+            answer = DiscoveryError(text, url=target.url, reason="content")
+        self._inbox.put(partial(self._tracker.answered, target, answer))
 
     def _watch(self, source: Source) -> None:
         """Watch a source, until the end."""

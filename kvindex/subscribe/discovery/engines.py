@@ -132,11 +132,8 @@ def follow_engines(
         return fed
 
     def remove(engine: Engine) -> None:
-        name = engine.worker.name
-        ranks = [Rank(name, address.dp_rank) for address in engine.worker.publishers()]
-        for rank in ranks if engine.is_part else [name]:
-            with suppress(UnknownRankError):  # another caller removed it
-                living().remove(rank)
+        with suppress(UnknownRankError):  # another caller removed it
+            living().remove(engine.worker.name)
 
     def is_alive(worker: str) -> bool:
         return any(rank.worker == worker for rank in living().connected_ranks())

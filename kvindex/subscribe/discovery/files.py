@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvindex.wire.web import split_url
 
 _MAX_BYTES: Final = 16 << 20
 LOOK_EVERY: Final = 0.1  # seconds
-_SETTLED: Final = 27  # further looks at which a changed file is still the same before it is read
+_SETTLED: Final = 1.0  # seconds for which a changed file stays the same before it is read
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -123,7 +124,7 @@ class FollowedFile(ABC):
 
     A file that is missing, empty or cannot be understood removes no engine: its last list stays
     valid, and the error is raised once. Since half of a file may look whole, a changed file is read
-    once 27 more looks find it the same, 2.7 s by default; after `look`, at once.
+    once its size and time of change have stayed the same for a second; after `look`, at once.
 
     Args:
         path: the file.
@@ -133,6 +134,7 @@ class FollowedFile(ABC):
     """
 
     is_certain = True
+    _clock = staticmethod(time.monotonic)
 
     def __init__(self, path: str | os.PathLike[str], *, interval: float = LOOK_EVERY) -> None:
         self.path = Path(path)
@@ -142,7 +144,7 @@ class FollowedFile(ABC):
         self._closed = False
         self._at_once = True  # to read it at once; true at first
         self._looked: object = self  # what the file looked like at the last look,
-        self._same = 0  # and at how many looks before that
+        self._since = 0.0  # and since when
         self._read_state: object = self  # what it looked like when it was last read
         self._is_good = False  # whether it could be used then
 
@@ -160,9 +162,11 @@ class FollowedFile(ABC):
         while not self._closed:
             self._wake.clear()
             looks, at_once, self._at_once = self._look(), self._at_once, False
-            self._same = self._same + 1 if looks == self._looked else 0
-            self._looked = looks
-            is_changed = looks != self._read_state and (at_once or self._same >= _SETTLED)
+            now = self._clock()
+            if looks != self._looked:
+                self._looked, self._since = looks, now
+            is_settled = at_once or now - self._since >= _SETTLED
+            is_changed = looks != self._read_state and is_settled
             if is_changed or (self._is_good and not notified):
                 self._read_state, self._is_good = looks, False
                 targets = self._read()

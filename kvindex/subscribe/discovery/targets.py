@@ -1,4 +1,4 @@
-"""The targets that sources list, the engines discovered there, and what differs between two."""
+"""The targets that sources list, and the engines discovered there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-from kvindex.subscribe import PublisherAddress, Worker
+from kvindex.subscribe import Worker
 from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ConfigurationError
 
@@ -49,7 +49,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """An engine to subscribe to, or ranks of one.
+    """An engine to subscribe to.
 
     Attributes:
         worker: the engine and where its ranks publish.
@@ -57,7 +57,6 @@ class Engine(msgspec.Struct, frozen=True):
         url: of its HTTP server, or None.
         routing_group, labels: as for `Target`.
         source: the source that listed it.
-        is_part: whether these are only some of the worker's ranks: it grows or shrinks by them.
     """
 
     worker: Worker
@@ -66,7 +65,6 @@ class Engine(msgspec.Struct, frozen=True):
     url: str | None = None
     labels: dict[str, str] = {}
     source: str = ""
-    is_part: bool = False
 
 
 Notify: TypeAlias = Callable[[Iterable[Target]], None]
@@ -110,43 +108,13 @@ def check_names(names: Iterable[str], refusal: str) -> None:
         seen.add(name)
 
 
-# Two reports on one engine -----------------------------------------------------------------------
-
-
-def ranks_of(engine: Engine | None) -> dict[int, PublisherAddress]:
-    """Return where each rank publishes."""
-    return {} if engine is None else {a.dp_rank: a for a in engine.worker.publishers()}
-
-
-def is_other(before: Engine, latest: Engine) -> bool:
-    """Return whether more has changed than ranks that were added or removed."""
-    old, new = ranks_of(before), ranks_of(latest)
-    kept = old.keys() & new.keys()
-    is_moved = any(old[rank] != new[rank] for rank in kept)
-    return is_moved or not kept or _settings(before) != _settings(latest)
-
-
-def _settings(engine: Engine) -> tuple[object, ...]:
+def shape_of(engine: Engine) -> tuple[object, ...]:
+    """Return all that a subscription to an engine depends on."""
     worker = engine.worker
     return (
-        *(worker.topic, worker.bind, worker.curve, worker.cache),
+        *(worker.publishers(), worker.topic, worker.bind, worker.curve, worker.cache),
         *(engine.model, engine.routing_group),
     )
-
-
-def with_ranks(
-    engine: Engine, addresses: Iterable[PublisherAddress], *, is_part: bool = False
-) -> Engine:
-    """Return the same engine with these ranks, or these as a part of it."""
-    kept = sorted(addresses, key=lambda address: address.dp_rank)
-    replays = {a.dp_rank: a.replay for a in kept if a.replay is not None}
-    worker = msgspec.structs.replace(
-        engine.worker,
-        endpoint={address.dp_rank: address.endpoint for address in kept},
-        replay=replays if len(replays) == len(kept) else None,
-        dp_size=None,
-    )
-    return msgspec.structs.replace(engine, worker=worker, is_part=is_part)
 
 
 def described(engine: Engine) -> str:

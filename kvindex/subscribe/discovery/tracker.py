@@ -1,4 +1,4 @@
-"""Decides which engines to ask, add and remove as they start, stop, move, grow and fall silent.
+"""Decides which engines to ask, add and remove as they start, stop, change and fall silent.
 
 A state machine without threads, sockets or clocks: it receives the sources' lists and the engines'
 answers, and returns which engines to ask and which workers to add and to remove. Owned by the
@@ -16,14 +16,7 @@ import msgspec
 
 from kvindex.subscribe import Worker
 from kvindex.subscribe.discovery.engine import EngineReport
-from kvindex.subscribe.discovery.targets import (
-    Engine,
-    Target,
-    described,
-    is_other,
-    ranks_of,
-    with_ranks,
-)
+from kvindex.subscribe.discovery.targets import Engine, Target, described, shape_of
 from kvindex.wire.errors import DiscoveryError
 
 logger = logging.getLogger("kvindex.subscribe.discovery")
@@ -36,7 +29,7 @@ _FIRST_RETRY = 1.0  # seconds until an engine that did not answer is asked again
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One thing to do: add these ranks, or remove them."""
+    """One thing to do: add an engine, or remove it."""
 
     do: Literal["add", "remove"]
     engine: Engine
@@ -68,7 +61,6 @@ class _Followed(msgspec.Struct):
     reason: str = "was not asked yet"
     logged: str = ""  # the last log line about it
     look_at: float = 0.0  # before this it is not forgotten
-    missing: frozenset[int] = frozenset()  # ranks that the last answer lacks
     report: EngineReport | None = None  # the last, without the JSON
 
 
@@ -101,7 +93,7 @@ class Tracker:
         self._steps: list[Step] = []
         self._refused: dict[str, str] = {}
         self.counters = dict.fromkeys(
-            ("asked", "unanswered", "added", "removed", "moved", "grown", "shrunk", "forgotten"), 0
+            ("asked", "unanswered", "added", "removed", "moved", "forgotten"), 0
         )
 
     # What happens -----------------------------------------------------------------------------
@@ -139,13 +131,16 @@ class Tracker:
             logger.warning("%s: %s; %d engines known from it are kept", source, error, kept)
             state.error = error
 
-    def answered(self, target: Target, report: EngineReport, now: float) -> None:
-        """Receive an engine's report."""
-        engine = self._asked(target)
-        if engine is None:
-            return
+    def answered(self, target: Target, answer: EngineReport | DiscoveryError, now: float) -> None:
+        """Receive an engine's report, or why it did not report where it publishes."""
+        engine = self._engines.get(target.name)
+        if engine is None or engine.target.place != target.place:
+            return  # it has gone, or another engine has its name now
+        engine.is_asking = False
         try:
-            worker = report.worker(target.name, cache=target.cache)
+            if isinstance(answer, DiscoveryError):
+                raise answer
+            worker = answer.worker(target.name, cache=target.cache)
         except DiscoveryError as error:
             self._unanswered(engine, error, now)
             return
@@ -153,42 +148,29 @@ class Tracker:
             logger.info("%s: answers again", target.name)
             engine.logged = ""
         engine.answered_at, engine.failures = now, 0
-        engine.report = msgspec.structs.replace(report, answers={}, failures={})
+        engine.report = msgspec.structs.replace(answer, answers={}, failures={})
         engine.ask_at = now + self._interval * (0.9 + 0.2 * self._jitter())
-        notes = "; ".join(report.notes)
+        notes = "; ".join(answer.notes)
         if notes:
             self._log_once(engine, logging.WARNING, notes)
         engine.reason = notes
-        self._accept(engine, worker, now, report.model)
+        self._accept(engine, worker, now, answer.model)
 
-    def unanswered(self, target: Target, error: DiscoveryError, now: float) -> None:
-        """Note that an engine did not report where it publishes."""
-        engine = self._asked(target)
-        if engine is not None:
-            self._unanswered(engine, error, now)
-
-    def carried_out(self, step: Step) -> None:
-        """Note that a step was taken."""
-        engine = self._engines.get(step.engine.worker.name)
-        if engine is not None and step.do == "add":
-            engine.is_added = True
-        self.counters["added" if step.do == "add" else "removed"] += 1
-
-    def refused(self, step: Step, reason: str, now: float) -> None:
-        """Note that ranks could not be added; the next answer tries again."""
-        engine = self._engines.get(step.engine.worker.name)
-        if engine is None or step.do == "remove":
-            logger.warning("%s could not be removed: %s", step.engine.worker.name, reason)
-            return
-        added = {address.dp_rank for address in step.engine.worker.publishers()}
-        kept = [a for a in ranks_of(engine.subscribed).values() if a.dp_rank not in added]
-        engine.subscribed = (
-            with_ranks(engine.subscribed, kept) if engine.subscribed and kept else None
-        )
-        engine.is_added = engine.subscribed is not None
-        engine.reason = f"cannot be added: {reason}"
-        engine.ask_at = now + self._interval
-        self._log_once(engine, logging.ERROR, engine.reason)
+    def taken(self, step: Step, refusal: str, now: float) -> None:
+        """Note that a step was taken, or why not; an engine that was not added is tried again."""
+        name = step.engine.worker.name
+        engine = self._engines.get(name)
+        if not refusal:
+            self.counters["added" if step.do == "add" else "removed"] += 1
+            if engine is not None and step.do == "add":
+                engine.is_added = True
+        elif engine is None or step.do == "remove":
+            logger.warning("%s could not be removed: %s", name, refusal)
+        else:
+            engine.subscribed = None
+            engine.reason = f"cannot be added: {refusal}"
+            engine.ask_at = now + self._interval
+            self._log_once(engine, logging.ERROR, engine.reason)
 
     def refresh(self, worker: str | None, now: float) -> None:
         """Ask one engine again at once, or every engine."""
@@ -275,7 +257,7 @@ class Tracker:
             name: {
                 "source": engine.source,
                 "url": engine.target.url or None,
-                "ranks": len(ranks_of(engine.subscribed)),
+                "ranks": len(engine.subscribed.worker.publishers()) if engine.subscribed else 0,
                 "is_added": engine.is_added,
                 "model": engine.subscribed.model if engine.subscribed else engine.target.model,
                 "answered": None if engine.answered_at is None else now - engine.answered_at,
@@ -330,14 +312,6 @@ class Tracker:
             why = engine.reason
             logger.warning("removes %s until it answers again, after %g s: %s", name, after, why)
 
-    def _asked(self, target: Target) -> _Followed | None:
-        """Return the engine that was asked, unless it has changed meanwhile."""
-        engine = self._engines.get(target.name)
-        if engine is None or engine.target.place != target.place:
-            return None
-        engine.is_asking = False
-        return engine
-
     def _unanswered(self, engine: _Followed, error: DiscoveryError, now: float) -> None:
         target = engine.target
         self.counters["unanswered"] += 1
@@ -385,40 +359,14 @@ class Tracker:
         if before is None:
             self._steps.append(Step("add", latest))
             logger.info("adds %s", described(latest))
-        elif is_other(before, latest):
-            self._move(engine, before, latest)
-        else:
-            self._resize(engine, before, latest, now)
-
-    def _move(self, engine: _Followed, before: Engine, latest: Engine) -> None:
-        self.counters["moved"] += 1
-        engine.is_added = False
-        self._steps += [Step("remove", before), Step("add", latest)]
-        name = latest.worker.name
-        logger.info("removes %s and adds it anew: it has changed to %s", name, described(latest))
-
-    def _resize(self, engine: _Followed, before: Engine, latest: Engine, now: float) -> None:
-        """Add the new ranks, and remove those that two answers running lack."""
-        old, new = ranks_of(before), ranks_of(latest)
-        gone = frozenset(old.keys() - new.keys())
-        if gone and gone != engine.missing and engine.target.url:
-            engine.missing = gone
-            engine.ask_at = min(engine.ask_at, now + _FIRST_RETRY)
-            new |= {rank: old[rank] for rank in gone}
-            engine.subscribed = with_ranks(latest, new.values())
-            gone = frozenset()
-        else:
-            engine.missing = frozenset()
-        added = [new[rank] for rank in sorted(new.keys() - old.keys())]
-        if added:
-            self.counters["grown"] += 1
-            self._steps.append(Step("add", with_ranks(latest, added, is_part=True)))
-            logger.info("adds dp_ranks %s of %s", [a.dp_rank for a in added], latest.worker.name)
-        if gone:
-            self.counters["shrunk"] += 1
-            left = with_ranks(before, [old[rank] for rank in gone], is_part=True)
-            self._steps.append(Step("remove", left))
-            logger.info("removes dp_ranks %s of %s", sorted(gone), latest.worker.name)
+        elif shape_of(before) != shape_of(latest):
+            # As a whole: which ranks it has, and where, must never be a mixture of two answers.
+            self.counters["moved"] += 1
+            engine.is_added = False
+            self._steps += [Step("remove", before), Step("add", latest)]
+            logger.info(
+                "removes %s and adds it anew: it has changed to %s", target.name, described(latest)
+            )
 
     def _log_once(self, engine: _Followed, level: int, text: str) -> None:
         """Log a line about an engine, unless it was the last line about it."""

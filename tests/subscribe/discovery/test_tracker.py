@@ -1,4 +1,4 @@
-"""What is made of engines that come, go, move, grow and fall silent, without threads or clocks."""
+"""What is made of engines that come, go, change and fall silent, without threads or clocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Fleet:
 
     def fail(self, target: Target, reason: str = "timeout") -> None:
         error = DiscoveryError(f"{target.url} {reason}", url=target.url, reason=reason)
-        self.tracker.unanswered(target, error, self.now)
+        self.tracker.answered(target, error, self.now)
         self.take()
 
     def pass_time(self, seconds: float) -> list[Target]:
@@ -57,21 +57,17 @@ class Fleet:
     def take(self) -> None:
         for step in self.tracker.take_steps():
             worker = step.engine.worker
-            if worker.name in self.refuses:
-                self.tracker.refused(step, self.refuses[worker.name], self.now)
+            refusal = self.refuses.get(worker.name, "") if step.do == "add" else ""
+            self.tracker.taken(step, refusal, self.now)
+            if refusal:
                 continue
             self.steps.append(step)
-            known = self.ranks.setdefault(worker.name, {})
-            for address in worker.publishers():
-                if step.do == "add":
-                    assert address.dp_rank not in known, "added twice"
-                    known[address.dp_rank] = address.endpoint
-                else:
-                    del known[address.dp_rank]
-            if not known:
+            if step.do == "add":
+                assert worker.name not in self.ranks, "added twice"
+                self.ranks[worker.name] = {a.dp_rank: a.endpoint for a in worker.publishers()}
+            else:
                 del self.ranks[worker.name]
             self.models[worker.name] = step.engine.model
-            self.tracker.carried_out(step)
 
 
 def report(target: Target, *ranks: int, host: str = "10.0.0.1", model: str = "") -> EngineReport:
@@ -214,12 +210,21 @@ def test_an_engine_whose_events_are_switched_off_is_kept_for_a_while_too(running
     assert running.ranks == {}
 
 
-def test_an_engine_that_moves_is_removed_and_added(one_pod: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "host"),
+    [((0, 1), "10.0.0.2"), ((0, 1, 2), "10.0.0.1"), ((1,), "10.0.0.1"), ((4,), "10.0.0.1")],
+    ids=["it moves", "it grows", "it shrinks", "it has another rank"],
+)
+def test_an_engine_that_changes_is_removed_and_added_as_a_whole(
+    one_pod: Fleet, ranks: tuple[int, ...], host: str
+) -> None:
     one_pod.answer(POD, 0, 1)
-    one_pod.answer(POD, 0, 1, host="10.0.0.2")
+    one_pod.answer(POD, *ranks, host=host)
     assert [step.do for step in one_pod.steps] == ["add", "remove", "add"]
-    assert one_pod.ranks["pod-0"][1] == "tcp://10.0.0.2:5558"
+    assert one_pod.ranks == {"pod-0": {rank: f"tcp://{host}:{5557 + rank}" for rank in ranks}}
     assert one_pod.tracker.counters["moved"] == 1
+    one_pod.answer(POD, *ranks, host=host)
+    assert len(one_pod.steps) == 3
 
 
 def test_a_pod_that_comes_back_elsewhere_is_asked_at_once(one_pod: Fleet) -> None:
@@ -241,29 +246,6 @@ def test_what_is_known_of_a_pod_goes_when_another_has_its_name_and_does_not_answ
     running.listed(other)
     running.fail(other)
     assert running.ranks == {}
-
-
-def test_an_engine_that_grows_keeps_the_ranks_that_it_has(running: Fleet) -> None:
-    running.answer(POD, 0, 1, 2)
-    assert [(step.do, step.engine.is_part) for step in running.steps] == [
-        ("add", False),
-        ("add", True),
-    ]
-    assert sorted(running.ranks["pod-0"]) == [0, 1, 2]
-
-
-def test_ranks_go_when_two_answers_lack_them(one_pod: Fleet) -> None:
-    one_pod.answer(POD, 0, 1, 2)
-    one_pod.pass_time(0.0)
-    one_pod.answer(POD, 0, 1)  # it may be a flaw
-    assert sorted(one_pod.ranks["pod-0"]) == [0, 1, 2]
-    assert one_pod.tracker.next_at() <= one_pod.now + 1.0  # soon it is asked whether it was
-    one_pod.answer(POD, 0, 1, 2)
-    one_pod.answer(POD, 0)
-    one_pod.answer(POD, 0, 1)
-    assert sorted(one_pod.ranks["pod-0"]) == [0, 1, 2]
-    one_pod.answer(POD, 0, 1)
-    assert sorted(one_pod.ranks["pod-0"]) == [0, 1]
 
 
 def test_an_answer_without_a_model_moves_nobody(one_pod: Fleet) -> None:
@@ -312,12 +294,10 @@ def test_a_worker_that_is_told_whole_is_added_without_a_question(fleet: Fleet) -
     fleet.listed(A)
     assert set(fleet.ranks) == {"a"}
     assert fleet.pass_time(1e6) == []
-    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", dp_size=2)))
+    changed = Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", dp_size=2, topic="kv"))
+    fleet.listed(changed)
     assert sorted(fleet.ranks["a"]) == [0, 1]
-    fleet.listed(A)
-    assert sorted(fleet.ranks["a"]) == [0]  # a file that says so says it once
-    fleet.listed(Target("a", worker=Worker("a", "tcp://10.0.0.1:5557", topic="kv")))
-    assert [step.do for step in fleet.steps[-2:]] == ["remove", "add"]
+    assert [step.do for step in fleet.steps] == ["add", "remove", "add"]
 
 
 def test_a_worker_that_is_refused_is_tried_again(
@@ -335,7 +315,7 @@ def test_a_worker_that_is_refused_is_tried_again(
     assert fleet.tracker.missing() == {}
 
 
-def test_further_ranks_that_are_refused_are_tried_again(running: Fleet) -> None:
+def test_a_changed_engine_that_is_refused_is_tried_again(running: Fleet) -> None:
     running.refuses["pod-0"] = "no"
     running.answer(POD, 0, 1)
     running.refuses.clear()
