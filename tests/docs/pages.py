@@ -9,7 +9,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "llms.txt", *sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

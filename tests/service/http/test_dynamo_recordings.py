@@ -1,6 +1,6 @@
 """All that was recorded of Dynamo's indexer, asked of ours: equal codes and values.
 
-DEVIATIONS says where we differ on purpose, and why; docs/service-dialects.md has the same table.
+DEVIATIONS says where we differ on purpose, and why; docs/service.md has the same table.
 """
 
 from __future__ import annotations
