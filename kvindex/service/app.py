@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from kvindex import UnknownRankError
-from kvindex.service.apis import dynamo, rfc
+from kvindex.service import dialects
 from kvindex.service.catalog import Partition
 from kvindex.service.http.messages import (
     Reply,
@@ -38,9 +38,6 @@ from kvindex.service.openapi import (
     parameter,
     route,
 )
-from kvindex.service.outcomes import Outcome, count_outcome
-from kvindex.service.query_requests import answer
-from kvindex.service.registration_requests import register, unregister
 from kvindex.service.service import Service
 
 MOST_CHANGES: Final = 256
@@ -82,29 +79,6 @@ def app_routes(
 
 # Queries ------------------------------------------------------------------------------------------
 
-_Tokens = list[dynamo.U32]
-
-
-class DynamoQuery(msgspec.Struct):
-    """A query in the words of NVIDIA Dynamo's indexer."""
-
-    token_ids: _Tokens
-    model_name: str
-    routing_group: str = "default"
-    lora_name: str | None = None
-    cache_salt: str | None = None
-
-
-class RfcQuery(msgspec.Struct):
-    """A query in the words of Mooncake's RFC #1403."""
-
-    token_ids: _Tokens
-    model: str
-    tenant_id: str | None = None
-    instance_id: str | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-
 
 def _queries(service: Service) -> list[Route]:
     octets = "Tokens as 32-bit little-endian integers, nothing else."
@@ -113,12 +87,12 @@ def _queries(service: Service) -> list[Route]:
     return [
         route(
             "POST /query",
-            partial(answer, service),
+            partial(dialects.answer, service),
             "What each instance holds of a prompt",
             held,
             codes=(404, 415),
             body={
-                **_json_of({"anyOf": [DynamoQuery, RfcQuery]}),
+                **_json_of({"anyOf": [dialects.DynamoQuery, dialects.RfcQuery]}),
                 "application/octet-stream": binary(octets),
             },
             parameters=[
@@ -127,11 +101,11 @@ def _queries(service: Service) -> list[Route]:
         ),
         route(
             "POST /outcomes",
-            partial(count_outcome, service),
+            partial(dialects.count_outcome, service),
             "Report the cached tokens of a finished request",
             _DONE,
             codes=(404, 415),
-            body=_json_of(Outcome),
+            body=_json_of(dialects.Outcome),
         ),
     ]
 
@@ -175,19 +149,19 @@ def _registrations(changes: _Changes) -> list[Route]:
     return [
         route(
             "POST /register",
-            partial(changes.carry_out, register),
+            partial(changes.carry_out, dialects.register),
             "Subscribe to one DP rank of an instance",
             {"200": _DONE, "201": _DONE},
             codes=(409, 415),
-            body=_json_of({"anyOf": [dynamo.DynamoRegister, rfc.RfcRegister]}),
+            body=_json_of({"anyOf": [dialects.DynamoRegister, dialects.RfcRegister]}),
         ),
         route(
             "POST /unregister",
-            partial(changes.carry_out, unregister),
+            partial(changes.carry_out, dialects.unregister),
             "Unsubscribe from an instance or a rank",
             _DONE,
             codes=(404, 409, 415),
-            body=_json_of({"anyOf": [dynamo.DynamoUnregister, rfc.RfcUnregister]}),
+            body=_json_of({"anyOf": [dialects.DynamoUnregister, dialects.RfcUnregister]}),
         ),
     ]
 
@@ -203,7 +177,7 @@ class _Views:
 
     async def services(self, _: Request) -> Reply:
         statuses = await asyncio.to_thread(self._service.with_block_sizes)
-        return json_reply(200, rfc.services(registration for registration, _ in statuses))
+        return json_reply(200, dialects.services(registration for registration, _ in statuses))
 
     async def workers(self, request: Request) -> Reply:
         parameters = request.parameters
@@ -216,7 +190,7 @@ class _Views:
             if model in (None, registration.partition.model)
             and group in (None, registration.partition.routing_group)
         ]
-        return json_reply(200, dynamo.workers(statuses))
+        return json_reply(200, dialects.workers(statuses))
 
     async def ready(self, request: Request) -> Reply:
         strict = request.parameter("strict") not in ("", "0", "false")

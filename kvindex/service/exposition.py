@@ -17,9 +17,15 @@ from prometheus_client import (
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvindex.service.apis import dynamo
-from kvindex.service.metrics import FunnelCollector, RankCollector, SeriesLabels
-from kvindex.service.metrics.families import ReadCollector, counter, gauge
+from kvindex.service.dialects import LISTENER_STATUS
+from kvindex.service.metrics import (
+    FunnelCollector,
+    RankCollector,
+    ReadCollector,
+    SeriesLabels,
+    counter,
+    gauge,
+)
 from kvindex.service.service import Service
 from kvindex.service.traffic import BUCKETS, Traffic
 
@@ -152,7 +158,7 @@ class DynamoCollector(ReadCollector):
         yield gauge(f"{name}workers", "Registered instances", len(catalog.instances))
         listeners = dict.fromkeys(("pending", "active", "paused", "failed"), 0)
         for _, status in self._service.statuses():
-            listeners["failed" if status is None else dynamo.STATUS[status.state]] += 1
+            listeners["failed" if status is None else LISTENER_STATUS[status.state]] += 1
         rows = _by_key(listeners)
         yield gauge(f"{name}listeners", "Registered ranks by status", rows, "status")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -26,12 +26,6 @@ _SHOWN = (
 
 PartitionOf: TypeAlias = Callable[[str], Partition]
 """Returns what a worker, by its name, belongs to."""
-
-
-class Counted(Protocol):
-    """What an overview is made of: a `Client` or a `Replica`."""
-
-    def statistics(self) -> dict[str, Any]: ...
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +138,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def overview(
-    source: Counted,
+    statistics: Mapping[str, Any],
     partition_of: PartitionOf = lambda _: Partition(""),
     *,
     has_tokenizer: Callable[[Partition], bool] = lambda _: False,
@@ -154,15 +148,14 @@ def overview(
     """Return how every rank stands, sorted by partition, worker and dp_rank.
 
     Args:
-        source: a client or a replica.
+        statistics: of a client or a replica.
         partition_of: a worker's partition.
         has_tokenizer: whether text can be turned into a partition's tokens.
         missing: as in `Fleet`.
         clock: seconds since 1970.
 
-    Thread safety: as `source`. Complexity: O(ranks), some 10 ms for 512.
+    Complexity: O(ranks), some 10 ms for 512.
     """
-    statistics = source.statistics()
     ranks = [_rank_view(status, partition_of) for status in statistics["ranks"].values()]
     ranks.sort(key=lambda rank: (rank.model, rank.routing_group, rank.worker, rank.dp_rank))
     return Fleet(

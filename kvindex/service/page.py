@@ -1,31 +1,34 @@
-"""The page's files and requests: the fleet, prefixes, explanations and news."""
+"""The page: its files, and what it asks for of the fleet, of prefixes, explanations and news."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import importlib.resources
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Final, Protocol
+from functools import partial
+from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from kvindex import (
+    Client,
     ConfigurationError,
-    Index,
     KVIndexError,
     Prefixes,
     Rank,
-    RankStatus,
     State,
+    TokenError,
+    UnknownRankError,
 )
-from kvindex.service.assets import asset_routes
+from kvindex.replicas import Replica
 from kvindex.service.catalog import BY_CLIENTS, Catalog, Partition
-from kvindex.service.event_stream import StreamCounters, event_stream
-from kvindex.service.explaining import Explained, Explainer, Question, explain, read_question
 from kvindex.service.http.guards import Guard, Refusal
 from kvindex.service.http.messages import (
     Handler,
+    Headers,
     RefusedError,
     Reply,
     Request,
@@ -36,10 +39,11 @@ from kvindex.service.http.messages import (
     refused,
 )
 from kvindex.service.openapi import COUNT, GROUP, json, media, objects, parameter, route
-from kvindex.service.overview import Counted, Fleet, overview
-from kvindex.service.timeline import Happening, Timeline, parse_id
-from kvindex.service.traffic import ASKED, Traffic
-from kvindex.service.trends import WINDOWS, Trends
+from kvindex.service.overview import Fleet, overview
+from kvindex.service.timeline import Happening, StreamCounters, Timeline, event_stream, parse_id
+from kvindex.service.traffic import ASKED, WINDOWS, Traffic, Trends
+from kvindex.wire.errors import UNREADABLE, DiscoveryError
+from kvindex.wire.web import Web
 
 SWEEP: Final = 5.0
 """Seconds between looks at what ranks count while their states stay the same."""
@@ -50,31 +54,195 @@ FLEET_FOR: Final = 0.5
 MOST_NODES: Final = 5_000
 """Nodes of the radix tree in one answer: about 1 MB."""
 
-_MOST_EXPLAINING = 4
-_MOST_TEXT = 1_000  # characters of a name in a query string
+MOST_RANKS: Final = 1_000
+"""Ranks in one explanation: those with the longest matches."""
+
+_MOST_EXPLAINING: Final = 4
+_MOST_CHARACTERS: Final = 1_000  # of a name in a query string
+_MOST_BYTES: Final = 32 << 20  # of an engine's answer: some million tokens
+_WORDS_OF_ERROR: Final = 300
 _HEADERS: Final = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
-class Watched(Counted, Explainer, Protocol):
-    """The methods of a `Client` or a `Replica` that the page calls."""
+# The page's files ---------------------------------------------------------------------------------
 
-    @property
-    def ranks(self) -> tuple[Rank, ...]: ...
+ASSET_HEADERS: Final[Headers] = (
+    (
+        b"content-security-policy",
+        b"default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        b"frame-ancestors 'none'",
+    ),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-cache"),  # asked for again each time, and mostly answered by 304
+)
+"""Of the page and of each of its files. Nothing inline runs, and nothing comes from elsewhere."""
 
-    @property
-    def index(self) -> Index: ...
+_TYPES: Final = {
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
 
-    def statuses(self) -> Mapping[Rank, RankStatus]: ...
 
-    def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]: ...
+class Asset(NamedTuple):
+    """One file: its bytes, media type and tag."""
+
+    body: bytes
+    media_type: bytes
+    etag: bytes
 
 
-class Shown(Protocol):
+def read_assets() -> dict[str, Asset]:
+    """Return the package's static files by their name, e.g. "app.js"."""
+    assets = {}
+    for entry in (importlib.resources.files("kvindex.service") / "static").iterdir():
+        media_type = _TYPES.get("." + entry.name.rpartition(".")[2])
+        if media_type is not None:
+            body = entry.read_bytes()
+            etag = b'"%b"' % hashlib.sha256(body).hexdigest()[:16].encode()
+            assets[entry.name] = Asset(body, media_type, etag)
+    return assets
+
+
+def asset_routes() -> list[Route]:
+    """Return the routes of `/` and of each file under `/static/`, which are not described."""
+    assets = read_assets()
+    page = route(
+        "GET /",
+        partial(_serve, assets.pop("index.html")),
+        "The page",
+        {
+            "200": media("text/html", "For a browser."),
+            "304": {"description": "It has not changed."},
+        },
+        parameters=[parameter("If-None-Match", "the ETag of what is there", where="header")],
+    )
+    files = assets.items()
+    return [page, *(Route("GET", f"/static/{path}", partial(_serve, of)) for path, of in files)]
+
+
+def _serve(asset: Asset, request: Request) -> Reply:
+    fields = (*ASSET_HEADERS, (b"etag", asset.etag))
+    if asset.etag in (request.header(b"if-none-match") or b""):
+        return Reply(304, b"", b"", fields)
+    return Reply(200, asset.body, asset.media_type, fields)
+
+
+# Explanations -------------------------------------------------------------------------------------
+
+_Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Name = Annotated[str, msgspec.Meta(max_length=1_000)]
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A question: a prompt of one partition, as token ids or as text."""
+
+    model: _Name = ""
+    routing_group: _Name = "default"
+    token_ids: list[_Id] | None = None
+    text: Annotated[str, msgspec.Meta(max_length=4 << 20)] | None = None
+    lora: _Name | None = None
+    salt: _Name | None = None
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """The answer.
+
+    Attributes:
+        tokens: of the prompt.
+        ranks: the longest matches first, each with `worker`, `dp_rank` and its explanation.
+        left_out: ranks that are not among them.
+    """
+
+    tokens: int
+    ranks: list[dict[str, Any]]
+    left_out: int
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+def read_question(body: bytes) -> Question:
+    """Return the question in a JSON body, or raise RefusedError."""
+    try:
+        question = msgspec.json.decode(body, type=Question)
+    except msgspec.ValidationError as error:
+        raise refusal(422, f"the question cannot be read: {error}") from None
+    except UNREADABLE as error:
+        raise refusal(400, f"the body is no JSON: {error}") from None
+    if (question.token_ids is None) == (question.text is None):
+        raise refusal(422, "give either token_ids or text")
+    return question
+
+
+def explain(
+    source: Client | Replica, question: Question, ranks: list[Rank], tokenizer: str | None
+) -> Explained:
+    """Return how far the prompt matches on each of these ranks, longest first, or RefusedError.
+
+    It blocks: `tokenizer` is the URL of the engine that knows the model's tokens, if there is one.
+    """
+    if not ranks:
+        where = f"model={question.model} routing_group={question.routing_group}"
+        raise refusal(404, f"no ranks for {where}")
+    tokens = question.token_ids
+    if tokens is None:
+        if tokenizer is None:
+            raise refusal(
+                409, "no tokenizer is configured for this model: give token ids instead of text"
+            )
+        tokens = tokenize(tokenizer, question.model, question.text or "")
+    try:
+        why = source.explain(tokens, lora=question.lora, salt=question.salt, ranks=ranks)
+    except (TokenError, ConfigurationError) as error:
+        raise refusal(422, str(error)) from None
+    except UnknownRankError as error:
+        raise refusal(503, f"a rank was removed just now, ask again: {error}") from None
+    explained = why.to_dict()
+    ranks = [part.match.rank for part, _ in zip(why, range(MOST_RANKS), strict=False)]
+    return Explained(
+        tokens=len(tokens),
+        ranks=[
+            {"worker": rank.worker, "dp_rank": rank.dp_rank, **explained[str(rank)]}
+            for rank in ranks
+        ],
+        left_out=max(0, len(why) - MOST_RANKS),
+    )
+
+
+def tokenize(engine: str, model: str, text: str, *, timeout: float = 10.0) -> list[int]:
+    """Return the tokens of a text as an engine's `/tokenize` (vLLM, SGLang) makes them; it blocks.
+
+    An engine that cannot be reached in time, or answers something else, is a RefusedError (502).
+    """
+    body = msgspec.json.encode({"model": model, "prompt": text})
+    try:
+        answer = Web(engine).post("/tokenize", body, timeout, limit=_MOST_BYTES)
+        if answer.status == 200:
+            return msgspec.json.decode(answer.body, type=_Tokens).tokens
+        words = answer.body[:_WORDS_OF_ERROR].decode(errors="replace")
+        why = f"it answers {answer.status}: {words}"
+    except (ConfigurationError, DiscoveryError) as error:
+        why = str(error)
+    except UNREADABLE as error:
+        why = f"its answer is no list of tokens ({error})"
+    url = engine.rstrip("/") + "/tokenize"
+    raise refusal(502, f"{url} did not give the text's tokens: {why}")
+
+
+# The page's requests ------------------------------------------------------------------------------
+
+
+class Deployment(Protocol):
     """What the page shows: a `Service`, or a gateway."""
 
     @property
-    def source(self) -> Any:
-        """A `Watched`."""
+    def source(self) -> Client | Replica:
+        """Follows the engines, or their relay."""
 
     @property
     def traffic(self) -> Traffic:
@@ -87,6 +255,56 @@ class Shown(Protocol):
     @property
     def missing(self) -> Callable[[], Mapping[str, str]]:
         """Returns the engines that are not found, and why."""
+
+
+class History(msgspec.Struct):
+    """The answer to GET /api/timeline.
+
+    Attributes:
+        since: from when on it is whole, in seconds since 1970.
+        id: of the last happening.
+        dropped: how many earlier ones it has no more.
+        happenings: oldest first.
+    """
+
+    since: float
+    id: str
+    dropped: Annotated[int, msgspec.Meta(ge=0)]
+    happenings: list[Happening]
+
+
+class PartitionPrefixes(Prefixes, frozen=True, kw_only=True):
+    """The answer to GET /api/prefixes.
+
+    Attributes:
+        unique_blocks: None for one partition: the tree is shared with other ranks' blocks.
+    """
+
+    unique_blocks: int | None  # type: ignore[assignment]
+
+
+_COLUMNS: Final = ("at", "seconds", "live", "ranks", *ASKED)
+_TRAFFIC: Final = objects(
+    *("now", "since", "seconds", "step", "partitions", "points"),
+    now=float,
+    since=float,
+    seconds=COUNT,
+    step=COUNT,
+    partitions={"type": "array", "items": objects("model", "routing_group")},
+    points=objects(*_COLUMNS, **dict.fromkeys(_COLUMNS, list[float])),
+)
+_QUESTION: Final = {
+    "allOf": [Question],
+    "oneOf": [
+        {"required": ["token_ids"], "properties": {"text": {"type": "null"}}},
+        {"required": ["text"], "properties": {"token_ids": {"type": "null"}}},
+    ],
+}
+_EVENTS: Final = media(
+    "text/event-stream",
+    "First `fleet` with the present states, then `state`, `gap`, `replay`, `loss`, `restart`, "
+    "`added` and `removed`, each with a Happening as its data.",
+)
 
 
 class Page:
@@ -110,7 +328,7 @@ class Page:
 
     def __init__(
         self,
-        service: Shown,
+        service: Deployment,
         *,
         tokenizer: str | None = None,
         timeline: Timeline | None = None,
@@ -118,11 +336,12 @@ class Page:
     ) -> None:
         self._service = service
         self._guard = guard or Guard()
-        self._source: Watched = service.source
+        self._source = service.source
         self._configured = tokenizer
         self.timeline = timeline or Timeline(self._partition)
         self.trends = Trends(service.traffic.asked)
         self.streams = StreamCounters()
+        # Listen first: a rank that is added between the two calls would be missed otherwise.
         self._stop = self._source.on_change(self.timeline.observe)
         self.timeline.begin(self._source.statuses().values())
         self._fleet: tuple[float, bytes] = (0.0, b"")
@@ -204,9 +423,8 @@ class Page:
         live = sum(status.state is State.LIVE for status in statuses)
         self.trends.sample(live, len(statuses))
 
-    # Requests ---------------------------------------------------------------------------------
-
     async def _get_fleet(self, _: Request) -> Reply:
+        # Made in a thread, since 512 ranks take 10 ms; and once for all tabs that ask at a time.
         lock = self._fleet_lock = self._fleet_lock or asyncio.Lock()
         async with lock:
             made_at, body = self._fleet
@@ -217,7 +435,7 @@ class Page:
 
     def _read_fleet(self) -> bytes:
         fleet = overview(
-            self._source,
+            self._source.statistics(),
             self._partition,
             has_tokenizer=lambda partition: self._tokenizer(partition) is not None,
             missing=self._service.missing(),
@@ -237,15 +455,15 @@ class Page:
     async def _get_traffic(self, request: Request) -> Reply:
         seconds = request.parameter("seconds", "900")
         if seconds not in map(str, WINDOWS):
-            wanted = ", ".join(map(str, WINDOWS))
-            raise refusal(422, f"seconds must be one of {wanted}, not {seconds[:20]!r}")
-        return json_reply(200, self.trends.points(int(seconds), _named(request)))
+            windows = ", ".join(map(str, WINDOWS))
+            raise refusal(422, f"seconds must be one of {windows}, not {seconds[:20]!r}")
+        return json_reply(200, self.trends.points(int(seconds), _asked_partition(request)))
 
     async def _get_prefixes(self, request: Request) -> Reply:
         max_nodes = _number(request, "max_nodes", "1000", MOST_NODES)
         min_blocks = _number(request, "min_blocks", "1", 2**31)
-        named = _named(request)
-        ranks = None if named is None else self._ranks_of(named)
+        partition = _asked_partition(request)
+        ranks = None if partition is None else self._ranks_of(partition)
         return Reply(200, await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
 
     def _prefixes(self, max_nodes: int, min_blocks: int, ranks: list[Rank] | None) -> bytes:
@@ -259,6 +477,7 @@ class Page:
 
     async def _explain(self, request: Request) -> Reply:
         question = read_question(request.body)
+        # Each takes a thread, of which other requests need some, for as long as an engine likes.
         if self._explaining >= _MOST_EXPLAINING:
             raise refusal(503, f"{self._explaining} explanations are being made: ask again")
         partition = Partition(question.model, question.routing_group)
@@ -270,8 +489,8 @@ class Page:
             self._explaining -= 1
         return json_reply(200, explained)
 
-    def _ranks_of(self, wanted: Partition) -> list[Rank]:
-        return [rank for rank in self._source.ranks if self._partition(rank.worker) == wanted]
+    def _ranks_of(self, partition: Partition) -> list[Rank]:
+        return [rank for rank in self._source.ranks if self._partition(rank.worker) == partition]
 
     def _partition(self, worker: str) -> Partition:
         """Return a worker's partition; an unregistered worker has no model."""
@@ -279,9 +498,10 @@ class Page:
         return next(iter(registered.values())).partition if registered else Partition("")
 
     def _tokenizer(self, partition: Partition) -> str | None:
-        """Return the URL of an engine that the operator or a discovery named, never a client."""
+        """Return the URL of the engine that is asked for the tokens of a partition's text."""
         for registration in self._service.catalog.of(partition):
             engine = registration.details.get("engine")
+            # Never one that a client registered: it could name any address of our network.
             if isinstance(engine, str) and registration.source != BY_CLIENTS:
                 return engine
         return self._configured
@@ -293,75 +513,28 @@ class Page:
             raise RefusedError(self._guard.refuse(Refusal(503, "streams", text)).reply)
         last_event_id = (request.header(b"last-event-id") or b"").decode("latin-1")
         if last_event_id and parse_id(last_event_id) is None:
-            last_event_id = "unknown-0"
+            last_event_id = "unknown-0"  # of another life: all that is kept comes, and is said so
         return event_stream(self.timeline, self._present, self.streams, last_event_id)
 
     def _present(self) -> dict[str, Any]:
         statuses = self._source.statuses().values()
+        # So that nothing which these count is told once more as news.
         self.timeline.sweep(statuses)
-        return {"now": time.time(), "ranks": [self._stands(status) for status in statuses]}
-
-    def _stands(self, status: RankStatus) -> dict[str, Any]:
-        partition = self._partition(status.rank.worker)
-        return {
-            "worker": status.rank.worker,
-            "dp_rank": status.rank.dp_rank,
-            "model": partition.model,
-            "routing_group": partition.routing_group,
-            "state": status.state,
-            "complete": status.complete,
-            "lag": status.lag,
-        }
-
-
-class History(msgspec.Struct):
-    """The answer to GET /api/timeline.
-
-    Attributes:
-        since: from when on it is whole, in seconds since 1970.
-        id: of the last happening.
-        dropped: how many earlier ones it has no more.
-        happenings: oldest first.
-    """
-
-    since: float
-    id: str
-    dropped: Annotated[int, msgspec.Meta(ge=0)]
-    happenings: list[Happening]
-
-
-class PartitionPrefixes(Prefixes, frozen=True, kw_only=True):
-    """The answer to GET /api/prefixes.
-
-    Attributes:
-        unique_blocks: None for one partition: the tree is shared with other ranks' blocks.
-    """
-
-    unique_blocks: int | None  # type: ignore[assignment]
-
-
-_COLUMNS: Final = ("at", "seconds", "live", "ranks", *ASKED)
-_TRAFFIC: Final = objects(
-    *("now", "since", "seconds", "step", "partitions", "points"),
-    now=float,
-    since=float,
-    seconds=COUNT,
-    step=COUNT,
-    partitions={"type": "array", "items": objects("model", "routing_group")},
-    points=objects(*_COLUMNS, **dict.fromkeys(_COLUMNS, list[float])),
-)
-_QUESTION: Final = {
-    "allOf": [Question],
-    "oneOf": [
-        {"required": ["token_ids"], "properties": {"text": {"type": "null"}}},
-        {"required": ["text"], "properties": {"token_ids": {"type": "null"}}},
-    ],
-}
-_EVENTS: Final = media(
-    "text/event-stream",
-    "First `fleet` with the present states, then `state`, `gap`, `replay`, `loss`, `restart`, "
-    "`added` and `removed`, each with a Happening as its data.",
-)
+        ranks = []
+        for status in statuses:
+            partition = self._partition(status.rank.worker)
+            ranks.append(
+                {
+                    "worker": status.rank.worker,
+                    "dp_rank": status.rank.dp_rank,
+                    "model": partition.model,
+                    "routing_group": partition.routing_group,
+                    "state": status.state,
+                    "complete": status.complete,
+                    "lag": status.lag,
+                }
+            )
+        return {"now": time.time(), "ranks": ranks}
 
 
 def _from_1(most: int) -> dict[str, Any]:
@@ -380,25 +553,25 @@ def _answering(serve: Callable[[Request], Awaitable[Reply | Stream]]) -> Handler
             reply = refused(422, str(error))
         except KVIndexError as error:
             reply = refusal(503, str(error)).reply
-        return (
-            reply._replace(headers=(*reply.headers, *_HEADERS))
-            if isinstance(reply, Reply)
-            else reply
-        )
+        if isinstance(reply, Stream):
+            return reply
+        return reply._replace(headers=(*reply.headers, *_HEADERS))
 
     return handler
 
 
-def _named(request: Request) -> Partition | None:
+def _asked_partition(request: Request) -> Partition | None:
     """Return the partition that the query names, None if it names none."""
     if not {"model", "routing_group"} & request.parameters.keys():
         return None
     group = request.parameter("routing_group", "default")
-    return Partition(request.parameter("model")[:_MOST_TEXT], group[:_MOST_TEXT])
+    model = request.parameter("model")
+    return Partition(model[:_MOST_CHARACTERS], group[:_MOST_CHARACTERS])
 
 
 def _number(request: Request, name: str, default: str, most: int) -> int:
     text = request.parameter(name, default)
+    # Python refuses to read thousands of digits, with an error that would be a 500.
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else 0
     if not 1 <= number <= most:
         raise refusal(422, f"{name} must be from 1 to {most}, not {text[:20]!r}")

@@ -17,19 +17,16 @@ from kvindex.replicas import Replica, nats
 from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.exposition import Exposition
-from kvindex.service.followed import FollowedRegistry
-from kvindex.service.http.guards import Guard
+from kvindex.service.http.guards import Guard, Networks
 from kvindex.service.http.messages import Route
-from kvindex.service.http.networks import Networks
 from kvindex.service.http.server import HttpServer
 from kvindex.service.http.site import Site
 from kvindex.service.page import Page
-from kvindex.service.registry import Registry
+from kvindex.service.registry import FollowedRegistry, Registry
 from kvindex.service.service import Service
 from kvindex.service.settings import ConfigFile, ServeSettings, Table
-from kvindex.service.snapshots import snapshot_route
-from kvindex.service.state import Saver, fetch_snapshot, read_registrations
-from kvindex.service.workers import BLOCK_SIZE
+from kvindex.service.sources import BLOCK_SIZE
+from kvindex.service.state import Saver, fetch_snapshot, read_registrations, snapshot_route
 from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Source
 from kvindex.wire.nats import NatsPool
 

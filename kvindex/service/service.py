@@ -6,44 +6,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from kvindex import (
     Client,
     Hits,
-    Index,
     Rank,
     RankRows,
     RankStatus,
     State,
     Trust,
 )
+from kvindex.replicas import Replica
 from kvindex.service.catalog import Catalog, Partition, Registration
-from kvindex.service.followed import FollowedRegistry
 from kvindex.service.queries import AnswerForm
-from kvindex.service.registry import Registry
+from kvindex.service.registry import FollowedRegistry, Registry
 from kvindex.service.traffic import Traffic
-from kvindex.subscribe import Following
 from kvindex.wire.errors import RegistrationError
 
 _PATIENCE = 30.0  # seconds after the start that ranks are waited for
 _STANDING_FOR = 0.5  # seconds for which one standing answers all callers
-
-
-class Source(Protocol):
-    """An index with followed ranks."""
-
-    @property
-    def index(self) -> Index:
-        """The index; perhaps another one later."""
-
-    def trusts(self) -> Mapping[Rank, Trust]:
-        """Return how far each rank can be trusted; the same object until that changes."""
-
-    def statistics(self) -> dict[str, Any]:
-        """Return counters as plain values."""
 
 
 class Standing(NamedTuple):
@@ -125,7 +109,7 @@ class Service:
 
     def __init__(
         self,
-        source: Source,
+        source: Client | Replica,
         registry: Registry | FollowedRegistry | None = None,
         *,
         dialect: str = "auto",
@@ -148,8 +132,7 @@ class Service:
         self._standing_lock = threading.Lock()
         self._was_live: set[Rank] = set()
         # Even if no request asks how they stand.
-        if isinstance(self.source, Following):
-            self.source.on_change(partial(_note_live, self._was_live))
+        source.on_change(partial(_note_live, self._was_live))
         self.missing: Callable[[], Mapping[str, str]] = dict
         # Of which catalog and which ranks of the index it was made, and what.
         self._made: tuple[object, object, dict[Partition, Ranks]] = (None, None, {})

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from kvindex.service.http import Limits, Listening, is_loopback
-from kvindex.service.http.networks import LOOPBACK, parse_networks
+from kvindex.service.http.guards import LOOPBACK, parse_networks
 from kvindex.wire.errors import ConfigurationError
 
 if sys.version_info >= (3, 11):

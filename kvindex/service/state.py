@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kvindex import BusyError, Client, ClosedError, ConfigurationError
 from kvindex.index.snapshot import replaced_file
 from kvindex.service.catalog import BY_CLIENTS, Catalog, Registration
+from kvindex.service.http.messages import Request, Route, Stream, in_threads, refusal
+from kvindex.service.openapi import binary, route
 from kvindex.wire.errors import UNREADABLE
 from kvindex.wire.log_rate import LogRate
 from kvindex.wire.web import Web
@@ -26,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REGISTRATIONS_BYTES = 64 << 20
 _MAX_SNAPSHOT_BYTES = 64 << 30
-_PIECE = 1 << 20
+_READ = 1 << 20
 
 
 def registrations_path(state: str | os.PathLike[str]) -> Path:
@@ -171,7 +175,7 @@ def fetch_snapshot(
             said = _said(answer.read(4096))
             raise OSError(f"{web.url}/snapshot: status {answer.status}{said}")
         expected, size = answer.length, 0
-        while piece := answer.read(_PIECE, timeout):
+        while piece := answer.read(_READ, timeout):
             size += len(piece)
             if size > _MAX_SNAPSHOT_BYTES:
                 raise OSError(f"the snapshot exceeds {_MAX_SNAPSHOT_BYTES} bytes")
@@ -184,3 +188,81 @@ def _said(body: bytes) -> str:
     with suppress(ValueError, KeyError, TypeError):
         return f" ({json.loads(body)['error']})"
     return ""
+
+
+_FRESH: Final = 10.0  # seconds for which a snapshot that is being sent is sent to others, too
+_MOST: Final = 2  # snapshots that are being sent at once
+_OCTETS: Final = (
+    (b"content-type", b"application/octet-stream"),
+    (b"cache-control", b"no-store"),
+)
+
+
+class _Taken:
+    """A snapshot in a nameless file, which is gone once it is no longer being sent."""
+
+    def __init__(self, descriptor: int, taken_at: float) -> None:
+        self.descriptor = descriptor
+        self.taken_at = taken_at
+        self.readers = 0
+
+
+def snapshot_route(client: Client, *, clock: Callable[[], float] = time.monotonic) -> Route:
+    """Return the route `GET /snapshot`, which answers with the file of `Client.save`.
+
+    A request soon after another one, or while two snapshots are being sent, gets the newest of
+    these. So no client waits for a slow reader.
+
+    Args:
+        client: whose state it is.
+        clock: monotonic seconds.
+    """
+    sent: list[_Taken] = []  # at present, the newest last
+    lock: asyncio.Lock | None = None
+
+    async def snapshot(request: Request) -> Stream:
+        nonlocal lock
+        if request.method == "HEAD":  # none is taken for that
+            return Stream(in_threads(iter(())), _OCTETS)
+        lock = lock or asyncio.Lock()
+        async with lock:
+            is_fresh = bool(sent) and clock() - sent[-1].taken_at < _FRESH
+            if not is_fresh and len(sent) < _MOST:
+                try:
+                    descriptor = await asyncio.to_thread(_taken, client)
+                except (OSError, BusyError, ClosedError) as error:
+                    raise refusal(503, f"no snapshot could be taken: {error}", "busy") from error
+                sent.append(_Taken(descriptor, clock()))
+            taken = sent[-1]
+            taken.readers += 1
+        return Stream(_pieces(taken, sent), _OCTETS, length=os.fstat(taken.descriptor).st_size)
+
+    return route(
+        *("GET /snapshot", snapshot),
+        "All that is known, for `kvindex serve --warm-from URL`, the secret seed included",
+        {
+            "description": "What `Client.save` writes.",
+            "content": {"application/octet-stream": binary("A snapshot.")},
+        },
+    )
+
+
+def _taken(client: Client) -> int:
+    """Return a descriptor of a file with a new snapshot, which has no name any more."""
+    with tempfile.TemporaryDirectory(prefix="kvindex-snapshot-") as folder:
+        path = os.path.join(folder, "snapshot")
+        client.save(path)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+async def _pieces(taken: _Taken, sent: list[_Taken]) -> AsyncGenerator[bytes, None]:
+    place = 0
+    try:
+        while piece := await asyncio.to_thread(os.pread, taken.descriptor, _READ, place):
+            place += len(piece)
+            yield piece
+    finally:
+        taken.readers -= 1
+        if not taken.readers:
+            sent.remove(taken)
+            os.close(taken.descriptor)

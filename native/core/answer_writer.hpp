@@ -12,7 +12,7 @@
 
 namespace kvindex {
 
-// kvindex/service/queries/answers.py has the same numbers, and says what each looks like.
+// kvindex/service/queries.py has the same numbers, and says what each looks like.
 enum class AnswerDialect : uint8_t { dynamo, rfc };
 
 // One value for each row, as of Match.hits: in tokens, cumulative by tier.

@@ -17,13 +17,13 @@ namespace kvindex {
 // Values that lie deeper are refused, so that whoever decodes the rest may go down with its levels.
 inline constexpr size_t kMaxQueryDepth = 100;
 
-// kvindex/service/queries/scanning.py has the same numbers.
+// kvindex/service/queries.py has the same numbers.
 enum class QueryFault : uint8_t {
   none,
   no_object,  // the first value is something else
   syntax,     // no JSON
   no_array,   // token_ids is something else
-  bad_token,  // or no JSON from there on: kvindex/service/queries/reading.py tells which
+  bad_token,  // or no JSON from there on: kvindex/service/queries.py tells which
   repeated,   // a second token_ids
   too_many,   // tokens
   too_deep,

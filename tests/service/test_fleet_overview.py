@@ -64,7 +64,7 @@ def seen() -> Fleet:
     apply(source.index, C, stored(0, 1))
     models = {"a": Partition("m", "blue"), "b/odd": Partition("m")}
     return overview(
-        source,
+        source.statistics(),
         models.__getitem__,
         has_tokenizer=lambda partition: partition == Partition("m", "blue"),
         clock=lambda: 12.5,
@@ -99,12 +99,12 @@ def test_totals_are_the_sums_of_the_ranks_and_count_a_shared_block_once() -> Non
 
 def test_a_replica_of_a_pool_shows_whom_it_follows() -> None:
     source = Source(status_of(A))
-    assert overview(source).followed is None
+    assert overview(source.statistics()).followed is None
     source.replica = {"server": "/run/kvindex.sock", "trouble": ""}
-    assert overview(source).followed is None
+    assert overview(source.statistics()).followed is None
     source.replica = {"server": "nats://n1:4222/llama", "trouble": "silent"}
     source.replica |= {"lag_messages": 3, "lag_seconds": 0.25, "number": 12}
-    assert msgspec.to_builtins(overview(source).followed) == {
+    assert msgspec.to_builtins(overview(source.statistics()).followed) == {
         "server": "nats://n1:4222/llama",
         "trouble": "silent",
         "lag_messages": 3,

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvindex import ConfigurationError
-from kvindex.service.http.networks import Networks, parse_networks, resolved
+from kvindex.service.http.guards import Networks, parse_networks, resolved
 from kvindex.wire.errors import EndpointRefusedError
 
 pytestmark = pytest.mark.unit

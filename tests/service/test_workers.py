@@ -18,8 +18,7 @@ if sys.version_info < (3, 11):
     pytest.importorskip("tomli")
 
 from kvindex.service.settings import ConfigFile
-from kvindex.service.sources import source_of
-from kvindex.service.workers import BLOCK_SIZE, ConfigSource, Defaults, read_targets
+from kvindex.service.sources import BLOCK_SIZE, ConfigSource, Defaults, read_targets, source_of
 from kvindex.subscribe.discovery import Target
 
 pytestmark = pytest.mark.unit

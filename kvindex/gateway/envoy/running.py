@@ -40,7 +40,7 @@ from kvindex.gateway.routers import Routers
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.service.http import Guard, Reply, Request, Route, Site
 from kvindex.service.http.connections import Connection
-from kvindex.service.http.listening import reachable
+from kvindex.service.http.server import reachable
 from kvindex.wire.errors import how_to_install
 
 _LOOK_SECONDS: Final = 0.1  # between looks at which engines there are

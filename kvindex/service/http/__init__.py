@@ -5,8 +5,7 @@ admits requests; every limit on memory and time is in `Limits`.
 Read first: `messages.py`, then `site.py`, `connections.py` and `server.py`.
 """
 
-from kvindex.service.http.guards import Guard, Limits, Refusal
-from kvindex.service.http.listening import Listening, is_loopback
+from kvindex.service.http.guards import Guard, Limits, Networks, Refusal
 from kvindex.service.http.messages import (
     JSON,
     BrokenOffError,
@@ -20,8 +19,7 @@ from kvindex.service.http.messages import (
     Writer,
     json_reply,
 )
-from kvindex.service.http.networks import Networks
-from kvindex.service.http.server import Beside, HttpServer
+from kvindex.service.http.server import Beside, HttpServer, Listening, is_loopback
 from kvindex.service.http.site import Count, Site
 
 __all__ = [

@@ -56,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         from kvindex.gateway.picker.service import PickerServer, PickerSettings
         from kvindex.gateway.routers import Routers
         from kvindex.gateway.settings import GatewaySettings
-        from kvindex.service.sources import source_of, token_reader
-        from kvindex.service.workers import Defaults
+        from kvindex.service.sources import Defaults, source_of, token_reader
     sources = [
         source_of(entry, Defaults(), f"source {number}")
         for number, entry in enumerate(sources_of(arguments), 1)

@@ -90,8 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         from kvindex.gateway.gateway import Gateway
         from kvindex.gateway.settings import MOST_BODY, GatewaySettings
         from kvindex.service.http import Limits, Listening
-        from kvindex.service.sources import source_of, token_reader
-        from kvindex.service.workers import Defaults
+        from kvindex.service.sources import Defaults, source_of, token_reader
     sources = [
         source_of(entry, Defaults(), f"source {number}")
         for number, entry in enumerate(sources_of(arguments), 1)

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _overview(client: Client) -> Fleet:
     discovery = client.discovery
-    return overview(client, missing=None if discovery is None else discovery.missing())
+    return overview(client.statistics(), missing=None if discovery is None else discovery.missing())
 
 
 class ServiceError(KVIndexError):

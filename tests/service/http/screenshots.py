@@ -21,8 +21,7 @@ from kvindex.service.app import app_routes
 from kvindex.service.catalog import Partition
 from kvindex.service.page import Page
 from kvindex.service.service import Service
-from kvindex.service.traffic import Traffic
-from kvindex.service.trends import Trends
+from kvindex.service.traffic import Traffic, Trends
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE
 from tests.service.http.page_server import at_a_port

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from kvindex import Client
 from kvindex.service.catalog import Partition, Registration
+from kvindex.service.dialects import answer, register, unregister
 from kvindex.service.http.messages import Reply
-from kvindex.service.query_requests import answer
-from kvindex.service.registration_requests import register, unregister
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError

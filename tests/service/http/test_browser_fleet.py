@@ -15,7 +15,7 @@ import httpx
 from playwright.sync_api import Browser, expect
 
 from kvindex import Rank, State
-from kvindex.service.trends import Trends
+from kvindex.service.traffic import Trends
 from kvindex.testing import FakeEngine
 from tests.index.index_events import apply, stored
 from tests.service.http.browser import READ_AGAIN, names, shown, tab_of, tiles

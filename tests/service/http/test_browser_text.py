@@ -11,7 +11,7 @@ pytest.importorskip("httpx")
 
 from playwright.sync_api import Browser, expect
 
-from kvindex.service.assets import read_assets
+from kvindex.service.page import read_assets
 from tests.service.http.browser import tab_of, tiles
 
 pytestmark = pytest.mark.service

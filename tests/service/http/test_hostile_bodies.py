@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvindex import ConfigurationError
-from kvindex.service.explaining import read_question
 from kvindex.service.http.messages import RefusedError
+from kvindex.service.page import read_question
 from kvindex.service.service import Service
 from kvindex.service.state import read_registrations, registrations_path
 from tests.service.http.in_process import Asker

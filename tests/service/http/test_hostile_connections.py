@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvindex.service.event_stream import StreamCounters, event_stream
 from kvindex.service.http.guards import Limits
 from kvindex.service.http.messages import Request
-from kvindex.service.snapshots import snapshot_route
-from kvindex.service.timeline import Timeline
+from kvindex.service.state import snapshot_route
+from kvindex.service.timeline import StreamCounters, Timeline, event_stream
 from tests.live import PATIENCE, until
 from tests.service.http.listening import Listening, listening, post, responses
 from tests.service.http.served import certificate_in

@@ -11,7 +11,7 @@ import pytest
 from kvindex import Client, Worker
 from kvindex.service.app import MOST_CHANGES, app_routes
 from kvindex.service.catalog import Partition
-from kvindex.service.http.networks import Networks, parse_networks
+from kvindex.service.http.guards import Networks, parse_networks
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError

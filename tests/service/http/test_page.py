@@ -16,15 +16,14 @@ pytest.importorskip("httpx")
 import httpx
 
 from kvindex import State
-from kvindex.service import event_stream
+from kvindex.service import timeline as news
 from kvindex.service.catalog import Partition
-from kvindex.service.event_stream import StreamCounters
-from kvindex.service.event_stream import event_stream as news_of
-from kvindex.service.explaining import TokenizerError, tokenize
 from kvindex.service.http.guards import Guard, Limits
-from kvindex.service.http.messages import Request, Route, Stream
+from kvindex.service.http.messages import RefusedError, Request, Route, Stream
 from kvindex.service.http.site import Site
-from kvindex.service.timeline import Timeline
+from kvindex.service.page import tokenize
+from kvindex.service.timeline import StreamCounters, Timeline
+from kvindex.service.timeline import event_stream as news_of
 from kvindex.testing import FakeEngine, HttpEngine
 from tests.canned import CannedServer
 from tests.index.index_events import apply, removed, stored
@@ -303,15 +302,15 @@ def test_who_comes_back_gets_what_it_has_missed_and_is_told_if_some_is_gone() ->
 def test_a_slow_reader_is_cut_off_counted_and_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_stream, "SEND_WITHIN", 0.05)
+    monkeypatch.setattr(news, "SEND_WITHIN", 0.05)
     timeline, counters = Timeline(), StreamCounters()
     for number in range(1000):
         timeline.observe(status_of(A, (State.LIVE, State.STALE)[number % 2]))
 
-    async def news(_: Request) -> Stream:
+    async def stream(_: Request) -> Stream:
         return news_of(timeline, dict, counters, "unknown-0")
 
-    site = Site([Route("GET", "/events", news)], Guard())
+    site = Site([Route("GET", "/events", stream)], Guard())
     with listening_on(site, SO_SNDBUF=4096) as port, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", port))
@@ -343,7 +342,7 @@ async def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
 async def test_a_silent_stream_says_now_and_then_that_it_is_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(event_stream, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(news, "HEARTBEAT", 0.01)
     pieces = news_of(Timeline(), dict, StreamCounters()).pieces
     sent = [await asyncio.wait_for(pieces.__anext__(), PATIENCE) for _ in range(3)]
     await pieces.aclose()
@@ -362,7 +361,7 @@ def test_an_engine_that_gives_no_tokens_is_told_with_what_it_said(
     body: bytes, status: int, why: str
 ) -> None:
     with CannedServer({"/tokenize": (status, body)}) as engine:
-        with pytest.raises(TokenizerError, match=why):
+        with pytest.raises(RefusedError, match=why):
             tokenize(engine.url, "m", "text")
-    with pytest.raises(TokenizerError, match="refuses the connection"):
+    with pytest.raises(RefusedError, match="refuses the connection"):
         tokenize(engine.url, "m", "text")  # it is gone

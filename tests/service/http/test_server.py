@@ -13,8 +13,7 @@ import pytest
 from kvindex import ConfigurationError, Worker
 from kvindex.service.server import Server
 from kvindex.service.settings import ServeSettings
-from kvindex.service.sources import FixedSource
-from kvindex.service.workers import target_of
+from kvindex.service.sources import FixedSource, target_of
 from kvindex.tools.cli.serve import _print_beginning
 
 pytestmark = pytest.mark.service

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvindex.service.catalog import Partition
-from kvindex.service.traffic import Traffic
-from kvindex.service.trends import WINDOWS, Trends
+from kvindex.service.traffic import WINDOWS, Traffic, Trends
 
 pytestmark = pytest.mark.service
 

@@ -38,7 +38,7 @@ def fleet() -> Fleet:
         status_of(Rank("b", 0), complete=False, losses=2, gaps=1, restarts=3),
     )
     apply(source.index, Rank("a", 0), stored(0, 1))
-    return overview(source)
+    return overview(source.statistics())
 
 
 def test_ranks_are_sorted_worst_most_or_longest_first(fleet: Fleet) -> None:
@@ -78,7 +78,7 @@ def test_a_number_limits_the_rows_and_the_rest_is_counted(fleet: Fleet) -> None:
 
 def test_names_and_reasons_cannot_steer_the_terminal() -> None:
     evil = status_of(Rank("a\x1b[2J", 0), State.STALE, reason="\x1b]0;owned\x07")
-    text = fleet_text(overview(Source(evil)))
+    text = fleet_text(overview(Source(evil).statistics()))
     assert "\x1b" not in text
     assert "\\x1b[2J" in text
 
@@ -100,7 +100,7 @@ def test_a_reason_that_many_ranks_have_is_one_line_and_engines_that_were_not_fou
         )
         for n in range(8)
     ]
-    text = fleet_text(overview(Source(*views), missing={"http://e:1": "refused"}))
+    text = fleet_text(overview(Source(*views).statistics(), missing={"http://e:1": "refused"}))
     assert text.count("nothing listens") == 1
     assert "gone/0 and 7 more ranks: nothing listens at tcp://h:0" in text
     assert "not found: http://e:1: refused" in text
@@ -117,7 +117,7 @@ def drawing(fleet: Fleet, view: View, **options: Any) -> str:
 
 
 def test_ranks_beyond_the_screen_are_scrolled_to_and_found_by_name() -> None:
-    fleet = overview(Source(*(status_of(Rank(f"w{n:03}", 0)) for n in range(100))))
+    fleet = overview(Source(*(status_of(Rank(f"w{n:03}", 0)) for n in range(100))).statistics())
     view = View("name")
     for keys, shown in (
         ((), "ranks 1-10 of 100"),
@@ -138,7 +138,10 @@ def test_ranks_beyond_the_screen_are_scrolled_to_and_found_by_name() -> None:
 def test_a_key_shows_all_reasons_in_full() -> None:
     why = "nothing listens at tcp://h:1, which is a long reason " + "in many words " * 20
     source = Source(status_of(Rank("gone", 1), State.CONNECTING, reason=why))
-    fleet, view = overview(source, missing={"http://never:8000": "it answers 404"}), View("state")
+    fleet, view = (
+        overview(source.statistics(), missing={"http://never:8000": "it answers 404"}),
+        View("state"),
+    )
     assert drawing(fleet, view).count("in many words") < 20
     view.press("w")
     text = drawing(fleet, view)
@@ -159,6 +162,6 @@ def test_keys_sort_reverse_and_end() -> None:
 
 def test_what_is_drawn_has_no_markup_of_the_network_and_shows_what_is_wrong() -> None:
     evil = status_of(Rank("[red]a[/red]", 0), State.STALE, reason="[bold]why[/bold]")
-    text = drawing(overview(Source(evil)), View("state"), trouble="no answer [x]")
+    text = drawing(overview(Source(evil).statistics()), View("state"), trouble="no answer [x]")
     for literal in ("[red]a[/red]/0", "[bold]why[/bold]", "no answer [x]"):
         assert literal in text
