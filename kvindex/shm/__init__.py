@@ -14,13 +14,13 @@ index.
 
 from __future__ import annotations
 
-from kvindex.shm.arguments import QueueOptions
 from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
 from kvindex.shm.groups import ProcessGroup
 from kvindex.shm.handle import Handle
 from kvindex.shm.queue import MessageQueue
 from kvindex.shm.ring import ShmRingBuffer, Waiting
 from kvindex.shm.torch_group import TorchProcessGroup
+from kvindex.shm.writing import QueueOptions
 from kvindex.wire.errors import (
     ClosedError,
     InUseError,

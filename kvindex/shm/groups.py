@@ -7,11 +7,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from kvindex.shm.arguments import QueueOptions, check_options
 from kvindex.shm.handle import Handle
 from kvindex.shm.ring import Segment
 from kvindex.shm.torch_group import TorchProcessGroup, check_rank
-from kvindex.wire.errors import ConfigurationError, KVIndexError, SegmentError
+from kvindex.shm.writing import QueueOptions
+from kvindex.wire.errors import ConfigurationError, SegmentError
+from kvindex.wire.options import check_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,7 +107,7 @@ def create_from_process_group(
             if group.rank != writer_rank:
                 return None
             if external_writer_handle is not None:
-                return _checked(external_writer_handle)
+                return external_writer_handle
             size = max_chunk_bytes, max_chunks
             return opened.enter_context(
                 _made(group.world_size - 1, ranks, size, connect_ip, options)
@@ -171,7 +172,7 @@ def create_from_process_group_single_reader(
 
 
 def _checked_group(pg: Any, options: QueueOptions, name: str, rank: int) -> ProcessGroup:
-    check_options(options)
+    check_options("MessageQueue", options, QueueOptions)
     group = pg if isinstance(pg, ProcessGroup) else TorchProcessGroup(pg)
     check_rank(name, rank, group.world_size)
     return group
@@ -232,19 +233,10 @@ def _made(
     return MessageQueue(n_reader, len(ranks), ranks, *size, connect_ip, **options)
 
 
-def _checked(handle: Handle) -> Handle:
-    if not isinstance(handle, Handle):
-        raise ConfigurationError(
-            f"external_writer_handle must be a Handle or None, not a {type(handle).__name__}"
-        )
-    return handle
-
-
 def _settle(group: ProcessGroup, task: str, act: Callable[[], _End]) -> tuple[_End, list[bytes]]:
     """Act at every rank; return the result, and the handle of each rank's as bytes. Collective.
 
-    Raises:
-        ConfigurationError: a rank failed; at that rank, its own error.
+    If a rank fails, it raises its own error, and the others a ConfigurationError that names it.
     """
     offer = failure = None
     try:
@@ -252,7 +244,7 @@ def _settle(group: ProcessGroup, task: str, act: Callable[[], _End]) -> tuple[_E
         if result is not None:
             handle = result if isinstance(result, Handle) else result.export_handle()
             offer = handle.to_bytes()
-    except KVIndexError as error:
+    except Exception as error:  # of whatever kind: the other ranks wait for this one's report
         failure = error
     reports = _gather(group, [offer, failure and str(failure)])
     if failure is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvindex.shm.ring import RingHandle
-from kvindex.wire.errors import UNREADABLE, ConfigurationError, DecodeError
+from kvindex.wire.errors import UNREADABLE, DecodeError
 
 _MAX_BYTES = 1 << 20
 
@@ -43,12 +43,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             DecodeError: these bytes are no handle.
-            ConfigurationError: they are not bytes.
         """
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise ConfigurationError(
-                f"data must be the bytes that to_bytes gave, not a {type(data).__name__}"
-            )
         if len(data) > _MAX_BYTES:
             raise DecodeError("no handle is as long as this", size=len(data))
         try:

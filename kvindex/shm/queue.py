@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
-from kvindex.shm import arguments
-from kvindex.shm.arguments import WriterSettings
 from kvindex.shm.codec import Codec, body_of, choose_codec, decoder_of
 from kvindex.shm.groups import (
     create_from_process_group,
@@ -18,9 +16,12 @@ from kvindex.shm.groups import (
 from kvindex.shm.handle import Handle
 from kvindex.shm.remote import IN_USE, RemoteReader
 from kvindex.shm.ring import DeadReaderPolicy, RingReceiver, ShmRingBuffer, Waiting
-from kvindex.shm.writing import WritingEnd, open_writing_end
+from kvindex.shm.writing import WriterSettings, WritingEnd, open_writing_end
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
+
+_READS = "this end reads; only the maker writes"
+_WRITES = "this end writes; create_from_handle makes readers"
 
 
 class MessageQueue:
@@ -84,7 +85,7 @@ class MessageQueue:
         remote_window: int = 256,
     ) -> None:
         chosen = choose_codec(codec)
-        ranks = arguments.local_ranks(n_reader, n_local_reader, local_reader_ranks)
+        ranks = _local_ranks(n_reader, n_local_reader, local_reader_ranks)
         settings = WriterSettings(
             max_chunk_bytes=max_chunk_bytes,
             max_chunks=max_chunks,
@@ -126,7 +127,11 @@ class MessageQueue:
             SegmentError: the queue is not on this machine, was closed, or has a living reader of
                 this rank. A remote reader gets this error from its first call.
         """
-        arguments.check_reading(handle, rank, waiting, curve)
+        if curve is not None and curve.server_key is None:
+            raise ConfigurationError(
+                "curve must name the writer's public key, as Curve.generate(server_key) does, or "
+                f"be None, not {curve!r}"
+            )
         chosen = choose_codec(codec)
         queue = MessageQueue.__new__(MessageQueue)
         reading = _reading_end(handle, rank, chosen, waiting or Waiting(), curve)
@@ -137,13 +142,9 @@ class MessageQueue:
         self, end: WritingEnd | RingReceiver | RemoteReader, handle: Handle, codec: Codec
     ) -> None:
         self._end = end
-        self._is_writer = isinstance(end, WritingEnd)
-        # Each end has a substitute for the other one, which refuses every use.
-        writing = _WrongEnd("this end reads; only the maker writes")
-        reading = _WrongEnd("this end writes; create_from_handle makes readers")
-        self._writing: Any = end if isinstance(end, WritingEnd) else writing
-        self._sender: Any = end.sender if isinstance(end, WritingEnd) else writing
-        self._receiver: Any = reading if isinstance(end, WritingEnd) else end
+        self._writing = end if isinstance(end, WritingEnd) else None
+        self._sender = None if self._writing is None else self._writing.sender
+        self._receiver = None if isinstance(end, WritingEnd) else end
         self._handle = handle
         self._codec = codec
         self._decode = decoder_of(codec)
@@ -199,14 +200,15 @@ class MessageQueue:
             self._refuse()
         try:
             self._in_call = True
-            send = self._sender.send  # first: at a reading end this raises, whatever the object
+            if self._sender is None:
+                raise ConfigurationError(_READS)
             kind, body, size = body_of(obj, self._codec)
             if size > self._max_message_bytes:
                 raise EncodeError(
                     f"a message of {size} bytes: at most {self._max_message_bytes} "
                     "(max_message_bytes)"
                 )
-            send(kind, body, size, timeout)
+            self._sender.send(kind, body, size, timeout)
             self._messages += 1
         except ReaderDiedError:
             self._messages += 1  # the other readers have it
@@ -232,9 +234,17 @@ class MessageQueue:
             length is more.
         """
         with self._one_user():
-            chunk = self._writing.chunk
+            if self._writing is None:
+                raise ConfigurationError(_READS)
+            most = self._view_bytes
+            length = most if length is None else length
+            if not 0 <= length <= most:
+                raise ConfigurationError(
+                    f"length must be 0 to {most} bytes (max_chunk_bytes, max_message_bytes), not "
+                    f"{length}"
+                )
             try:
-                with chunk(arguments.checked_length(length, self._view_bytes), timeout) as view:
+                with self._writing.chunk(length, timeout) as view:
                     yield view
                 self._messages += 1
             except ReaderDiedError:
@@ -263,16 +273,16 @@ class MessageQueue:
             ReaderEvictedError: the writer removed this reader.
             WaitCancelledError: `cancel` was set.
             DecodeError: the message is not of this codec; it counts as read.
-            ConfigurationError: this end writes, `cancel` is no event, or the writer refused this
-                remote reader (its rank or version).
+            ConfigurationError: this end writes, or the writer refused this remote reader (its rank
+                or version).
             ClosedError: this end was closed.
         """
         if not self._user.acquire(False) or self._in_call:
             self._refuse()
         try:
             self._in_call = True
-            if cancel is not None:
-                arguments.check_cancel(cancel)
+            if self._receiver is None:
+                raise ConfigurationError(_WRITES)
             return self._receiver.receive(self._decode, timeout, cancel, quiet=indefinite)
         finally:
             self._in_call = False
@@ -293,7 +303,8 @@ class MessageQueue:
         Raises: as `dequeue`.
         """
         with self._one_user():
-            arguments.check_cancel(cancel)
+            if self._receiver is None:
+                raise ConfigurationError(_WRITES)
             with self._receiver.message(timeout, cancel, quiet=indefinite) as view:
                 yield view
 
@@ -324,14 +335,16 @@ class MessageQueue:
         Raises:
             ConfigurationError: this end reads.
         """
-        return bool(self._writing.evict(rank))
+        if self._writing is None:
+            raise ConfigurationError(_READS)
+        return self._writing.evict(rank)
 
     def broadcast_object(self, obj: Any = None) -> Any:
         """Return the writer's object at every end: the writer sends it, a reader receives it.
 
         Raises: as `enqueue` and `dequeue`.
         """
-        if self._is_writer:
+        if self._writing is not None:
             self.enqueue(obj)
             return obj
         return self.dequeue()
@@ -343,7 +356,7 @@ class MessageQueue:
         removed, messages whose end never came. `remote`: as `RemoteSender.statistics`.
         """
         counted = self._end.statistics()
-        if self._is_writer:
+        if self._writing is not None:
             return {"messages": self._messages, **counted}
         local = counted if isinstance(self._end, RingReceiver) else None
         return {"messages": counted["messages"], "local": local, "remote": None}
@@ -368,11 +381,26 @@ class MessageQueue:
         self.close()
 
     def __repr__(self) -> str:
-        end = "writer" if self._is_writer else "reader"
+        end = "writer" if self._writing is not None else "reader"
         return f"<MessageQueue: {end} of a queue for {self._handle.n_reader} readers>"
 
     create_from_process_group = staticmethod(create_from_process_group)
     create_from_process_group_single_reader = staticmethod(create_from_process_group_single_reader)
+
+
+def _local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> list[int]:
+    """Return the local readers' ranks, 0, 1, … by default."""
+    if not 0 <= n_local <= n_reader:
+        raise ConfigurationError(
+            "n_reader must be at least 0 and n_local_reader 0 to n_reader, not "
+            f"{n_reader} and {n_local}"
+        )
+    chosen = list(range(n_local) if ranks is None else ranks)
+    if not len(set(chosen)) == len(chosen) == n_local:
+        raise ConfigurationError(
+            f"local_reader_ranks must be {n_local} different ranks, not {ranks!r}"
+        )
+    return chosen
 
 
 def _reading_end(
@@ -403,13 +431,3 @@ def _reading_end(
     return RemoteReader(
         handle.remote_address, rank, max_message_bytes=longest, curve=keys, waiting=waiting
     )
-
-
-class _WrongEnd:
-    """A queue's substitute for its other end: it refuses every use, with the reason."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __getattr__(self, name: str) -> Any:
-        raise ConfigurationError(self._why)

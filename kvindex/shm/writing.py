@@ -5,23 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 import zmq
 
-from kvindex.shm.arguments import WriterSettings
-from kvindex.shm.codec import BUFFERS
+from kvindex.shm.codec import BUFFERS, Codec
 from kvindex.shm.handle import Handle
 from kvindex.shm.remote import RemoteSender
 from kvindex.shm.ring import (
     RAW,
     Buffer,
     DeadReaderPolicy,
+    Layout,
     Patience,
     RingSender,
     ShmRingBuffer,
     Waiting,
     check_dead,
+    check_policy,
 )
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ClosedError, ConfigurationError
@@ -29,6 +31,50 @@ from kvindex.wire.errors import ClosedError, ConfigurationError
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
+
+
+class QueueOptions(TypedDict, total=False):
+    """The keyword options of a `MessageQueue`, which says what each one means.
+
+    Functions that pass options on can take `**options: Unpack[QueueOptions]`.
+    """
+
+    codec: str | Codec
+    waiting: Waiting | None
+    on_dead_reader: DeadReaderPolicy
+    max_message_bytes: int
+    curve: Curve | None
+    remote_window: int
+
+
+class WriterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a queue's writer, whichever readers it has; see `MessageQueue`.
+
+    Raises:
+        ConfigurationError: no queue can be made with them.
+    """
+
+    max_chunk_bytes: int
+    max_chunks: int
+    connect_ip: str | None
+    codec: Codec
+    waiting: Waiting
+    on_dead_reader: DeadReaderPolicy
+    max_message_bytes: int
+    curve: Curve | None
+    remote_window: int
+
+    def __post_init__(self) -> None:
+        Layout(1, self.max_chunks, self.max_chunk_bytes)
+        check_policy(self.on_dead_reader)
+        if self.max_message_bytes < 1:
+            raise ConfigurationError(
+                f"max_message_bytes must be at least 1, not {self.max_message_bytes}"
+            )
+        if self.curve is not None and self.curve.server_key is not None:
+            raise ConfigurationError(
+                f"curve must be the writer's own key pair, Curve.generate(), not {self.curve!r}"
+            )
 
 
 class WritingEnd:

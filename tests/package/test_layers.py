@@ -50,7 +50,7 @@ KNOWN: dict[str, set[str]] = {
     "shm/**/*.py": {"kvindex.shm"}
     | {
         f"kvindex.wire.{name}"
-        for name in ("backend", "errors", "curve", "forks", "log_rate", "_native")
+        for name in ("backend", "errors", "curve", "forks", "log_rate", "options", "_native")
     },
     "subscribe/sequencer/*.py": {"kvindex.subscribe.sequencer"}
     | {"kvindex.wire.errors", "kvindex.wire.rank"},

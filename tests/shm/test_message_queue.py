@@ -207,7 +207,7 @@ def test_as_much_memory_is_given_as_a_chunk_and_a_message_may_have(
         assert len(view) == length
         view[:] = b"w" * length
     assert reader.result() == [b"w" * length]
-    wrong: list[Any] = [length + 1, -1, 10**9, 1.0, "1"]
+    wrong = [length + 1, -1, 10**9]
     for bad in wrong:
         with pytest.raises(ConfigurationError, match=f"0 to {length} bytes"):
             with writer.acquire_write(PATIENCE, length=bad):

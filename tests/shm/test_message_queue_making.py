@@ -36,21 +36,16 @@ pytestmark = [pytest.mark.e2e, needs_ring]
 HERE = (1, 1)
 ELSEWHERE = (1, 0, None, 64, 2, "127.0.0.1")
 COUNTS: list[tuple[Any, ...]] = [
-    *[(-1, 0), (0, 1), (0, 0, [0]), (1, 2), (2, -1), ("1", 1), (1.0, 1.0), (True, True)],
-    *[(None, None), (1, 1, 0), (2, 2, ["a", "b"]), (2, 2, [0]), (2, 2, [1, 1])],
-    *[(1, 1, None, 0), (1, 1, None, 7), (1, 1, None, 64, 0), (1, 0, None, 1.5, 2, "127.0.0.1")],
+    *[(-1, 0), (0, 1), (0, 0, [0]), (1, 2), (2, -1), (2, 2, [0]), (2, 2, [1, 1])],
+    *[(1, 1, None, 0), (1, 1, None, 7), (1, 1, None, 64, 0)],
     *[(1, 0, None, 64, 0, "127.0.0.1"), (1, 0, None, 64, 2, 5), (2, 1, None, 64, 2, "0.0.0.0")],
 ]
 KNOBS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     *[(HERE, {"codec": codec}) for codec in ("json", object(), MsgpackCodec, None)],
-    *[(HERE, {"waiting": waiting}) for waiting in (0.5, Waiting)],
-    *[(HERE, {"max_message_bytes": most}) for most in (0, "1")],
+    (HERE, {"max_message_bytes": 0}),
     *[(counts, {"on_dead_reader": "ignore"}) for counts in ((0, 0), HERE)],
-    *[(ELSEWHERE, {"remote_window": window}) for window in ("4", 0)],
-    *[
-        (ELSEWHERE, {"curve": keys})
-        for keys in ("key", Curve.generate(Curve.generate().public_key))
-    ],
+    (ELSEWHERE, {"remote_window": 0}),
+    (ELSEWHERE, {"curve": Curve.generate(Curve.generate().public_key)}),
 ]
 
 
@@ -63,16 +58,9 @@ def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"handle": None}, "handle must be the Handle .* not a NoneType"),
-        ({"handle": b"bytes"}, "handle must be the Handle .* not a bytes"),
-        ({"handle": (1, 64, 2, "name")}, "handle must be the Handle .* not a tuple"),
-        ({"rank": "0"}, "rank must be an int, not '0'"),
-        ({"rank": 0.0}, "rank must be an int, not 0.0"),
-        ({"rank": True}, "rank must be an int, not True"),
+        ({"rank": 7}, "rank 7 is none of the queue's local ranks"),
         ({"codec": MsgpackCodec}, r"pass MsgpackCodec\(\)"),
-        ({"waiting": 0.5}, "waiting must be a Waiting.* not 0.5"),
         ({"curve": Curve.generate()}, "curve must name the writer's public key"),
-        ({"curve": b"key"}, "curve must name the writer's public key"),
     ],
 )
 def test_a_wrong_argument_of_a_reader_is_refused_at_once(

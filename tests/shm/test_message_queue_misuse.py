@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvindex.shm import Handle, MessageQueue, ShmRingBuffer
+from kvindex.shm import Handle, MessageQueue
 from kvindex.shm.ring.receiver import RingReceiver
 from kvindex.wire.errors import (
     ClosedError,
@@ -91,31 +91,9 @@ def test_an_end_that_is_used_as_the_other_one_gives_the_reason(ends: Ends, messa
             pass
 
 
-def test_a_wait_that_makes_no_sense_is_refused_and_consumes_no_message(ends: Ends) -> None:
-    writer, reader = ends
-    writer.enqueue("kept")
-    events: list[Any] = [5, True, "now"]
-    for cancel in events:
-        with pytest.raises(ConfigurationError, match="cancel must be a threading"):
-            reader.dequeue(1.0, cancel)
-        with pytest.raises(ConfigurationError, match="cancel must be a threading"):
-            with reader.acquire_read(1.0, cancel):
-                pass
-    assert reader.dequeue(1.0) == "kept"
+def test_a_wait_that_is_no_number_is_refused(ends: Ends) -> None:
     with pytest.raises(ConfigurationError, match="NaN"):
-        reader.dequeue(float("nan"))
-
-
-@pytest.mark.parametrize("data", [None, "text", 5, ["list"]])
-def test_a_handle_is_made_of_bytes_only(data: object) -> None:
-    with pytest.raises(ConfigurationError, match="data must be the bytes"):
-        Handle.from_bytes(data)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", [123, b"name", 1.5])
-def test_a_ring_has_a_name_of_text(name: object) -> None:
-    with pytest.raises(ConfigurationError, match="name must be"):
-        ShmRingBuffer(1, 10, 10, name)  # type: ignore[arg-type]
+        ends[1].dequeue(float("nan"))
 
 
 # Nobody reads --------------------------------------------------------------------------------
@@ -220,5 +198,5 @@ def interrupted(receiver: RingReceiver, whole: bool) -> None:
     [MessageQueue.create_from_process_group, MessageQueue.create_from_process_group_single_reader],
 )
 def test_a_misspelt_option_is_refused_at_every_rank_before_any_waits(make: Any) -> None:
-    with pytest.raises(ConfigurationError, match="max_chunkbytes: no such option"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_chunkbytes'"):
         make(object(), max_chunkbytes=1 << 16)

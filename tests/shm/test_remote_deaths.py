@@ -45,6 +45,7 @@ pytestmark = pytest.mark.faults
 
 
 def sender_of(writer: MessageQueue) -> RemoteSender:
+    assert writer._writing is not None
     sender = writer._writing._remote
     assert isinstance(sender, RemoteSender)
     return sender

@@ -60,8 +60,8 @@ class Layout(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-                raise ConfigurationError(f"{name} must be an int from 1 to {limit}, not {value!r}")
+            if not 1 <= value <= limit:
+                raise ConfigurationError(f"{name} must be from 1 to {limit}, not {value!r}")
 
     def slot(self, reader: int) -> int:
         """Return the offset of a reader's slot."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from kvindex.shm.ring.layout import Layout
 from kvindex.shm.ring.segment import MAKER, Segment, check_platform
 from kvindex.wire.backend import why_not_native
-from kvindex.wire.errors import ClosedError, ConfigurationError, SegmentError
+from kvindex.wire.errors import ClosedError, SegmentError
 
 if TYPE_CHECKING:
     from kvindex.wire._native import RingReader, RingWriter
@@ -52,7 +52,7 @@ class ShmRingBuffer:
         name: of the ring to attach to.
 
     Raises:
-        ConfigurationError: a size is out of range, or the name is no str.
+        ConfigurationError: a size is out of range.
         SegmentError: there is no room, no such ring, or no native module.
 
     Thread safety: the views are plain memory; the protocol decides who may write them when.
@@ -76,8 +76,6 @@ class ShmRingBuffer:
         self, n_reader: int, max_chunk_bytes: int, max_chunks: int, name: str | None = None
     ) -> None:
         self.layout = Layout(n_reader, max_chunks, max_chunk_bytes)
-        if name is not None and not isinstance(name, str):
-            raise ConfigurationError(f"name must be a ring's, a str, or None, not {name!r}")
         check_native()
         self.is_maker = name is None
         if name is None:

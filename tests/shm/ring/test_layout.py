@@ -108,9 +108,9 @@ def test_nothing_overlaps(geometry: tuple[int, int, int]) -> None:
     assert sum(regions[-1]) <= layout.total_bytes
 
 
-@pytest.mark.parametrize("bad", [0, -1, 1.0, True, None, "1", 1 << 50])
+@pytest.mark.parametrize("bad", [0, -1, 1 << 50])
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_sizes_out_of_range_are_refused(position: int, bad: Any) -> None:
+def test_sizes_out_of_range_are_refused(position: int, bad: int) -> None:
     sizes: list[Any] = [1, 64, 1]
     sizes[position] = bad
     with pytest.raises(ConfigurationError):
