@@ -1,4 +1,4 @@
-"""The settings of `kvindex gateway`."""
+"""The settings of `kvindex gateway` and `kvindex epp`, whose help has what stands here."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         listening: where it listens, and whom it admits.
-        open_requests: most open requests of a rank; None: no limit.
-        queued_tokens: most tokens that wait for their prefill on a rank; None: no limit.
+        open_requests: most open requests of a rank; by default without a limit.
+        queued_tokens: most tokens that wait for their prefill on a rank; likewise.
         waiting: requests of one model that may wait for a rank with room.
-        queue_within: seconds for which a request may wait.
+        queue_within: seconds for which a request may wait; then it is answered 429.
         head_within: seconds until an engine begins to answer. A whole answer begins when all of it
             is generated, so this is its longest generation.
         silent_within: seconds for which an engine may send nothing of an answer that has begun.
@@ -58,3 +58,32 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"{name} must be above 0 s, not {getattr(self, name)!r}")
         if self.waiting < 0:
             raise ConfigurationError(f"waiting must be 0 or more, not {self.waiting}")
+
+
+class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a picker listens; `GatewaySettings` has the rest.
+
+    Attributes:
+        host: address to listen at.
+        port: its port; 0: any.
+        tls: files with the certificate chain and its private key, in PEM; None: a certificate that
+            the picker signs itself, which gateways accept without a check.
+        is_plain: serve without TLS.
+        body_bytes: most bytes of a request's body.
+        metrics_port: where Prometheus series are served, too: /metrics over HTTP, without a token.
+        metrics_host: at which address; by default that of `host`.
+        endpoints: most that an answer names, 3 at most; those after the first are where a gateway
+            may try again. The protocol has a list, but agentgateway and clusters of Envoy that are
+            ORIGINAL_DST read one only.
+        is_conformance: let requests name their endpoints, for conformance tests of gateways only.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 9002
+    tls: tuple[str, str] | None = None
+    is_plain: bool = False
+    body_bytes: int = 10 << 20
+    metrics_port: int | None = None
+    metrics_host: str | None = None
+    endpoints: int = 1
+    is_conformance: bool = False

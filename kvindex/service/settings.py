@@ -13,11 +13,6 @@ from kvindex.service.http import Limits, Listening, is_loopback
 from kvindex.service.http.guards import LOOPBACK, parse_networks
 from kvindex.wire.errors import ConfigurationError
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # the extra `server` brings it
-    import tomli as tomllib
-
 DIALECTS: Final = ("auto", "dynamo", "rfc")
 """Whose API queries are read in: that of each query itself ("auto"), or only one of them."""
 
@@ -35,15 +30,15 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         host: the address or name to listen at.
         port: of it; 0 lets the operating system choose.
         model: of workers whose entry names none.
-        routing_group: likewise.
-        block_size: tokens of a block, of workers whose entry names none; None: events state it.
+        routing_group: their group, of workers whose entry names none.
+        block_size: tokens of their blocks, likewise; events state it anyway.
         token_file: a file with tokens, each on a line of its own; any of them opens.
         insecure: listen beyond loopback without a token.
         tls_cert: file with the certificate chain, in PEM.
         tls_key: file with its private key.
         allowed_hosts: names besides localhost and addresses that a Host header may have.
-        register_networks: networks where workers may be that register over HTTP; None stands for
-            loopback if the server listens on loopback itself, and for none elsewhere.
+        register_networks: networks where workers may be that register over HTTP, as 10.0.0.0/8,
+            loopback, private or any; by default loopback if the server is there, else none.
         state: file that the state is saved in, and continued from.
         save_every: seconds between two savings.
         warm_from: URL of another server, whose snapshot this one begins with.
@@ -127,6 +122,12 @@ def read_config(path: str | os.PathLike[str], allowed: tuple[str, ...] = ()) -> 
         ConfigurationError: it is no TOML, or has a key that means nothing; says which line.
         OSError: it cannot be read.
     """
+    # Only here: the help of `kvindex serve` has these settings, and no extra packages.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:  # the extra `server` brings it
+        import tomli as tomllib
+
     with open(path, "rb") as file:
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:

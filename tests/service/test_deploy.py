@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.tools.cli import epp, serve
+from kvindex.service.settings import ServeSettings
+from kvindex.tools.cli.arguments import settings_of
+from kvindex.tools.cli.gateway import add_epp_options
+from kvindex.tools.cli.serve import add_serve_options
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +26,7 @@ if not DEPLOY.is_dir():
 def parsed(argv: list[str]) -> argparse.Namespace:
     """Return what the command makes of its arguments; argparse exits if it cannot."""
     parser = argparse.ArgumentParser()
-    serve.add_options(parser)
+    add_serve_options(parser)
     return parser.parse_args(argv)
 
 
@@ -49,7 +52,7 @@ def test_the_units_command_is_understood() -> None:
     assert (Path(program).name, command) == ("kvindex", "serve")
     arguments = parsed(argv)
     assert arguments.config == "/etc/kvindex/kvindex.toml"
-    assert set(serve.options_of(arguments)) == {"token_file", "state"}
+    assert set(settings_of(arguments, ServeSettings)) == {"token_file", "state"}
 
 
 def test_the_unit_runs_as_nobody_with_a_place_for_its_state() -> None:
@@ -68,14 +71,14 @@ def test_the_unit_runs_as_nobody_with_a_place_for_its_state() -> None:
 def test_the_images_command_is_understood() -> None:
     assert json.loads(instructions("ENTRYPOINT")[-1]) == ["kvindex", "serve"]
     arguments = parsed(json.loads(instructions("CMD")[-1]))
-    assert serve.options_of(arguments)["host"] == "0.0.0.0"
+    assert settings_of(arguments, ServeSettings)["host"] == "0.0.0.0"
 
 
 def test_the_pickers_command_is_understood() -> None:
     text = (DEPLOY / "kubernetes" / "picker.yaml").read_text()
     assert "command: [kvindex, epp]" in text
     parser = argparse.ArgumentParser()
-    epp.add_options(parser)
+    add_epp_options(parser)
     arguments = parser.parse_args(re.findall(r"^ +- (--\S+)$", text, re.MULTILINE))
     assert (arguments.k8s_pool, arguments.drain, arguments.access_log) == ("vllm", 300.0, True)
     assert int(re.findall(r"terminationGracePeriodSeconds: (\d+)", text)[0]) > arguments.drain

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -26,7 +25,7 @@ from kvindex.gateway.metrics import AllCollector
 from kvindex.gateway.picker.reports import Reports
 from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.routers import Routers
-from kvindex.gateway.settings import GatewaySettings
+from kvindex.gateway.settings import GatewaySettings, PickerSettings
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
 
@@ -36,35 +35,6 @@ _ROOM: Final = 1 << 20  # bytes of a message, beside a body
 _LOOK_SECONDS: Final = 0.1  # between looks at whether engines are known
 _VALID: Final = datetime.timedelta(days=3650)
 _STATUS: Final = health_pb2.HealthCheckResponse
-
-
-class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a picker listens; `GatewaySettings` has the rest.
-
-    Attributes:
-        host: address to listen at.
-        port: its port; 0: any.
-        tls: files with the certificate chain and its private key, in PEM; None: a certificate that
-            the picker signs itself, which gateways accept without a check.
-        is_plain: without TLS.
-        body_bytes: most bytes of a request's body.
-        metrics_port: where Prometheus series are served over HTTP, without a token; None: nowhere.
-        metrics_host: at which address; None: at `host`.
-        endpoints: most that an answer names, 3 at most; those after the first are where a gateway
-            may try again. The protocol has a list, but agentgateway and clusters of Envoy that are
-            ORIGINAL_DST read one only.
-        is_conformance: whether requests may name their endpoints, for conformance tests.
-    """
-
-    host: str = "0.0.0.0"
-    port: int = 9002
-    tls: tuple[str, str] | None = None
-    is_plain: bool = False
-    body_bytes: int = 10 << 20
-    metrics_port: int | None = None
-    metrics_host: str | None = None
-    endpoints: int = 1
-    is_conformance: bool = False
 
 
 class PickerServer:

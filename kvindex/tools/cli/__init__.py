@@ -1,7 +1,8 @@
 """The command line: see what engines publish, keep it, and ask which rank holds a prompt.
 
-A command is a module: its docstring is its help, `add_options` declares its options, and `run`
-runs it and returns its exit code. Only the module of the command that was named is loaded.
+A command is two functions: `add_NAME_options` declares its options, and `run_NAME`, whose docstring
+is its help, runs it and returns its exit code. Commands of one subject share a module. Only that of
+the command that was named is loaded.
 
 Exit codes of every command: 0 it did what was asked; 1 it did not (each `--help` lists when);
 2 the arguments cannot work; 130 interrupted by Ctrl-C (where that is not the normal end); 141 the
@@ -42,16 +43,14 @@ _COMMANDS = {
     "top": "show how a fleet stands, and keep that up to date",
     "doctor": "report why the hit rate is zero: look at engines, their ports and their streams",
 }
-_LONG_RUNNING = {
-    "tail",
-    "record",
-    "audit",
-    "fanout",
-    "relay",
-    "serve",
-    "gateway",
-    "epp",
-}  # they show warnings unasked
+_MODULES = {  # of commands that share one
+    "tail": "record",
+    "relay": "fanout",
+    "status": "fanout",
+    "epp": "gateway",
+}
+# They show warnings unasked: nobody knows beforehand what will happen.
+_LONG_RUNNING = {"tail", "record", "audit", "fanout", "relay", "serve", "gateway", "epp"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,10 +92,12 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if name in argv:  # only this one is loaded, and what it needs
-            module = import_module(f"kvindex.tools.cli.{name.replace('-', '_')}")
-            command.description = (module.__doc__ or "").partition("\n\n")[2]
-            module.add_options(command)
-            command.set_defaults(run=module.run)
+            word = name.replace("-", "_")
+            module = import_module(f"kvindex.tools.cli.{_MODULES.get(name, word)}")
+            run = getattr(module, f"run_{word}")
+            command.description = (run.__doc__ or "").partition("\n\n")[2]
+            getattr(module, f"add_{word}_options")(command)
+            command.set_defaults(run=run)
         _add_verbose(command, "verbose_too")
     return parser
 

@@ -1,16 +1,22 @@
-"""Options, their checked types and what they need, and a prompt's tokens from a file."""
+"""Options: their types, those that settings have, and those that several commands share."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
+import re
 import ssl
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar, get_args
+
+import msgspec
 
 from kvindex import BACKEND, CacheSettings, ConfigurationError, GroupSpec
 from kvindex.wire.backend import why_not_native
@@ -61,6 +67,61 @@ def option(
         shown = f"{default:g}" if isinstance(default, float) else default
         text += f" (default: {shown})"
     options.add_argument(*names, help=text, **details)
+
+
+def settings_options(
+    options: Options,
+    settings: msgspec.Struct,
+    *forms: str,
+    choices: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> None:
+    """Declare options for fields of settings, which state their types, defaults and meanings.
+
+    A form is that of `option`; "--max-body BYTES=body_bytes" is of a field with another name. What
+    is not given stays None, so that a file's setting or the default counts: see `settings_of`.
+    """
+    kinds = {field.name: field.type for field in msgspec.structs.fields(settings)}
+    meanings = meanings_of(type(settings))
+    for words in forms:
+        form, _, name = words.partition("=")
+        name = name or form.split()[0].removeprefix("--").replace("-", "_")
+        kind, default = kinds[name], getattr(settings, name)
+        if isinstance(kind, types.UnionType):
+            kind = next(part for part in get_args(kind) if part is not types.NoneType)
+        text = meanings.get(name, "").replace("%", "%%")
+        if isinstance(default, int) and "BYTES" in form:
+            text += f" (default: {default >> 20} MiB)"
+        elif isinstance(default, (int, float)) and kind is not bool:
+            text += f" (default: {default:{'' if 'PORT' in form else ','}})".replace(".0)", ")")
+        elif default:
+            text += f" (default: {default})"
+        parse = port if name.endswith("port") else {int: count, float: seconds}.get(kind, str)
+        repeat = get_args(kind)[1:] == (...,)
+        option(options, form, text, choices.get(name, parse), repeat=repeat, dest=name)
+
+
+def settings_of(arguments: argparse.Namespace, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of settings that the command line has; lists as tuples."""
+    values = {name: getattr(arguments, name, None) for name in kind.__struct_fields__}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None and value is not False and value != []
+    }
+
+
+def meanings_of(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return what the "Attributes" in a class's docstring say of each, without the full stop.
+
+    Examples:
+        >>> meanings_of(CacheSettings)["upper_bound"][:51]
+        "whether the engine's events report only part of wha"
+    """
+    # python -OO leaves no docstrings: then the help has the options alone.
+    _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
+    section = re.split(r"\n\n(?=\S)", attributes)[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in found}
 
 
 def seconds(text: str) -> float:
@@ -165,6 +226,21 @@ def cache_of(arguments: argparse.Namespace) -> CacheSettings:
     )
 
 
+def add_access_options(parser: argparse.ArgumentParser) -> Options:
+    """Add whom a server admits, as fields of `kvindex.service.http.Listening`; return the group."""
+    from kvindex.service.http import Listening
+
+    text = "Beyond loopback, a token is required: a file, or KVINDEX_TOKEN. Never argv."
+    access = parser.add_argument_group("access", text)
+    settings_options(
+        access,
+        Listening(),
+        *("--token-file FILE", "--insecure", "--tls-cert FILE", "--tls-key FILE"),
+        "--allowed-host NAME=allowed_hosts",
+    )
+    return access
+
+
 def add_cacert_option(options: Options) -> None:
     """Declare --cacert, which `trusting` reads."""
     text = "authorities to trust for https, as PEM (default: the system's, or SSL_CERT_FILE)"
@@ -242,16 +318,6 @@ def _items(text: str) -> list[str]:
         return [str(item) for item in json.loads(text)]
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"this is no JSON list: {error}") from None
-
-
-def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the named options that the command line has; lists as tuples."""
-    values = {name: getattr(arguments, name) for name in names}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if value is not None and value is not False and value != []
-    }
 
 
 @contextmanager

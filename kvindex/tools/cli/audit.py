@@ -1,12 +1,4 @@
-"""`kvindex audit`: what routing costs a fleet today, from its events alone.
-
-Listen to engines for a while, or read recordings (one publisher's each), and report how many
-computed tokens another rank held at that moment, how many larger caches would have kept, and how
-much is held twice. Nothing is sent to the engines but replay requests. All engines must serve one
-model, except that --engine distinguishes models. Ctrl-C ends the window early and reports (exit 0).
-Exit 1: a recording is cut off (the part before is reported), or no engine could be reached at the
-end. Exit 2: the arguments cannot work. Exit 130: Ctrl-C before the window opened.
-"""
+"""`kvindex audit`: what routing costs a fleet today, from its events alone."""
 
 from __future__ import annotations
 
@@ -22,16 +14,15 @@ from pathlib import Path
 from kvindex import ConfigurationError, EventStream, RankBatch, State, StreamItem
 from kvindex.tools.audit import Auditor, Report, html_of, text_of
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
-from kvindex.tools.cli.endpoints import add_engine_options, asked_workers, names_engines
+from kvindex.tools.cli.engines import add_engine_options, asked_workers, names_engines
 from kvindex.tools.cli.output import Progress, StateChanges, counted, json_line, printable
-from kvindex.tools.cli.recorded import recordings_of
+from kvindex.tools.cli.replay import recordings_of
 from kvindex.tools.cli.signals import handled
 
 _LOOK = 0.25  # seconds between looks at how the ranks stand
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare this command's options."""
+def add_audit_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path, help="a recording")
     option(parser, "--minutes N", "length of the window", seconds, 10.0)
     text = "wait so many seconds at most for all ranks to be live before the window opens"
@@ -47,8 +38,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Audit recordings or engines, and report."""
+def run_audit(arguments: argparse.Namespace) -> int:
+    """Report what routing costs a fleet today, from its events alone.
+
+    Listen to engines for a while, or read recordings (one publisher's each), and report how many
+    computed tokens another rank held at that moment, how many larger caches would have kept, and
+    how much is held twice. Nothing is sent to the engines but replay requests. All engines must
+    serve one model, except that --engine distinguishes models. Ctrl-C ends the window early and
+    reports (exit 0). Exit 1: a recording is cut off (the part before is reported), or no engine
+    could be reached at the end. Exit 2: the arguments cannot work. Exit 130: Ctrl-C before the
+    window opened.
+    """
     if arguments.html is not None and not arguments.html.absolute().parent.is_dir():
         raise ConfigurationError(f"cannot write {arguments.html}: there is no such directory")
     broken = False
@@ -86,7 +86,7 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
     progress = Progress()
     last = 0.0
     for at, _, item in heapq.merge(
-        *(_timed(number, recorded.items(progress)) for number, recorded in enumerate(recordings)),
+        *(_timed(number, recording.items(progress)) for number, recording in enumerate(recordings)),
         key=lambda timed: timed[:2],
     ):
         if auditor.began is None:
@@ -94,14 +94,14 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
         auditor.receive(item, at)
         last = at
     progress.clear()
-    for recorded in recordings:
-        if recorded.error:
-            print(f"kvindex audit: {recorded.path}: {recorded.error}", file=sys.stderr)
-        for rank in recorded.ranks:
-            auditor.complete(rank, recorded.complete)
+    for recording in recordings:
+        if recording.error:
+            print(f"kvindex audit: {recording.path}: {recording.error}", file=sys.stderr)
+        for rank in recording.ranks:
+            auditor.complete(rank, recording.complete)
     if auditor.began is None:
         auditor.begin(last)
-    return auditor.report(last), any(recorded.error for recorded in recordings)
+    return auditor.report(last), any(recording.error for recording in recordings)
 
 
 def _timed(number: int, items: Iterable[StreamItem]) -> Iterator[tuple[float, int, StreamItem]]:

@@ -1,10 +1,4 @@
-"""`kvindex doctor`: why the hit rate is zero.
-
-Look for reasons why hits are missing. An engine with a URL is asked what it is and where it
-publishes; then it is sent one test prompt twice (not with --passive), to see whether its events,
-the index and its own cache agree. All targets are examined at once. Exit 0: nothing is wrong; 1:
-something is; 2: a target could not be examined, or the arguments cannot work.
-"""
+"""`kvindex doctor`: why the hit rate is zero."""
 
 from __future__ import annotations
 
@@ -26,7 +20,7 @@ from kvindex.tools.cli.arguments import (
     seconds,
     trusting,
 )
-from kvindex.tools.cli.endpoints import WORKER_FORM, parse_worker
+from kvindex.tools.cli.engines import WORKER_FORM, parse_worker
 from kvindex.tools.cli.output import Colour, counted, in_options, painted, plain, printable
 from kvindex.tools.doctor import CAUSES, Finding, Limits, Report, Target, UserPrompt, examine
 
@@ -34,8 +28,7 @@ _COLOURS: dict[str, Colour] = {"error": "red", "warning": "yellow", "info": "gre
 _SHOWN_EVIDENCE = 300  # characters
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare this command's options."""
+def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     text = (
         "an engine: http://HOST:PORT, tcp://HOST:PORT (where it publishes), or "
         f"{WORKER_FORM}; or a running kvindex serve or gateway: http://HOST:PORT"
@@ -58,8 +51,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--json", "print one JSON object")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Examine, and print what was found."""
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Report why the hit rate is zero.
+
+    Look for reasons why hits are missing. An engine with a URL is asked what it is and where it
+    publishes; then it is sent one test prompt twice (not with --passive), to see whether its
+    events, the index and its own cache agree. All targets are examined at once. Exit 0: nothing is
+    wrong; 1: something is; 2: a target could not be examined, or the arguments cannot work.
+    """
     report = examine(
         _targets(arguments),
         passive=arguments.passive,

@@ -1,15 +1,4 @@
-"""`kvindex fake-engine`: an engine without a model, to try kvindex and routers on.
-
-Run an engine without a model: a real prefix cache that serves random requests and publishes every
-change as an engine does, with replay. DP rank r listens at port + r on both endpoints. One request
-in ten is the prompt 0, 1, ... 99 (on rank r only its first 100 / (r + 1) tokens), so that there is
-something to match. With --rate 0 it serves only what you send over HTTP. Runs until Ctrl-C, SIGTERM
-or --seconds, its normal ends (exit 0). Exit 2: an endpoint cannot be used.
-
-Over HTTP, as vLLM, it refuses a body without `content-type: application/json` (400). A byte is a
-token. The answer is letters that mean nothing. It accepts tools, tool_calls and logprobs, and
-ignores them: they change no token, no answer calls a tool, and logprobs are null.
-"""
+"""`kvindex fake-engine`: an engine without a model, to try kvindex and routers on."""
 
 from __future__ import annotations
 
@@ -31,8 +20,7 @@ _PROMPT_EVERY = 10  # requests: often enough to stay in a cache that evicts what
 _WORKLOAD = 1_000  # requests until the workload starts again
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare this command's options."""
+def add_fake_engine_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--endpoint ENDPOINT", "where rank 0 publishes", str, "tcp://127.0.0.1:5557")
     text = "where rank 0 answers replay requests"
     option(parser, "--replay-endpoint ENDPOINT", text, str, "tcp://127.0.0.1:5657")
@@ -54,8 +42,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--seconds S", "end after S seconds (default: never)", seconds)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve requests until the time is over, or Ctrl-C."""
+def run_fake_engine(arguments: argparse.Namespace) -> int:
+    """Run an engine without a model, to try kvindex and routers on.
+
+    Run an engine without a model: a real prefix cache that serves random requests and publishes
+    every change as an engine does, with replay. DP rank r listens at port + r on both endpoints.
+    One request in ten is the prompt 0, 1, ... 99 (on rank r only its first 100 / (r + 1) tokens),
+    so that there is something to match. With --rate 0 it serves only what you send over HTTP. Runs
+    until Ctrl-C, SIGTERM or --seconds, its normal ends (exit 0). Exit 2: an endpoint cannot be
+    used.
+
+    Over HTTP, as vLLM, it refuses a body without `content-type: application/json` (400). A byte is
+    a token. The answer is letters that mean nothing. It accepts tools, tool_calls and logprobs, and
+    ignores them: they change no token, no answer calls a tool, and logprobs are null.
+    """
     ending = _Ending()
     signals = dict.fromkeys((signal.SIGINT, signal.SIGTERM), ending.ask)
     with ExitStack() as stack:

@@ -1,9 +1,4 @@
-"""`kvindex match`: which rank of running engines holds a prompt.
-
-Connect, catch up by replay, and print how many leading tokens of a prompt each rank holds. Exit 0:
-some rank holds a block of it; 1: none does; 3: --require-live was given and a rank is not live. An
-engine always recomputes the last token: leave it out to predict its hit.
-"""
+"""`kvindex match`: which rank of running engines holds a prompt."""
 
 from __future__ import annotations
 
@@ -18,15 +13,14 @@ from kvindex.tools.cli.arguments import (
     read_tokens,
     seconds,
 )
-from kvindex.tools.cli.endpoints import add_engine_options, engines_of
+from kvindex.tools.cli.engines import add_engine_options, engines_of
 from kvindex.tools.cli.output import counted, in_options, json_line, table
 
 _NOTHING_MATCHED = 1
 _NOT_LIVE = 3
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare this command's options."""
+def add_match_options(parser: argparse.ArgumentParser) -> None:
     text = "token ids: a JSON list, or numbers separated by spaces or commas; - for stdin"
     parser.add_argument("tokens", metavar="FILE", help=text)
     add_prompt_options(parser)
@@ -38,8 +32,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Connect, wait, ask, print."""
+def run_match(arguments: argparse.Namespace) -> int:
+    """Ask running engines which rank holds a prompt.
+
+    Connect, catch up by replay, and print how many leading tokens of a prompt each rank holds. Exit
+    0: some rank holds a block of it; 1: none does; 3: --require-live was given and a rank is not
+    live. An engine always recomputes the last token: leave it out to predict its hit.
+    """
     engines = engines_of(arguments)
     token_ids = read_tokens(arguments.tokens)
     late: dict[str, str] = {}

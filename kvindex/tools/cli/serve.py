@@ -1,188 +1,122 @@
-"""`kvindex serve`: the index over HTTP, for routers in other languages and for people.
-
-Subscribe, and answer over HTTP: /query as clients of Dynamo's indexer and of RFC #1403 ask,
-/register, /workers, /ready, /metrics, /events, and a page at /. Workers are from options, a file,
-discovery, or POST /register. Needs the extra packages of kvindex[server]. Runs until SIGTERM or
-Ctrl-C, its normal ends (exit 0); a second one ends it at once. Exit 1: it cannot listen, or --state
-names a file that it cannot continue from, or could not write at the end.
-"""
+"""`kvindex serve`: the index over HTTP, for routers in other languages and for people."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import signal
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from kvindex import ConfigurationError, Worker
 from kvindex.tools.cli.arguments import (
-    Options,
+    add_access_options,
     add_cache_options,
     cache_of,
     count,
-    given,
     needing,
     option,
-    port,
-    seconds,
+    settings_of,
+    settings_options,
 )
-from kvindex.tools.cli.endpoints import WORKER_FORM, add_engine_options, workers_of
-from kvindex.tools.cli.nats_options import add_from_option, followed_pool
+from kvindex.tools.cli.engines import (
+    WORKER_FORM,
+    add_discovery_options,
+    add_engine_options,
+    add_nats_options,
+    pool_of,
+    sources_of,
+    workers_of,
+)
 from kvindex.tools.cli.output import counted
-from kvindex.tools.cli.signals import handled
+from kvindex.tools.cli.signals import ending, handled
 
 _OWN_KEYS = ("model", "routing_group", "block_size")
-_SETTINGS = (
-    *("host", "port", "shutdown_within", "dialect", "tokenizer"),
-    *("compat_metrics", "token_file", "insecure", "tls_cert", "tls_key", "allowed_hosts"),
-    *("register_networks", "state", "save_every", "warm_from"),
-    *("model", "routing_group", "block_size"),
-)
-_REFUSED_FROM = (  # --from: they belong to the relay
+_OF_THE_RELAY = (  # what cannot be given beside --from
     *("worker", "endpoint", "replay_endpoint", "dp_size", "topic", "name", "bind", "engine"),
     *("group", "removals", "report_mode", "eagle", "hash_block_size", "offload_chunk"),
     *("upper_bound", "resets_connector", "state", "max_blocks_per_rank"),
     *("dns", "workers_file", "k8s_preset", "k8s_selector", "k8s_pool", "k8s_namespace"),
     *("engine_token_file", "warm_from", "register_networks"),
 )
-ACCESS = "Beyond loopback, a token is required: a file, or KVINDEX_TOKEN. Never argv."
 _MOST_MISSING = 5  # engines that the first lines name
-_LIMITS = ("body_bytes", "tokens", "ranks", "ranks_per_instance", "streams", "connections")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare this command's options; defaults of settings are those of `ServeSettings`."""
-    _add_listening(parser.add_argument_group("listening"))
-    access = parser.add_argument_group("access", ACCESS)
-    add_access(access)
-    text = (
-        "where workers that register may be: 10.0.0.0/8, or loopback, private, any (default: "
-        "loopback if the server is there, else none)"
+def add_serve_options(parser: argparse.ArgumentParser) -> None:
+    from kvindex.service.http import Limits
+    from kvindex.service.settings import DIALECTS, ServeSettings
+
+    settings = ServeSettings()
+    settings_options(
+        parser.add_argument_group("listening"),
+        settings,
+        *("--host HOST", "--port PORT", "--shutdown-within S", "--dialect", "--tokenizer URL"),
+        "--compat-metrics",
+        choices={"dialect": DIALECTS},
     )
-    option(access, "--register-network CIDR", text, repeat=True, dest="register_networks")
-    _add_state(parser.add_argument_group("state"))
-    limits = parser.add_argument_group("limits")
-    for form, name, text in (
-        ("--max-body BYTES", "body_bytes", "of a request (default: 8 MiB)"),
-        ("--max-tokens N", "tokens", "of a query (default: 1,048,576)"),
-        ("--max-ranks N", "ranks", "that are registered (default: 4,096)"),
-        ("--max-ranks-per-instance N", "ranks_per_instance", "of them (default: 1,024)"),
-        ("--max-streams N", "streams", "open /events connections (default: 64)"),
-        ("--max-connections N", "connections", "for each process (default: 4,096)"),
-    ):
-        option(limits, form, text, count, dest=name)
+    access = add_access_options(parser)
+    settings_options(access, settings, "--register-network CIDR=register_networks")
+    state = parser.add_argument_group("state")
+    settings_options(state, settings, "--state FILE", "--save-every S", "--warm-from URL")
+    settings_options(
+        parser.add_argument_group("limits"),
+        Limits(),
+        *("--max-body BYTES=body_bytes", "--max-tokens N=tokens", "--max-ranks N=ranks"),
+        *("--max-ranks-per-instance N=ranks_per_instance", "--max-streams N=streams"),
+        "--max-connections N=connections",
+    )
     text = f"A --worker may also have ,{'=…,'.join(_OWN_KEYS)}=… and ,label.KEY=…"
     workers = parser.add_argument_group("workers", text)
     option(workers, "--config FILE", "settings and workers; TOML, followed")
-    text = "model of workers that name none (default: default)"
-    option(workers, "--model MODEL", text)
-    option(workers, "--routing-group NAME", "their group (default: default)")
-    text = "tokens of their blocks; events report it anyway"
-    option(workers, "--block-size TOKENS", text, count)
+    settings_options(
+        workers, settings, "--model MODEL", "--routing-group NAME", "--block-size TOKENS"
+    )
     text = "Engines that appear, leave, move and grow are followed. --config has more settings."
-    add_discovery(parser.add_argument_group("discovery", text))
-    add_from_option(parser)
+    add_discovery_options(parser, text)
+    text = "follow the relay of a pool on NATS, nats://HOST[,HOST]/POOL, in place of engines"
+    option(parser, "--from URL", text, dest="from_url")
+    add_nats_options(parser)
     add_engine_options(parser)
     add_cache_options(parser)
     text = "most blocks kept of one rank (default: 10,000,000)"
     option(parser, "--max-blocks-per-rank N", text, count)
 
 
-def _add_listening(group: Options) -> None:
-    option(group, "--host HOST", "address to listen at (default: 127.0.0.1)")
-    option(group, "--port PORT", "its port; 0: any (default: 8090)", port)
-    option(group, "--shutdown-within S", "for open requests (default: 10)", seconds)
-    text = "of queries (default: auto, detected for each query)"
-    option(group, "--dialect", text, ("auto", "dynamo", "rfc"))
-    text = "engine that turns text into tokens, for /api/explain"
-    option(group, "--tokenizer URL", text)
-    option(group, "--compat-metrics", "add the metric names of Dynamo's indexer")
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Serve the index over HTTP, for routers in other languages and for people.
 
-
-def add_access(group: Options) -> None:
-    """Declare the options of `kvindex.service.http.Listening`, but those of the address."""
-    option(group, "--token-file FILE", "tokens, each on a line of its own")
-    option(group, "--insecure", "require no token beyond loopback")
-    option(group, "--tls-cert FILE", "certificate chain, PEM")
-    option(group, "--tls-key FILE", "its private key, PEM")
-    text = "that a Host header may have, besides localhost and addresses; *.NAME"
-    option(group, "--allowed-host NAME", text, repeat=True, dest="allowed_hosts")
-
-
-def _add_state(group: Options) -> None:
-    text = "continue from this file if it exists, and keep it current"
-    option(group, "--state FILE", text)
-    option(group, "--save-every S", "between two savings (default: 60)", seconds)
-    option(group, "--warm-from URL", "begin with the snapshot of another kvindex serve")
-
-
-def add_discovery(group: Options) -> None:
-    """Declare the options that `sources_of` reads, besides `--engine`."""
-    option(group, "--dns URL", "each address of the URL's name is an engine", repeat=True)
-    text = "a list of workers and engines, TOML or JSON, followed"
-    option(group, "--workers-file FILE", text, repeat=True)
-    presets = ("llm-d", "aibrix", "vllm-production-stack")
-    option(group, "--k8s-preset", "pods with the labels and ports of this system", presets)
-    option(group, "--k8s-selector LABELS", "pods with these labels: app=vllm")
-    option(group, "--k8s-pool NAME", "pods of this InferencePool")
-    option(group, "--k8s-namespace NAME", "of the pods (default: our own)")
-    text = "the engines' API key, to ask them with"
-    option(group, "--engine-token-file FILE", text)
-
-
-def sources_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the sources that the command line names, as [[discovery]] tables have them."""
-    sources: list[dict[str, Any]] = []
-    if arguments.engine:
-        sources.append({"kind": "engines", "urls": arguments.engine})
-    sources += [{"kind": "dns", "url": url} for url in arguments.dns]
-    sources += [{"kind": "file", "path": path} for path in arguments.workers_file]
-    names = ("preset", "selector", "pool", "namespace")
-    given = {name: getattr(arguments, f"k8s_{name}") for name in names}
-    pods = {name: value for name, value in given.items() if value is not None}
-    if pods.keys() - {"namespace"}:
-        sources.append({"kind": "kubernetes", **pods})
-    elif pods:
-        raise ConfigurationError(
-            "--k8s-namespace names the place, not the pods: give --k8s-preset, --k8s-selector or "
-            "--k8s-pool"
-        )
-    return sources
-
-
-def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the command line names, as `ServeSettings` has them, but limits."""
-    return given(arguments, _SETTINGS)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal ends the command."""
+    Subscribe, and answer over HTTP: /query as clients of Dynamo's indexer and of RFC #1403 ask,
+    /register, /workers, /ready, /metrics, /events, and a page at /. Workers are from options, a
+    file, discovery, or POST /register. Needs the extra packages of kvindex[server]. Runs until
+    SIGTERM or Ctrl-C, its normal ends (exit 0); a second one ends it at once. Exit 1: it cannot
+    listen, or --state names a file that it cannot continue from, or could not write at the end.
+    """
     with needing("server", "service"):
         from kvindex.service.server import Server
+    from kvindex.service.http import Limits
+    from kvindex.service.settings import ServeSettings
     from kvindex.service.sources import Serving, token_reader
 
-    limits = {name: value for name in _LIMITS if (value := getattr(arguments, name)) is not None}
-    serving = Serving(arguments.config, options_of(arguments), limits, cache_of(arguments))
-    settings = serving.settings
-    pool = followed_pool(arguments, _REFUSED_FROM)
+    serving = Serving(
+        arguments.config,
+        settings_of(arguments, ServeSettings),
+        settings_of(arguments, Limits),
+        cache_of(arguments),
+    )
+    pool = pool_of(arguments, beside=_OF_THE_RELAY)
     serving.add_workers(_workers(arguments))
     serving.add_discovery(sources_of(arguments))
     running = Server(
-        settings,
+        serving.settings,
         serving.sources,
-        tokens=settings.listening.tokens(),
+        tokens=serving.settings.listening.tokens(),
         max_blocks_per_rank=arguments.max_blocks_per_rank,
         engine_token=arguments.engine_token_file and token_reader(arguments.engine_token_file),
         pool=pool,
     )
     try:
         serving.begin(running)
-        ends = dict.fromkeys((signal.SIGTERM, signal.SIGINT), end_of(running))
-        with handled(ends, to_the_end=True), handled({signal.SIGHUP: lambda _: serving.look()}):
-            _print_beginning(running)
+        with ending(running), handled({signal.SIGHUP: lambda _: serving.look()}):
+            print_beginning(running)
             running.run()
     finally:
         saved = running.close()
@@ -190,32 +124,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _workers(arguments: argparse.Namespace) -> list[tuple[Worker, dict[str, Any]]]:
-    """Return the workers of the command line, each with its further settings."""
-    split = [_split(text) for text in arguments.worker]
-    plain = argparse.Namespace(**{**vars(arguments), "worker": [text for text, _ in split]})
-    details = {text.partition("=")[0]: further for text, further in split}
-    return [(worker, details.get(worker.name, {})) for worker in workers_of(plain)]
+    """Return the workers of the command line, each with the settings that only this command has."""
+    plain: list[str] = []
+    own: dict[str, dict[str, Any]] = {}
+    for text in arguments.worker:
+        kept: list[str] = []
+        settings: dict[str, Any] = {"labels": {}}
+        for part in text.split(","):
+            key, equals, value = part.partition("=")
+            if key.startswith("label.") and equals:
+                settings["labels"][key.removeprefix("label.")] = value
+            elif key in _OWN_KEYS and equals and kept:  # the first part may be a worker's name
+                if not value or (key == "block_size" and not value.isdigit()):
+                    raise ConfigurationError(f"--worker {text!r}: {part!r} has no usable value")
+                settings[key] = int(value) if key == "block_size" else value
+            else:
+                kept.append(part)
+        plain.append(",".join(kept))
+        own[text.partition("=")[0]] = settings
+    workers = workers_of(argparse.Namespace(**{**vars(arguments), "worker": plain}))
+    return [(worker, own.get(worker.name, {})) for worker in workers]
 
 
-def _split(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a --worker text without the settings that only this command has, and those."""
-    kept: list[str] = []
-    further: dict[str, Any] = {}
-    labels: dict[str, str] = {}
-    for part in text.split(","):
-        key, equals, value = part.partition("=")
-        if key.startswith("label.") and equals:
-            labels[key.removeprefix("label.")] = value
-        elif key in _OWN_KEYS and equals and kept:
-            if not value or (key == "block_size" and not value.isdigit()):
-                raise ConfigurationError(f"--worker {text!r}: {part!r} has no usable value")
-            further[key] = int(value) if key == "block_size" else value
-        else:
-            kept.append(part)
-    return ",".join(kept), {**further, "labels": labels}
-
-
-def _print_beginning(running: Any) -> None:
+def print_beginning(running: Any) -> None:
     """Print what is served, where the page is, and what to try next."""
     settings = running.settings
     ranks = len(running.service.catalog.registrations)
@@ -240,23 +171,3 @@ def _print_beginning(running: Any) -> None:
         lines.append("note: without --tls-cert the token travels as it is")
     for line in lines:
         print(f"  {line}", flush=True)
-
-
-def end_of(running: Any, at_once: Callable[[], object] = lambda: None) -> Callable[[int], None]:
-    """Return a handler of signals: the first one ends the server, the second the process.
-
-    Args:
-        running: has `stop`.
-        at_once: called before the process ends.
-    """
-    ending: list[bool] = []
-
-    def end(number: int) -> None:
-        if ending:
-            at_once()
-            os._exit(128 + number)
-        ending.append(True)
-        print("ending; once more ends at once", file=sys.stderr, flush=True)
-        running.stop()
-
-    return end

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 
 @contextmanager
@@ -14,10 +17,8 @@ def handled(
 ) -> Iterator[None]:
     """Handle signals in this block; in a thread other than the main one, do nothing.
 
-    Args:
-        handlers: what to call with the number of a signal, by the signal.
-        to_the_end: after one of the signals arrived, its handler stays after the block: the process
-            is to end with its own exit code, whatever else a shell or systemd sends.
+    With `to_the_end`, the handlers stay after the block if one of the signals arrived: the process
+    is to end with its own exit code, whatever else a shell or systemd sends.
     """
     if threading.current_thread() is not threading.main_thread():  # only that one can
         yield
@@ -35,3 +36,27 @@ def handled(
         if not (to_the_end and received):
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class Stoppable(Protocol):
+    """A server that runs until it is stopped."""
+
+    def stop(self) -> object: ...
+
+
+@contextmanager
+def ending(server: Stoppable, at_once: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Let the first SIGTERM or Ctrl-C in this block stop a server, and the second the process."""
+    is_ending = False
+
+    def end(number: int) -> None:
+        nonlocal is_ending
+        if is_ending:
+            at_once()
+            os._exit(128 + number)
+        is_ending = True
+        print("ending; once more ends at once", file=sys.stderr, flush=True)
+        server.stop()
+
+    with handled({signal.SIGTERM: end, signal.SIGINT: end}, to_the_end=True):
+        yield

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from kvindex.service.settings import ServeSettings
-from kvindex.tools.cli import gateway, serve
+from kvindex.tools.cli.arguments import settings_of
+from kvindex.tools.cli.engines import sources_of
+from kvindex.tools.cli.gateway import add_gateway_options
 from tests.service.test_deploy import parsed
 
 pytestmark = pytest.mark.service
@@ -135,10 +137,10 @@ def test_every_document_has_the_form_of_its_kind() -> None:
 def test_the_commands_are_understood_and_can_work() -> None:
     (container,) = pod()["containers"]
     arguments = parsed(container["args"])
-    settings = ServeSettings(**serve.options_of(arguments))
+    settings = ServeSettings(**settings_of(arguments, ServeSettings))
     assert settings.host == "0.0.0.0"
     assert settings.networks() == ()  # nobody registers what it dials
-    assert serve.sources_of(arguments) == [{"kind": "kubernetes", "selector": "app=vllm"}]
+    assert sources_of(arguments) == [{"kind": "kubernetes", "selector": "app=vllm"}]
     service = of_kind("Service")["metadata"]
     assert f"{service['name']}.{service['namespace']}.svc" in settings.allowed_hosts
     assert container["ports"] == [{"name": "http", "containerPort": settings.port}]
@@ -149,7 +151,7 @@ def test_the_gateways_command_is_understood() -> None:
     (container,) = spec["containers"]
     assert container["command"] == ["kvindex", "gateway"]
     parser = argparse.ArgumentParser()
-    gateway.add_options(parser)
+    add_gateway_options(parser)
     arguments = parser.parse_args(container["args"])
     assert container["ports"] == [{"name": "http", "containerPort": 8080}]
     assert spec["terminationGracePeriodSeconds"] > arguments.drain

@@ -14,7 +14,7 @@ from kvindex import ConfigurationError, Worker
 from kvindex.service.server import Server
 from kvindex.service.settings import ServeSettings
 from kvindex.service.sources import FixedSource, target_of
-from kvindex.tools.cli.serve import _print_beginning
+from kvindex.tools.cli.serve import print_beginning
 
 pytestmark = pytest.mark.service
 
@@ -40,7 +40,7 @@ def test_it_says_where_it_listens_and_names_a_few_of_many_that_are_missing(
         url="http://127.0.0.1:8090",
         port=8090,
     )
-    _print_beginning(running)
+    print_beginning(running)
     said = capsys.readouterr().out
     assert said.count("not found yet: vllm-") == 5
     assert "and 59 more" in said

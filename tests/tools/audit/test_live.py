@@ -15,7 +15,7 @@ from kvindex.testing import FakeEngine, HttpEngine
 from kvindex.testing.ports import reserve_port
 from kvindex.tools.audit import Auditor
 from kvindex.tools.cli.audit import Listening
-from kvindex.tools.cli.endpoints import parse_worker
+from kvindex.tools.cli.engines import parse_worker
 from tests.live import PATIENCE, worker_of
 from tests.tools.commands import Run, started
 

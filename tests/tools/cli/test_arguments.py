@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
+from argparse import HelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvindex import CacheSettings, ConfigurationError, GroupSpec, Worker
@@ -16,8 +19,10 @@ from kvindex.tools.cli.arguments import (
     parse_tokens,
     read_tokens,
     seconds,
+    settings_of,
+    settings_options,
 )
-from kvindex.tools.cli.endpoints import add_engine_options, parse_worker, workers_of
+from kvindex.tools.cli.engines import add_engine_options, parse_worker, workers_of
 from kvindex.tools.cli.record import file_names
 from tests.tools.commands import Run
 
@@ -218,6 +223,77 @@ def test_cache_settings_are_given_to_each_worker() -> None:
         resets_connector=True,
     )
     assert [worker.cache for worker in workers_of(arguments)] == [expected] * 2
+
+
+class Settings(msgspec.Struct, kw_only=True):
+    """Settings of a command.
+
+    Attributes:
+        port: where it listens.
+        body_bytes: of a body, 100 % of
+            it.
+        within: seconds to wait for.
+        plain: as it is.
+        hosts: that are known.
+        limit: of what nobody sees.
+
+    Raises:
+        ValueError: never.
+    """
+
+    port: int = 8090
+    body_bytes: int = 8 << 20
+    within: float | None = None
+    plain: bool = False
+    hosts: tuple[str, ...] = ()
+    mode: str = "auto"
+    limit: int | None = 1_000
+
+
+def test_options_of_settings_have_their_types_defaults_and_meanings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser(formatter_class=lambda prog: HelpFormatter(prog, width=200))
+    forms = ("--port PORT", "--max-body BYTES=body_bytes", "--within S", "--plain", "--mode")
+    modes = {"mode": ("auto", "off")}
+    settings_options(parser, Settings(), *forms, "--host NAME=hosts", choices=modes)
+    assert settings_of(parser.parse_args([]), Settings) == {}
+    argv = [
+        "--port",
+        "0",
+        "--max-body",
+        "7",
+        "--within",
+        "1.5",
+        "--plain",
+        "--host",
+        "a",
+        "--host",
+        "b",
+        "--mode",
+        "off",
+    ]
+    assert settings_of(parser.parse_args(argv), Settings) == {
+        "port": 0,
+        "body_bytes": 7,
+        "within": 1.5,
+        "plain": True,
+        "hosts": ("a", "b"),
+        "mode": "off",
+    }
+    help_ = parser.format_help()
+    for line in (
+        "--port PORT where it listens (default: 8090)",
+        "--max-body BYTES of a body, 100 % of it (default: 8 MiB)",
+        "--within S seconds to wait for",
+        "--host NAME that are known; repeatable",
+        "--mode {auto,off} (default: auto)",
+    ):
+        assert f"\n{line}\n" in re.sub(r"  +", " ", help_).replace("\n ", "\n")
+    for argv in (["--port", "65536"], ["--max-body", "0"], ["--within", "inf"], ["--mode", "on"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(argv)
+    assert "limit" not in help_ + capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "frames"]], ids=" ".join)

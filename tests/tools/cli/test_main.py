@@ -15,7 +15,7 @@ import pytest
 
 from kvindex import BACKEND, BlockRemoved, BlockStored, DecodeError, EventBatch, Rank, __version__
 from kvindex.subscribe import RankBatch, RankLost, RankRestarted, StreamItem
-from kvindex.tools.cli import fanout, record, replay, tail
+from kvindex.tools.cli import fanout, record, replay
 from kvindex.tools.cli.output import (
     Progress,
     json_line,
@@ -25,15 +25,15 @@ from kvindex.tools.cli.output import (
     table,
     version_text,
 )
-from kvindex.tools.cli.tail import describe, time_of
+from kvindex.tools.cli.record import describe, time_of
 from kvindex.wire import AllBlocksCleared, Event
 from tests.tools.commands import Run
 
 pytestmark = pytest.mark.unit
 
 COMMANDS = (
-    *("demo", "fake-engine", "tail", "match", "record", "replay"),
-    *("audit", "fanout", "relay", "serve", "status", "top", "doctor"),
+    *("demo", "fake-engine", "tail", "match", "record", "replay", "audit", "fanout", "relay"),
+    *("serve", "gateway", "epp", "status", "top", "doctor"),
 )
 
 
@@ -63,7 +63,7 @@ def test_a_command_that_is_ended_leaves_a_code_and_no_traceback(
     def fail(arguments: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(replay, "run", fail)
+    monkeypatch.setattr(replay, "run_replay", fail)
     ran = run("replay", "x", code=code)
     assert ran.err.startswith("kvindex")
     assert ran.err.count("\n") == 1
@@ -75,7 +75,7 @@ def test_a_command_that_is_ended_leaves_a_code_and_no_traceback(
         (replay, ["replay", "x"], ""),
         (replay, ["-v", "replay", "x"], "WARNING kvindex: lost\nINFO kvindex: joined\n"),
         (replay, ["replay", "-v", "x"], "WARNING kvindex: lost\nINFO kvindex: joined\n"),
-        (tail, ["tail"], "WARNING kvindex: lost\n"),
+        (record, ["tail"], "WARNING kvindex: lost\n"),
         (record, ["record", "x"], "WARNING kvindex: lost\n"),
         (fanout, ["fanout", "x"], "WARNING kvindex: lost\n"),
     ],
@@ -90,7 +90,8 @@ def test_the_log_is_shown_when_asked_for_and_warnings_of_long_running_commands_u
         logger.info("joined")
         return 0
 
-    monkeypatch.setattr(module, "run", log)
+    (command,) = {"fanout", "record", "replay", "tail"}.intersection(argv)
+    monkeypatch.setattr(module, f"run_{command}", log)
     before = list(logger.handlers)
     assert run(*argv) == ("", shown)
     assert logger.handlers == before

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from kvindex import Rank, State
 from kvindex.service.overview import Fleet, overview
-from kvindex.tools.cli.top import SORTS
-from kvindex.tools.cli.top_screen import View, drawn, print_once, sorted_ranks
+from kvindex.tools.cli.top import SORTS, View, drawn, print_once, sorted_ranks
 from tests.index.index_events import apply, stored
 from tests.service.test_fleet_overview import Source, status_of
 from tests.tools.commands import Run
