@@ -18,8 +18,13 @@ from kvindex.index.keys import Lora
 from kvindex.index.match import Match, Trusts
 from kvindex.index.prefixes import Prefixes
 from kvindex.index.questions import MatchOptions, Question, check_extra_keys, read_question
-from kvindex.index.snapshot import SnapshotReader, SnapshotSource, needs_native, write_snapshot
-from kvindex.index.snapshot_section import bytes_of
+from kvindex.index.snapshot import (
+    SnapshotReader,
+    SnapshotSource,
+    bytes_of,
+    needs_native,
+    write_snapshot,
+)
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.views import TreeView, Viewed
 from kvindex.wire import CacheSettings, EventBatch

@@ -29,7 +29,7 @@ from kvindex.index.questions import (
     wanted_ranks,
 )
 from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
-from kvindex.index.snapshot_section import Identity, no_room, open_section, seal_section
+from kvindex.index.snapshot import open_section, seal_section, section_identity
 from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.views import ResidentBlock
 from kvindex.wire import CacheSettings, EventBatch
@@ -244,23 +244,29 @@ class Index(BaseIndex):
     # Snapshots -------------------------------------------------------------------------------
 
     def dump(self, rank: Rank) -> bytes:
-        return seal_section(self._of_rank(rank, self._core.dump), self._identity())
+        return seal_section(self._of_rank(rank, self._core.dump), self._seed, self._identity())
 
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
-        body = open_section(section, self._identity())
+        body = open_section(section, self._seed, self._identity())
         with self._lock:
             rank_id = self._ids.get(rank)
             restored = self._core.restore(rank_id, body)
             if isinstance(restored, str):
                 raise SnapshotError(restored, reason="content")
             if isinstance(restored, tuple):
-                raise no_room(*restored)
+                wanted, room, limit = restored
+                raise SnapshotError(
+                    f"the section has {wanted} resident blocks, and {limit} leaves room for"
+                    f" {max(room, 0)}: give the index a higher {limit}, or synchronize the rank"
+                    " from its engine",
+                    reason="room",
+                )
             if rank_id is None:
                 self._made = None
                 self._ids[Rank(*rank)] = restored
 
-    def _identity(self) -> Identity:
-        return Identity(self._seed, self._core.key_check().to_bytes(8, "little"))
+    def _identity(self) -> bytes:
+        return section_identity(self._seed, self._core.key_check().to_bytes(8, "little"))
 
     # Insight ---------------------------------------------------------------------------------
 

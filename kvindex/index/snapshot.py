@@ -1,11 +1,23 @@
-r"""Snapshots: an index as a file, rank by rank.
+r"""Snapshots: an index as a file, rank by rank, and a rank by itself as a *section*.
+
+All numbers are little-endian. A *digest* is 32 bytes of BLAKE2b, keyed with the index's seed. A
+section is the result of `Index.dump`, and goes from process to process also without a file:
 
 ```
  bytes  what
+     4  magic b"KVIR"
+     2  version of the format: 3
+     8  length of the body
+    16  identity: BLAKE2b of the key check, keyed with the seed
+     n  body, which only the native core understands (native/core/snapshot.hpp)
+    32  digest of everything before it
+```
+
+A file:
+
+```
      8  magic b"\x89KVI\r\n\x1a\n"
-     2  version of the format, little-endian as all numbers: 1
-     1  1: the index is the native one
-     1  0
+     2  version of the format: 3
     16  seed of the index
         then for each rank
      1      1
@@ -13,12 +25,16 @@ r"""Snapshots: an index as a file, rank by rank.
      8      dp_rank, signed
      4      length of the cursor, at most 65,536; 2**32 - 1: there is none
      8      length of the section
-            name in UTF-8, cursor, section (`kvindex.index.snapshot_section`)
+            name in UTF-8, cursor, section
         and in the end
      1  0
      8  number of ranks
-    32  checksum: BLAKE2b of everything before it
+    32  digest of everything before it, but of each section only of its own digest
 ```
+
+So every byte is under one digest: a section, which is checked wherever it comes from, or the file's
+own. A digest finds damage, and keeps out what was made without knowing the seed. The identity finds
+sections of another seed, or of a release that computes other prefix keys: they mean nothing here.
 
 A snapshot is a cache, not an archive: a release refuses snapshots of another version number, and
 synchronizes from the engines instead. It contains the index's seed, which must be secret from
@@ -38,44 +54,38 @@ from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeAlias
+from typing import BinaryIO, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from kvindex.index.snapshot_section import NATIVE, bytes_of, check_backend
 from kvindex.wire.backend import BACKEND, Backend, why_not_native
 from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
 from kvindex.wire.rank import Rank
 
-if TYPE_CHECKING:
-    from kvindex.index.api import BaseIndex
-
-SNAPSHOT_VERSION = 1
-MAX_CURSOR_BYTES = 65_536
+SNAPSHOT_VERSION: Final = 3
+MAX_CURSOR_BYTES: Final = 65_536
 
 SnapshotTarget: TypeAlias = str | os.PathLike[str] | BinaryIO
 SnapshotSource: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
 _MAGIC = b"\x89KVI\r\n\x1a\n"
-_HEAD = struct.Struct("<8sHBx16s")
+_HEAD = struct.Struct("<8sH16s")
 _RANK = struct.Struct("<IqIQ")
 _COUNT = struct.Struct("<Q")
 _RANK_FOLLOWS, _END_FOLLOWS = b"\x01", b"\x00"
 _NO_CURSOR = 2**32 - 1
-_CHECKSUM_BYTES = 32
+_SECTION_MAGIC = b"KVIR"
+_SECTION_HEAD = struct.Struct("<4sHQ16s")
+_DIGEST_BYTES = 32
 _STEP = 2**20  # bytes read at once, whatever length is written
 _NO_CURSORS: Mapping[Rank, bytes] = MappingProxyType({})
 
 
 def require_native(backend: Backend = BACKEND) -> None:
-    """Reject the Python index where an index is saved, loaded or copied to another process.
-
-    Raises:
-        ConfigurationError: it is the Python index.
-    """
+    """Reject the Python index where an index is saved, loaded or copied to another process."""
     if backend != "native":
         raise needs_native("snapshots")
 
@@ -86,6 +96,111 @@ def needs_native(what: Literal["snapshots", "prefixes"]) -> ConfigurationError:
     return ConfigurationError(
         f"the Python index has no {what}: {uses} need the native module: {why_not_native()}"
     )
+
+
+# Sections -------------------------------------------------------------------------------------
+
+
+def section_identity(seed: int, key_check: bytes) -> bytes:
+    """Return what two indexes must share to restore each other's sections.
+
+    `key_check` are prefix keys of contents that never change, so that a release which computes keys
+    in another way rejects the sections of this one.
+    """
+    key = seed.to_bytes(16, "little")
+    return blake2b(key_check, digest_size=16, key=key, person=b"kvindex identity").digest()
+
+
+def seal_section(body: bytes, seed: int, identity: bytes) -> bytes:
+    """Return a section with this body."""
+    head = _SECTION_HEAD.pack(_SECTION_MAGIC, SNAPSHOT_VERSION, len(body), identity)
+    return b"".join((head, body, _digest(seed, head, body)))
+
+
+def open_section(section: bytes | bytearray | memoryview, seed: int, identity: bytes) -> memoryview:
+    """Return the body of a section that an index of this seed and identity may restore.
+
+    Raises:
+        SnapshotError: the section is damaged, or made by another kind of index.
+        ConfigurationError: it is no bytes at all.
+    """
+    view = bytes_of(section, "a section")
+    if _SECTION_MAGIC[: len(view)] != view[: len(_SECTION_MAGIC)]:
+        raise SnapshotError(f"{len(view)} bytes are no section of a snapshot", reason="format")
+    size = _SECTION_HEAD.size + _DIGEST_BYTES
+    if len(view) >= _SECTION_HEAD.size:
+        _, version, length, made_by = _SECTION_HEAD.unpack_from(view)
+        # Before the length is believed: it may stand elsewhere in another version.
+        if version != SNAPSHOT_VERSION:
+            raise SnapshotError(
+                f"the section has format version {version}, this release reads {SNAPSHOT_VERSION}:"
+                " let the rank synchronize from its engine instead",
+                reason="version",
+            )
+        size += length
+    if len(view) < size:
+        raise SnapshotError(
+            f"the section is cut off: {len(view)} of at least {size} bytes are there",
+            reason="truncated",
+        )
+    if len(view) > size:
+        extra = f"{len(view) - size} bytes follow the end of a section of {size}"
+        raise SnapshotError(extra, reason="format")
+    # Before the digest, which is keyed with the seed: under another seed it could not tell that
+    # from damage.
+    if made_by != identity:
+        raise SnapshotError(
+            "the section was made by an index with another seed (or of a release with other prefix"
+            " keys): restore it into Index(seed=...) with the seed of that index",
+            reason="backend",
+        )
+    if _digest(seed, view[:-_DIGEST_BYTES]) != view[-_DIGEST_BYTES:]:
+        raise SnapshotError(
+            f"the section of {size} bytes is damaged: its checksum does not agree",
+            reason="checksum",
+        )
+    return view[_SECTION_HEAD.size : -_DIGEST_BYTES]
+
+
+def bytes_of(data: object, what: str) -> memoryview:
+    """Return a caller's buffer as bytes, not copied; ConfigurationError if it cannot be read so."""
+    try:
+        return memoryview(data).cast("B")  # type: ignore[arg-type]  # this is the question
+    except TypeError:
+        raise ConfigurationError(
+            f"{what} must be bytes, a bytearray or a memoryview without gaps, not "
+            f"{type(data).__name__}"
+        ) from None
+
+
+def _digest(seed: int, *parts: bytes | memoryview) -> bytes:
+    digest = _new_digest(seed)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _new_digest(seed: int) -> blake2b:
+    key = seed.to_bytes(16, "little")
+    return blake2b(digest_size=_DIGEST_BYTES, key=key, person=b"kvindex snapshot")
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+class Dumpable(Protocol):
+    """What a snapshot is made of: an index."""
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]: ...
+
+    def dump(self, rank: Rank) -> bytes: ...
 
 
 class SnapshotRecord(NamedTuple):
@@ -111,9 +226,9 @@ class SnapshotWriter:
 
     def __init__(self, file: BinaryIO, *, seed: int) -> None:
         self._file = file
-        self._digest = blake2b(digest_size=_CHECKSUM_BYTES)
+        self._digest = _new_digest(seed)
         self._ranks: set[Rank] = set()
-        self._put(_HEAD.pack(_MAGIC, SNAPSHOT_VERSION, NATIVE, seed.to_bytes(16, "little")))
+        self._put(_HEAD.pack(_MAGIC, SNAPSHOT_VERSION, seed.to_bytes(16, "little")))
 
     def add(self, rank: Rank, section: bytes, cursor: bytes | None = None) -> None:
         """Write one rank.
@@ -130,10 +245,11 @@ class SnapshotWriter:
             if size > MAX_CURSOR_BYTES:
                 raise ConfigurationError(f"{rank}: {what} has {size} bytes, at most 65536 can be")
         length = _NO_CURSOR if cursor is None else len(cursor)
-        self._put(_RANK_FOLLOWS)
-        self._put(_RANK.pack(len(name), rank[1], length, len(section)))
-        self._put(name + (cursor or b""))
-        self._put(section)
+        numbers = _RANK.pack(len(name), rank[1], length, len(section))
+        self._put(_RANK_FOLLOWS + numbers + name + (cursor or b""))
+        # Its own digest stands for it: it is not hashed twice, and cannot be another rank's.
+        self._digest.update(section[-_DIGEST_BYTES:])
+        self._file.write(section)
 
     def finish(self) -> None:
         """Write the end."""
@@ -148,8 +264,9 @@ class SnapshotWriter:
 class SnapshotReader:
     """Iterates over the records of a snapshot, one in memory at a time.
 
-    The checksum is checked at the end of an iteration: if that raises, drop all that was restored
-    before. A context manager, since it may have to close a file.
+    A section's damage is found with its record, that of names and cursors at the end of an
+    iteration: if that raises, drop all that was restored before. A context manager, since it may
+    have to close a file.
 
     Args:
         source: a path, the bytes of a snapshot, or a file open for reading, which is read up to
@@ -180,7 +297,6 @@ class SnapshotReader:
                 "a snapshot is read from a path, bytes, or a file open for reading, not from "
                 f"{type(source).__name__}"
             )
-        self._digest = blake2b(digest_size=_CHECKSUM_BYTES)
         try:
             self._read_head()
         except BaseException:
@@ -201,6 +317,7 @@ class SnapshotReader:
     def __iter__(self) -> Iterator[SnapshotRecord]:
         ranks: set[Rank] = set()
         while (tag := self._read(1)) == _RANK_FOLLOWS:
+            self._digest.update(tag)
             record = self._read_record()
             if record.rank in ranks:
                 raise SnapshotError(f"the snapshot has {record.rank} twice", reason="content")
@@ -211,7 +328,17 @@ class SnapshotReader:
                 f"no rank begins with {tag!r} after {len(ranks)} ranks: the snapshot is damaged",
                 reason="checksum",
             )
-        self._read_end(len(ranks))
+        count = self._read(_COUNT.size)
+        self._digest.update(tag + count)
+        if self._read(_DIGEST_BYTES) != self._digest.digest():
+            raise SnapshotError(
+                "the snapshot is damaged: its checksum does not agree", reason="checksum"
+            )
+        if _COUNT.unpack(count)[0] != len(ranks):
+            counted = f"{len(ranks)} ranks, counted {_COUNT.unpack(count)[0]}"
+            raise SnapshotError(counted, reason="content")
+        if self._owned and self._file.read(1):
+            raise SnapshotError("something follows the end of the snapshot", reason="format")
 
     def _read_head(self) -> None:
         head = self._take(_HEAD.size)
@@ -219,19 +346,20 @@ class SnapshotReader:
             raise SnapshotError("this is no snapshot of an index", reason="format")
         if len(head) < _HEAD.size:
             raise _truncated(_HEAD.size, len(head))
-        self._digest.update(head)
-        _, version, backend, seed = _HEAD.unpack(head)
+        _, version, seed = _HEAD.unpack(head)
         if version != SNAPSHOT_VERSION:
             raise SnapshotError(
                 f"the snapshot has format version {version}, this release reads"
                 f" {SNAPSHOT_VERSION}: synchronize from the engines, and write a new one",
                 reason="version",
             )
-        check_backend(backend)
         self.seed = int.from_bytes(seed, "little")
+        self._digest = _new_digest(self.seed)
+        self._digest.update(head)
 
     def _read_record(self) -> SnapshotRecord:
-        name_bytes, dp_rank, cursor_bytes, section_bytes = _RANK.unpack(self._read(_RANK.size))
+        numbers = self._read(_RANK.size)
+        name_bytes, dp_rank, cursor_bytes, section_bytes = _RANK.unpack(numbers)
         has_cursor = cursor_bytes != _NO_CURSOR
         if name_bytes > MAX_CURSOR_BYTES or (has_cursor and cursor_bytes > MAX_CURSOR_BYTES):
             raise SnapshotError(
@@ -243,32 +371,27 @@ class SnapshotReader:
         cursor = self._read(cursor_bytes) if has_cursor else None
         section = self._read(section_bytes)
         try:
-            worker = name.decode("utf-8", "surrogatepass")
+            rank = Rank(name.decode("utf-8", "surrogatepass"), dp_rank)
         except UnicodeDecodeError:
             raise SnapshotError(f"no name of a worker: {name[:64]!r}", reason="content") from None
-        return SnapshotRecord(Rank(worker, dp_rank), section, cursor)
-
-    def _read_end(self, ranks: int) -> None:
-        (count,) = _COUNT.unpack(self._read(_COUNT.size))
-        digest = self._digest.digest()
-        if self._read(_CHECKSUM_BYTES) != digest:
+        digest = section[-_DIGEST_BYTES:]
+        if _digest(self.seed, memoryview(section)[:-_DIGEST_BYTES]) != digest:
             raise SnapshotError(
-                "the snapshot is damaged: its checksum does not agree", reason="checksum"
+                f"the snapshot is damaged: the checksum of {rank} does not agree",
+                reason="checksum",
             )
-        if count != ranks:
-            raise SnapshotError(f"{ranks} ranks, counted {count}", reason="content")
-        if self._owned and self._file.read(1):
-            raise SnapshotError("something follows the end of the snapshot", reason="format")
+        self._digest.update(numbers + name + (cursor or b"") + digest)
+        return SnapshotRecord(rank, section, cursor)
 
     def _read(self, size: int) -> bytes:
         data = self._take(size)
         if len(data) < size:
             raise _truncated(size, len(data))
-        self._digest.update(data)
         return data
 
     def _take(self, size: int) -> bytes:
-        """Read so many bytes, or as many as exist; memory grows with the bytes read."""
+        """Read so many bytes, or as many as exist."""
+        # Not all at once: a length that somebody made up must not cost its memory.
         data = self._file.read(min(size, _STEP))
         while 0 < len(data) < size:
             more = self._file.read(min(len(data), size - len(data)))
@@ -278,8 +401,15 @@ class SnapshotReader:
         return data
 
 
+def _truncated(expected: int, left: int) -> SnapshotError:
+    return SnapshotError(
+        f"the snapshot is cut off: {left} bytes are left where {expected} should follow",
+        reason="truncated",
+    )
+
+
 def write_snapshot(
-    target: SnapshotTarget, index: BaseIndex, *, cursors: Mapping[Rank, bytes] = _NO_CURSORS
+    target: SnapshotTarget, index: Dumpable, *, cursors: Mapping[Rank, bytes] = _NO_CURSORS
 ) -> None:
     """Write an index, each rank as it is at its turn.
 
@@ -337,6 +467,8 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with open(descriptor, "wb") as file:
             _remove_leftovers(target.parent, prefix)
             yield file
+            # On the disk before it gets its name: else a machine that stops leaves the name of an
+            # empty file.
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, target)
@@ -344,7 +476,12 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with suppress(FileNotFoundError):
             os.unlink(name)
         raise
-    _sync_folder(target.parent)
+    if os.name == "posix":  # Windows cannot synchronize a folder, which has the name
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _locked_file(folder: Path, prefix: str) -> tuple[int, str]:
@@ -367,7 +504,7 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
     if fcntl is None:
         return
     with os.scandir(folder) as entries:
-        names = [e.name for e in entries if e.name.startswith(prefix)]
+        names = [entry.name for entry in entries if entry.name.startswith(prefix)]
     for name in names:
         if len(name) != len(prefix) + 8:  # as tempfile makes them
             continue
@@ -378,21 +515,3 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
                 os.unlink(folder / name)
             finally:
                 os.close(left)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a renaming durable, where folders can be synchronized at all."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _truncated(expected: int, left: int) -> SnapshotError:
-    return SnapshotError(
-        f"the snapshot is cut off: {left} bytes are left where {expected} should follow",
-        reason="truncated",
-    )

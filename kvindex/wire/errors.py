@@ -242,8 +242,8 @@ class SnapshotError(_ReasonedError, ValueError):
     """Bytes that cannot be restored as an index.
 
     Attributes:
-        reason: "format" (not a snapshot), "version", "truncated", "checksum", "backend" (made by
-            the other implementation of the index, or under another seed), "content" (well-formed
+        reason: "format" (not a snapshot), "version", "truncated", "checksum", "backend" (made
+            under another seed, or by a release with other prefix keys), "content" (well-formed
             bytes with contradictory content) or "room" (it exceeds the limits of the index).
     """
 

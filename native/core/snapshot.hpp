@@ -3,21 +3,13 @@
 // What is read is bounded by the bytes that are there, and checked: an image that comes back can be
 // restored.
 //
-// A file (kvindex/index/snapshot.py writes it; all fixed numbers are little-endian): magic 89 4b 56
-// 49 0d 0a 1a 0a; 2 bytes version, 1; 1 byte backend, 1 for native; a 0; 16 bytes seed. For each
-// rank: a 1; 4 bytes length of the worker's name, at most 65,536; 8 bytes dp_rank, signed; 4 bytes
-// length of the cursor, at most 65,536, or 2^32 - 1 for none; 8 bytes length of the section; name
-// (UTF-8), cursor, section. At the end: a 0; 8 bytes number of ranks; 32 bytes BLAKE2b of
-// everything before it.
-//
-// A section: magic "KVIR"; 2 bytes version, 2; 1 byte backend; a 0; 8 bytes length of the body; the
-// body; 32 bytes checksum, BLAKE2b of everything before it; 16 bytes seal, BLAKE2b of backend, key
-// check and checksum, keyed with the seed.
+// kvindex/index/snapshot.py writes what is around it: sections and files. A change of what follows
+// is a new version there.
 //
 // A body is a sequence of *numbers* (7 bits to a byte, the lowest first, the high bit set in all
-// bytes but the last), *words* (8 bytes), *texts* (a number, then so many bytes) and *labels* (a
-// text of at least one byte, or an empty one and a word). A *list* is a number of items, and the
-// items. *Copies* are a list of (place, count).
+// bytes but the last), *words* (8 bytes, little-endian), *texts* (a number, then so many bytes) and
+// *labels* (a text of at least one byte, or an empty one and a word). A *list* is a number of
+// items, and the items. *Copies* are a list of (place, count).
 //
 // 1. Shapes: list of (block size, lookahead). Namespaces: list of (block size, lookahead, LoRA
 //    text). Places: list of (group, medium text, tokens of a chunk or 0).

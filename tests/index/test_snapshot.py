@@ -37,7 +37,7 @@ from kvindex.index import (
     replaced_file,
     write_snapshot,
 )
-from kvindex.index.snapshot_section import open_section, seal_section
+from kvindex.index.snapshot import open_section, seal_section
 from kvindex.wire.errors import ConfigurationError, SnapshotError, UnknownRankError
 from tests.index.index_events import (
     A,
@@ -57,7 +57,8 @@ pytestmark = [
     pytest.mark.skipif(BACKEND != "native", reason="the Python index has no snapshots"),
 ]
 
-HEAD = 28  # bytes of a snapshot before its first rank
+SEED = 2**128 - 1
+HEAD = 26  # bytes of a snapshot before its first rank
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -179,13 +180,9 @@ def test_damaged_sections_are_refused_with_the_reason() -> None:
     reasons = {
         "format": [b"KVIX", b"no section at all", section + b"."],
         "truncated": [b"", section[:-1], section[:20], section[:3]],
-        "version": [changed(section, 4, b"\x01"), changed(section, 4, b"\x03")],
-        "checksum": [
-            flipped(section, 30),
-            changed(section, 6, b"\x07"),
-            changed(section, -20, b"." * 8),
-        ],
-        "backend": [flipped(section, -1)],
+        "version": [changed(section, 4, b"\x02"), changed(section, 4, b"\x04")],
+        "checksum": [flipped(section, 30), flipped(section, -33), flipped(section, -1)],
+        "backend": [flipped(section, 14), flipped(section, 29)],
     }
     assert_refused(partial(index.restore, B), reasons)
     index.check()
@@ -220,12 +217,16 @@ def test_a_lora_that_none_can_have_is_refused(tag: bytes) -> None:
     assert refused(lambda: restore(index, B, body)) == "content"
 
 
+def sealed(body: bytes) -> bytes:
+    return seal_section(body, SEED, bytes(16))
+
+
 def body_of(index: Index) -> bytes:
-    return bytes(open_section(index.dump(A), index._identity()))
+    return bytes(open_section(index.dump(A), index.seed, index._identity()))
 
 
 def restore(index: Index, rank: Rank, body: bytes) -> None:
-    index.restore(rank, seal_section(body, index._identity()))
+    index.restore(rank, seal_section(body, index.seed, index._identity()))
 
 
 def with_lora(body: bytes, tag: bytes) -> bytes:
@@ -309,10 +310,10 @@ def test_cursors_come_back_as_they_were() -> None:
 def test_records_are_written_and_read_one_by_one() -> None:
     file = io.BytesIO(b"before")
     file.seek(6)
-    writer = SnapshotWriter(file, seed=2**128 - 1)
+    writer = SnapshotWriter(file, seed=SEED)
     records = [
-        SnapshotRecord(Rank("ä\ud800", -3), b"section", b"cursor" * 10_000),
-        SnapshotRecord(Rank("", 2**40), bytes(3 * 2**20), None),
+        SnapshotRecord(Rank("ä\ud800", -3), sealed(b"section"), b"cursor" * 10_000),
+        SnapshotRecord(Rank("", 2**40), sealed(bytes(3 * 2**20)), None),
     ]
     for record in records:
         writer.add(*record)
@@ -322,7 +323,7 @@ def test_records_are_written_and_read_one_by_one() -> None:
     file.write(b"after")
     file.seek(6)
     with SnapshotReader(file) as reader:
-        assert reader.seed == 2**128 - 1
+        assert reader.seed == SEED
         assert list(reader) == records
     assert file.read() == b"after"  # a file that was opened elsewhere may go on
 
@@ -345,14 +346,32 @@ def test_what_is_no_snapshot_is_refused_with_the_reason() -> None:
     reasons = {
         "format": [b"PK\x03\x04", b"no snapshot, however long it is.....", data + b"."],
         "truncated": [b"", data[:5], data[: HEAD - 1], data[:HEAD], data[: HEAD + 9], data[:-1]],
-        "version": [changed(data, 8, b"\x02")],
-        "backend": [changed(data, 10, b"\x02")],
-        "checksum": [flipped(data, -1), changed(data, HEAD, b"\x05")],
+        "version": [changed(data, 8, b"\x01"), changed(data, 8, b"\x04")],
+        "checksum": [flipped(data, -1), flipped(data, HEAD - 1), changed(data, HEAD, b"\x05")],
     }
     section_length = HEAD + 1 + 4 + 8 + 4
     reasons["truncated"].append(changed(data, section_length, b"\xff" * 7))  # of exabytes
     reasons["checksum"].append(changed(data, HEAD + 1, b"\xff" * 4))  # as long a name
     assert_refused(read_snapshot, reasons)
+
+
+def test_a_section_is_refused_where_it_is_damaged_or_another_ranks() -> None:
+    sections = [sealed(bytes([n]) * 50) for n in (1, 2)]
+    data = snapshot_of(*sections)
+    read = iter(SnapshotReader(data.replace(bytes([2]) * 50, bytes([3]) * 50)))
+    assert next(read).section == sections[0], "its own checksum agrees"
+    assert refused(partial(next, read)) == "checksum"
+    swapped = data.replace(sections[0], b"?").replace(sections[1], sections[0])
+    assert refused(lambda: read_snapshot(swapped.replace(b"?", sections[1]))) == "checksum"
+
+
+def snapshot_of(*sections: bytes) -> bytes:
+    file = io.BytesIO()
+    writer = SnapshotWriter(file, seed=SEED)
+    for dp_rank, section in enumerate(sections):
+        writer.add(Rank("a", dp_rank), section)
+    writer.finish()
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("given", ["a", None, 5, [1], Path("a"), memoryview(bytes(8))[::2]])
@@ -379,10 +398,10 @@ def test_any_buffer_is_as_good_as_bytes() -> None:
 
 def test_a_rank_that_comes_twice_is_refused() -> None:
     file = io.BytesIO()
-    writer = SnapshotWriter(file, seed=1)
-    writer.add(A, b"")
+    writer = SnapshotWriter(file, seed=SEED)
+    writer.add(A, sealed(b""))
     writer._ranks.clear()
-    writer.add(A, b"")
+    writer.add(A, sealed(b""))
     writer._ranks.add(B)
     writer.finish()
     assert refused(lambda: read_snapshot(file.getvalue())) == "content"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import BACKEND, BlockStored, EventBatch, Index, KVIndexError, Rank
-from kvindex.index.snapshot_section import open_section, seal_section
+from kvindex.index.snapshot import open_section, seal_section
 from kvindex.wire.errors import SnapshotError
 from tests.examples import examples
 from tests.index.index_queries import (
@@ -163,16 +163,16 @@ def test_a_section_made_by_an_enemy_is_refused_or_restored_whole(
     index = Index(seed=SEED)
     for step in before:
         take(index, step)
-    identity = index._identity()
+    made_by = SEED, index._identity()
     for rank in index.ranks:
-        body = bytes(open_section(index.dump(rank), identity))
+        body = bytes(open_section(index.dump(rank), *made_by))
         for change in changes:
             forged = damaged(body, change)
             copy = Index(seed=SEED)
             for step in after:
                 take(copy, step)
             expected = (counted(copy), held(copy))
-            refused = refusal(copy, rank, seal_section(forged, identity))
+            refused = refusal(copy, rank, seal_section(forged, *made_by))
             assert refused in (None, "content")
             if refused:
                 assert (counted(copy), held(copy)) == expected
