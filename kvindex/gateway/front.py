@@ -1,8 +1,10 @@
 """The handlers of the gateway's routes: from a client's request to an engine's answer.
 
-A routed request runs as one generator, `Front._live`. Its first piece is empty and marks that the
-head may go; the rest are the pieces of the answer. The connection pulls it, so that a slow client
-holds back its own engine connection only, and closes it once the client has gone, at any stage.
+The task of a request waits for what it must decide: for a place, for the head of an engine's
+answer, for its first event, for a client that reads slowly, and for the end. The pieces of an
+answer pass it by: the engine's connection gives each to the request's `Exchange`, and writes what
+that forwards to the client. While a client does not read, its own engine's connection is held back,
+and no other. A client that leaves cancels the task, at any stage; nothing else does.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ import asyncio
 import math
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call
@@ -22,7 +24,6 @@ from kvindex.gateway.choosing import NoRankError, Routing
 from kvindex.gateway.exchange import End, Exchange, Stage
 from kvindex.gateway.models import UnknownModelError
 from kvindex.gateway.passing import answer_headers, request_headers, with_fields
-from kvindex.gateway.silence import Silence
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
 from kvindex.gateway.waiting import ShedError
@@ -182,73 +183,42 @@ class Front:
         request_id = own.decode() if _ID.fullmatch(own) else unique
         exchange = Exchange(call, request_id, self._loop().time())
         fields = request_headers(request.headers, passes_keys=self._passes_keys)
-        silence = Silence(self._silent_within)
-        pieces = self._live(exchange, fields, unique, silence)
-        await pieces.__anext__()
-        assert exchange.answer is not None
-        headers, length = answer_headers(exchange.answer.headers)
+        self.access.begin()
+        try:
+            answer, kept = await self._begun(exchange, fields, unique)
+        except BaseException as error:
+            self._end(exchange, error)
+            raise
+        headers, length = answer_headers(answer.headers)
         headers.append((b"x-request-id", request_id.encode()))
         if exchange.stage is Stage.ENDED:
-            body = b"".join([piece async for piece in pieces])
-            return Reply(exchange.status, body, b"", headers)
+            self._end(exchange)
+            return Reply(exchange.status, kept, b"", headers)
         return Stream(
-            pieces,
+            partial(self._forward, exchange, answer, kept),
             headers,
             exchange.status,
             length=None if exchange.is_stream else length,
-            on_open=partial(_pass_on, exchange, silence, self._loop().time),
         )
 
-    async def _live(
-        self, exchange: Exchange, fields: Headers, unique: str, silence: Silence
-    ) -> AsyncGenerator[bytes, None]:
-        """Run a request: yield b"" once the head may go, then the pieces that are not empty.
+    async def _begun(
+        self, exchange: Exchange, fields: Headers, unique: str
+    ) -> tuple[Answer, bytes]:
+        """Send a request until an engine's answer may be forwarded; return what is kept of it.
 
         Raises:
             RefusedError: there is no answer of an engine; it has the gateway's own.
-            BrokenOffError: the engine broke off.
         """
-        time = self._loop().time
-        self.access.begin()
-        try:
-            piece = await self._first_piece(exchange, fields, unique, silence)
-            yield b""
-            if piece:
-                yield piece
-            answer: Any = exchange.answer
-            while exchange.stage is Stage.FORWARDED:
-                if piece := await _next(exchange, answer, silence, time):
-                    yield piece
-            if exchange.end is End.BROKEN:
-                raise BrokenOffError
-        except CallError as error:
-            exchange.refused(error.status, time())
-            raise RefusedError(_call_error(error)) from None
-        except (RefusedError, BrokenOffError):
-            raise
-        except Exception:
-            exchange.refused(500, time(), End.FAILED)
-            raise
-        finally:
-            silence.end()
-            exchange.left(time())  # unless it has ended
-            self.access.end(exchange)
-
-    async def _first_piece(
-        self, exchange: Exchange, fields: Headers, unique: str, silence: Silence
-    ) -> bytes:
-        """Send a request until an engine's answer may be forwarded; return what is kept of it."""
         call, time = exchange.call, self._loop().time
         try:
             found = await self._tokenizing.tokens(call, self._routing.servings(call.model))
-            ids = found.token_ids
             length = found.length(call)
             exchange.tokenized(length, found.reason)
-            piece = b""
+            kept: list[bytes] = []
             while exchange.stage is Stage.WAITING:
                 place = await self._routing.reserve(
                     call.model,
-                    ids,
+                    found.token_ids,
                     prompt_tokens=length,
                     salt=call.salt,
                     reads_cache=call.reads_cache,
@@ -257,7 +227,24 @@ class Front:
                     deadline=time() + self._queue_within,
                 )
                 exchange.reserved(place, time())
-                piece = await self._try(exchange, fields, silence)
+                try:
+                    answer = await self._upstream.send(
+                        place.serving.url,
+                        call.path,
+                        with_fields(call.body, place.pin.body_fields),
+                        [*fields, *place.pin.headers, (b"x-request-id", _engine_id(exchange))],
+                        head_within=self._head_within,
+                    )
+                except UpstreamError as error:
+                    exchange.failed(error.reason, time())
+                    continue
+                exchange.answered(answer, time())
+                await self._pass_on(
+                    exchange, answer, kept.append, lambda: exchange.stage is Stage.KEPT
+                )
+        except CallError as error:
+            exchange.refused(error.status, time())
+            raise RefusedError(_call_error(error)) from None
         except (UnknownModelError, NoRankError, ShedError) as error:
             if not exchange.failures or isinstance(error, ShedError):
                 reply = no_place_reply(error)
@@ -266,69 +253,64 @@ class Front:
             exchange.given_up(time())
         if exchange.end is End.NO_ANSWER:
             raise RefusedError(_no_answer(exchange))
-        return piece
+        return answer, b"".join(kept)
 
-    async def _try(self, exchange: Exchange, fields: Headers, silence: Silence) -> bytes:
-        """Send a request to the engine of its place, and read the answer while it is kept back."""
-        call, place, time = exchange.call, exchange.place, self._loop().time
-        assert place is not None
+    async def _forward(
+        self, exchange: Exchange, answer: Answer, kept: bytes, writer: Writer
+    ) -> None:
+        """Write an answer to the client; raises BrokenOffError if the engine breaks off."""
         try:
-            answer = await self._upstream.send(
-                place.serving.url,
-                call.path,
-                with_fields(call.body, place.pin.body_fields),
-                [*fields, *place.pin.headers, (b"x-request-id", _engine_id(exchange))],
-                head_within=self._head_within,
-            )
+            if kept:
+                writer.write(kept)
+            while exchange.stage is Stage.FORWARDED:
+                await writer.drain()
+                await self._pass_on(exchange, answer, writer.write, writer.is_ready)
+            if exchange.end is End.BROKEN:
+                raise BrokenOffError
+        except BaseException as error:
+            self._end(exchange, error)
+            raise
+        self._end(exchange)
+
+    async def _pass_on(
+        self,
+        exchange: Exchange,
+        answer: Answer,
+        write: Callable[[bytes], None],
+        is_ready: Callable[[], bool],
+    ) -> None:
+        """Write what is forwarded of an answer while `is_ready`, at most to the answer's end."""
+        if exchange.stage not in (Stage.KEPT, Stage.FORWARDED):  # its status is no answer
+            return
+        time, received = self._loop().time, exchange.received
+
+        def receive(data: bytes) -> bool:
+            if piece := received(data, time()):
+                write(piece)
+            return is_ready()
+
+        try:
+            if await answer.pass_to(receive, self._silent_within):
+                return
+            last = exchange.completed(time())
         except UpstreamError as error:
-            return exchange.failed(error.reason, time())
-        exchange.answered(answer, time())
-        piece = b""
-        while exchange.stage is Stage.KEPT:
-            piece = await _next(exchange, answer, silence, time)
-        return piece
+            last = exchange.failed(error.reason, time())
+        if last:
+            write(last)
+
+    def _end(self, exchange: Exchange, error: BaseException | None = None) -> None:
+        """Log and count a request, which ends as its client leaves unless it has ended before."""
+        now = self._loop().time()
+        if isinstance(error, Exception) and not isinstance(error, ConnectionAbortedError):
+            exchange.refused(500, now, End.FAILED)
+        exchange.left(now)
+        self.access.end(exchange)
 
 
 def refusal_reply(refusal: Refusal) -> Reply:
     """Return the answer to a request that the guard refuses, in OpenAI's form."""
     headers = refusal.reply.headers
     return error_reply(refusal.status, refusal.message, code=refusal.reason, headers=headers)
-
-
-async def _next(
-    exchange: Exchange, answer: Answer, silence: Silence, time: Callable[[], float]
-) -> bytes:
-    """Read a piece of an answer; return what of it is forwarded now."""
-    silence.begin(time())
-    try:
-        data = await answer.read()
-    except UpstreamError as error:
-        return exchange.failed(error.reason, time())
-    except asyncio.CancelledError:
-        if not silence.is_over:
-            raise
-        return exchange.failed("silent", time())
-    finally:
-        silence.pause()
-    return exchange.received(data, time()) if data else exchange.completed(time())
-
-
-def _pass_on(
-    exchange: Exchange, silence: Silence, time: Callable[[], float], writer: Writer
-) -> None:
-    """Have the pieces of an answer written as they arrive, while its reader waits for them."""
-    is_ready, write, received = writer.is_ready, writer.write, exchange.received
-
-    def forward(data: bytes) -> bool:
-        if not is_ready():
-            return False
-        silence.since = now = time()
-        if piece := received(data, now):
-            write(piece)
-        return True
-
-    answer: Any = exchange.answer
-    answer.sink = forward
 
 
 def _engine_id(exchange: Exchange) -> bytes:

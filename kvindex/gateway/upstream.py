@@ -124,21 +124,23 @@ class Upstream:
         left = max(0.0, began + within - loop.time())
         why = f"no whole answer within {within:g} s"
         timer = loop.call_later(left, partial(answer.fail, "timeout", why))
-        pieces: list[bytes] = []
+        received = bytearray()
+
+        def receive(piece: bytes) -> bool:
+            received.extend(piece)
+            return len(received) <= most
+
         try:
-            while piece := await answer.read():
-                pieces.append(piece)
-                most -= len(piece)
-                if most < 0:
-                    text = f"{url}{path}: the answer is longer than accepted"
-                    raise UpstreamError(text, reason="too_long")
+            if await answer.pass_to(receive):
+                text = f"{url}{path}: the answer is longer than accepted"
+                raise UpstreamError(text, reason="too_long")
         except UpstreamError as error:
             self._failures[error.reason] += 1
             raise
         finally:
             timer.cancel()
             answer.close()
-        return answer.status, b"".join(pieces)
+        return answer.status, bytes(received)
 
     async def close(self) -> None:
         """Close all connections."""

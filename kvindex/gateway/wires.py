@@ -1,7 +1,8 @@
 """One connection to an engine, and the answer that it receives.
 
-An answer is received as it comes. What its reader has not read yet is at most `MOST_UNREAD` bytes:
-then the connection is not read from, and TCP holds the engine back.
+An answer is passed on as it comes, in the turn of the event loop in which it comes: no task is
+woken for a piece. While nobody takes it, at most `MOST_UNREAD` bytes wait: then the connection is
+not read from, and TCP holds the engine back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import httptools
 from kvindex.wire.errors import KVIndexError
 
 MOST_UNREAD: Final = 64 << 10
-"""Bytes of an answer that wait for their reader."""
+"""Bytes of an answer that wait to be passed on."""
 
 MOST_HEAD: Final = 64 << 10
 """Bytes of an answer's head."""
@@ -30,8 +31,9 @@ class UpstreamError(KVIndexError):
 
     Attributes:
         reason: "refused", "unreachable" or "timeout_connect": nothing was sent; "timeout_head",
-            "garbage" or "head_too_long": no head arrived; "reset": the connection broke; "too_long"
-            or "timeout": a whole answer was too long, or not there in time.
+            "garbage" or "head_too_long": no head arrived; "reset": the connection broke; "silent":
+            nothing came for too long; "too_long" or "timeout": a whole answer was too long, or not
+            there in time.
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -45,60 +47,22 @@ class Answer:
     Attributes:
         status: the HTTP status code.
         headers: the fields, with names in lower case, but for those of one connection.
-        sink: receives pieces in place of the reader while that waits for one, unless it returns
-            False. So the reader's task, which costs more than the piece, is not woken.
 
-    Owner: one event loop; one task reads.
+    Owner: one event loop; one task awaits it.
     """
 
     def __init__(self, wire: Wire) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self._wire: Wire | None = wire  # until the answer is complete, or broken
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes] = []  # that nobody has taken yet
         self._size = 0
         self._error: UpstreamError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.sink: Callable[[bytes], bool] | None = None
-
-    async def read(self) -> bytes:
-        """Return all that has arrived and was not read yet; b"" at the end.
-
-        Raises:
-            UpstreamError: the answer breaks off here.
-        """
-        while not self._pieces:
-            if self._error is not None:
-                raise self._error
-            if self._wire is None:
-                return b""
-            await self._wait()
-        data = self._joined()
-        self._forget()
-        return data
-
-    def _joined(self) -> bytes:
-        pieces = self._pieces
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _forget(self) -> None:
-        """Note that all pieces are read."""
-        self._pieces, self._size = [], 0
-        if self._wire is not None:
-            self._wire.resume()
-
-    def close(self) -> None:
-        """Close the connection, unless the answer is complete: the engine stops working on it."""
-        self.fail("closed", "it was closed here")
-
-    def fail(self, reason: str, why: str) -> None:
-        """Break the answer off, unless it is complete; `read` raises once all is read."""
-        wire = self._wire
-        if wire is not None:
-            self._error = UpstreamError(f"{wire.name}: {why}", reason=reason)
-            self._wire = None
-            wire.abort()
-            self._wake()
+        self._loop = asyncio.get_running_loop()
+        self._receive: Callable[[bytes], bool] | None = None  # while a task waits in `pass_to`
+        self._waiter: asyncio.Future[bool] | None = None
+        self._heard_at: float | None = None  # None while what comes is not taken
+        self._silence: asyncio.TimerHandle | None = None
 
     async def head(self) -> None:
         """Wait for the head; raises UpstreamError if none arrives."""
@@ -106,6 +70,52 @@ class Answer:
             await self._wait()
         if self._error is not None and not self.status:
             raise self._error
+
+    async def pass_to(
+        self, receive: Callable[[bytes], bool], silent_within: float | None = None
+    ) -> bool:
+        """Pass on all that has arrived and arrives, until `receive` returns False.
+
+        Args:
+            receive: called with each piece, by this task or by the connection.
+            silent_within: seconds for which nothing may arrive; None: any time.
+
+        Returns:
+            Whether there may be more: False at the end of the answer.
+
+        Raises:
+            UpstreamError: the answer breaks off here.
+        """
+        if silent_within is not None and self._silence is None and self._wire is not None:
+            self._silence = self._loop.call_later(silent_within, self._check_silence, silent_within)
+        while self._pieces or self._wire is not None:
+            if self._pieces:
+                if not receive(self._taken()):
+                    return True
+                continue
+            self._receive, self._heard_at = receive, self._loop.time()
+            try:
+                if await self._wait():
+                    return True
+            finally:
+                # What the client takes to read does not count as the engine's silence.
+                self._receive = self._heard_at = None
+        if self._error is not None:
+            raise self._error
+        return False
+
+    def close(self) -> None:
+        """Close the connection, unless the answer is complete: the engine stops working on it."""
+        self.fail("closed", "it was closed here")
+
+    def fail(self, reason: str, why: str) -> None:
+        """Break the answer off, unless it is complete: `pass_to` raises after the last piece."""
+        wire = self._wire
+        if wire is not None:
+            self._error = UpstreamError(f"{wire.name}: {why}", reason=reason)
+            self._end()
+            wire.abort()
+            self.wake()
 
     # Its connection's calls ---------------------------------------------------------------------
 
@@ -121,26 +131,47 @@ class Answer:
 
     def complete(self) -> None:
         """Note that all has arrived."""
-        self._wire = None
+        self._end()
 
     def wake(self) -> None:
-        """Pass on what has arrived: to the sink, or to the reader."""
-        is_open = self._wire is not None and self._waiter is not None and self._pieces
-        if is_open and self.sink is not None and self.sink(self._joined()):
-            self._forget()
-        else:
-            self._wake()
+        """Pass on what has arrived; wake the task at the end, or once its `receive` wants it."""
+        is_stopped = False
+        if self._receive is not None and self._pieces:
+            is_stopped = not self._receive(self._taken())
+            self._heard_at = self._loop.time()
+        if self._receive is None or is_stopped or self._wire is None:
+            self._receive = None  # what comes before the task runs waits for it
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(is_stopped)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _taken(self) -> bytes:
+        """Return all that waits, and let more come."""
+        pieces = self._pieces
+        self._pieces, self._size = [], 0
+        if self._wire is not None:
+            self._wire.resume()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+    def _end(self) -> None:
+        self._wire = None
+        if self._silence is not None:
+            self._silence.cancel()
+
+    async def _wait(self) -> bool:
+        self._waiter = self._loop.create_future()
         try:
-            await self._waiter
+            return await self._waiter
         finally:
             self._waiter = None
+
+    def _check_silence(self, within: float) -> None:
+        # One timer for an answer, none for a piece. It breaks the answer off and cancels no task:
+        # only a client that leaves does that, even if both happen in one turn of the event loop.
+        waited = 0.0 if self._heard_at is None else self._loop.time() - self._heard_at
+        if waited >= within:
+            self.fail("silent", f"nothing of its answer came for {within:g} s")
+        else:
+            self._silence = self._loop.call_later(within - waited, self._check_silence, within)
 
 
 class Wire(asyncio.Protocol):

@@ -25,6 +25,7 @@ from kvindex.service.http.messages import (
     in_threads,
     json_reply,
     refused,
+    sending,
     text_reply,
 )
 from kvindex.service.openapi import (
@@ -207,7 +208,7 @@ class _Views:
         blocks = request.parameter("blocks", str(MOST_BLOCKS))
         if not (blocks.isascii() and blocks.isdigit() and len(blocks) < 10):
             return text_reply(422, f"blocks must be 0 or more, not {blocks!r:.40}")
-        return Stream(in_threads(_dump(self._service, int(blocks))), (_LIST,))
+        return Stream(sending(in_threads(_dump(self._service, int(blocks)))), (_LIST,))
 
 
 def _dump(service: Service, most_blocks: int) -> Iterator[bytes]:

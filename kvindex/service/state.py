@@ -20,7 +20,7 @@ import msgspec
 from kvindex import BusyError, Client, ClosedError, ConfigurationError
 from kvindex.index.snapshot import replaced_file
 from kvindex.service.catalog import BY_CLIENTS, Catalog, Registration
-from kvindex.service.http.messages import Request, Route, Stream, in_threads, refusal
+from kvindex.service.http.messages import Request, Route, Stream, in_threads, refusal, sending
 from kvindex.service.openapi import binary, route
 from kvindex.wire.errors import UNREADABLE
 from kvindex.wire.log_rate import LogRate
@@ -223,7 +223,7 @@ def snapshot_route(client: Client, *, clock: Callable[[], float] = time.monotoni
     async def snapshot(request: Request) -> Stream:
         nonlocal lock
         if request.method == "HEAD":  # none is taken for that
-            return Stream(in_threads(iter(())), _OCTETS)
+            return Stream(sending(in_threads(iter(()))), _OCTETS)
         lock = lock or asyncio.Lock()
         async with lock:
             is_fresh = bool(sent) and clock() - sent[-1].taken_at < _FRESH
@@ -235,7 +235,8 @@ def snapshot_route(client: Client, *, clock: Callable[[], float] = time.monotoni
                 sent.append(_Taken(descriptor, clock()))
             taken = sent[-1]
             taken.readers += 1
-        return Stream(_pieces(taken, sent), _OCTETS, length=os.fstat(taken.descriptor).st_size)
+        size = os.fstat(taken.descriptor).st_size
+        return Stream(sending(_pieces(taken, sent)), _OCTETS, length=size)
 
     return route(
         *("GET /snapshot", snapshot),

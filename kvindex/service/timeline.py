@@ -19,7 +19,7 @@ import msgspec
 
 from kvindex import Rank, RankStatus, State
 from kvindex.service.catalog import Partition
-from kvindex.service.http.messages import Stream
+from kvindex.service.http.messages import Stream, sending
 from kvindex.service.overview import PartitionOf
 
 HISTORY: Final = 5_000
@@ -365,7 +365,7 @@ def event_stream(
         counters.cut_off += 1
 
     return Stream(
-        _events(timeline, timeline.position, present, counters, last_event_id),
+        sending(_events(timeline, timeline.position, present, counters, last_event_id)),
         _HEADERS,
         is_endless=True,
         send_within=SEND_WITHIN,

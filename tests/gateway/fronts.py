@@ -15,7 +15,7 @@ from kvindex.gateway.calls import Call
 from kvindex.gateway.choosing import NoRankError
 from kvindex.gateway.front import Front, refusal_reply
 from kvindex.gateway.tokens import Tokens
-from kvindex.gateway.wires import UpstreamError
+from kvindex.gateway.wires import Answer, UpstreamError
 from kvindex.service.http import Guard, Limits, Site
 from kvindex.service.http.connections import Connection
 from tests.gateway.lives import DONE, HEAD, ROLE, USAGE, LoggedPlace, event
@@ -54,29 +54,44 @@ class Engine:
         self.pieces, self.status, self.headers, self.fails = pieces, status, headers, fails
 
 
-class ScriptedAnswer:
+class ScriptedWire:
+    """An engine's connection: each piece comes once the one before has been taken."""
+
+    name = "an engine"
+
     def __init__(self, log: list[tuple[Any, ...]], engine: Engine) -> None:
-        self.status = engine.status
-        self.headers = list(engine.headers)
-        self.read_pieces = 0
+        wire: Any = self
+        self.answer = Answer(wire)
+        self.answer.begin(engine.status, list(engine.headers))
+        self.sent = 0
         self._log = log
-        self._pieces = list(engine.pieces)
+        self._taken = asyncio.Event()
+        self._task = asyncio.ensure_future(self._send(engine.pieces))
 
-    async def read(self) -> bytes:
-        if not self._pieces:
-            self._log.append(("complete",))
-            return b""
-        piece = self._pieces.pop(0)
-        self.read_pieces += 1
-        if isinstance(piece, Hang):
-            await piece.wait()
-        if isinstance(piece, str):
-            raise UpstreamError("it broke off", reason=piece)
-        assert isinstance(piece, bytes)
-        return piece
+    async def _send(self, pieces: Sequence[bytes | Hang | str]) -> None:
+        for piece in pieces:
+            await asyncio.sleep(0)
+            if isinstance(piece, Hang):
+                await piece.wait()
+            elif isinstance(piece, str):
+                self.answer.fail(piece, "it broke off")
+                return
+            else:
+                self.sent += 1
+                self._taken.clear()
+                self.answer.add(piece)
+                self.answer.wake()
+                await self._taken.wait()
+        self._log.append(("complete",))
+        self.answer.complete()
+        self.answer.wake()
 
-    def close(self) -> None:
+    def resume(self) -> None:
+        self._taken.set()
+
+    def abort(self) -> None:
         self._log.append(("close",))
+        self._task.cancel()
 
 
 class Scripted:
@@ -93,7 +108,7 @@ class Scripted:
         self.refusal: Exception | None = None
         self.reserved: list[dict[str, Any]] = []
         self.sent: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
-        self.answers: list[ScriptedAnswer] = []
+        self.wires: list[ScriptedWire] = []
         self.names: Sequence[str] = ("m",)
         self.silent: Sequence[str] = ()
 
@@ -128,7 +143,7 @@ class Scripted:
 
     async def send(
         self, url: str, path: str, body: bytes, headers: Any, *, head_within: float
-    ) -> ScriptedAnswer:
+    ) -> Answer:
         self.sent.append((url, path, body, dict(headers)))
         engine = self.engines.pop(0)
         if isinstance(engine.fails, Hang):
@@ -138,8 +153,8 @@ class Scripted:
                 self.log.append(("unsent",))
         if isinstance(engine.fails, str):
             raise UpstreamError("no head", reason=engine.fails)
-        self.answers.append(ScriptedAnswer(self.log, engine))
-        return self.answers[-1]
+        self.wires.append(ScriptedWire(self.log, engine))
+        return self.wires[-1].answer
 
     async def ask(
         self, url: str, path: str, body: bytes, headers: Any, *, within: float

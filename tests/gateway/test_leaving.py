@@ -92,15 +92,15 @@ async def test_a_client_that_does_not_read_holds_back_its_own_engine_only() -> N
         slow = await served.connect()
         slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
         slow.post("/v1/chat/completions", body_of())
-        await served.until(lambda: served.scripted.answers)
-        answer, before = served.scripted.answers[0], -1
-        while before != answer.read_pieces:
-            before = answer.read_pieces
+        await served.until(lambda: served.scripted.wires)
+        wire, before = served.scripted.wires[0], -1
+        while before != wire.sent:
+            before = wire.sent
             for _ in range(100):
                 await asyncio.sleep(0)
-        assert 0 < answer.read_pieces < 400
+        assert 0 < wire.sent < 400
         assert (await served.ask())[0] == 200, "others are served meanwhile"
-        assert before == answer.read_pieces
+        assert before == wire.sent
         slow.writer.transport.abort()
 
 
@@ -109,6 +109,24 @@ async def test_an_engine_that_is_silent_before_its_first_event_is_tried_on_anoth
         status, _, body = await served.ask()
         assert (status, body) == (200, b"".join(STREAM))
         assert served.access.statistics()["failures"] == {"silent": 1}
+
+
+async def test_a_client_that_leaves_as_its_engine_falls_silent_is_sent_to_no_other_engine() -> None:
+    hang = Hang()
+    async with fronted(Engine([hang]), Engine()) as served:
+        client = await served.connect()
+        client.post("/v1/chat/completions", body_of())
+        await hang.begun.wait()
+        (connection,) = served.site.connections
+        connection.transport.abort()
+        await asyncio.sleep(0)  # the client's leaving is noticed, and its task not yet cancelled
+        served.scripted.wires[0].answer.fail("silent", "nothing came")
+        await served.ended()
+        counted = served.access.statistics()
+        assert ended_as_left(counted)
+        assert counted["failures"] == {}
+        assert len(served.scripted.sent) == 1
+        client.writer.close()
 
 
 async def test_an_engine_that_falls_silent_amid_its_answer_is_cut_off_with_an_error() -> None:

@@ -36,10 +36,9 @@ async def sent(upstream: Upstream, served: ScriptedServer, within: float = PATIE
 
 
 async def body_of(answer: Answer) -> bytes:
-    pieces = []
-    while piece := await answer.read():
-        pieces.append(piece)
-    return b"".join(pieces)
+    body = bytearray()
+    assert not await answer.pass_to(lambda piece: not body.extend(piece))  # type: ignore[func-returns-value]
+    return bytes(body)
 
 
 async def failure(upstream: Upstream, served: ScriptedServer, within: float = PATIENCE) -> str:
@@ -175,8 +174,11 @@ async def test_an_endless_answer_is_held_back_and_ends_when_it_is_closed() -> No
     endless = [CHUNKED, *[piece] * 4000]
     async with connected(endless) as (upstream, served):
         answer = await sent(upstream, served)
+        sizes: list[int] = []
         for _ in range(50):
-            assert len(await answer.read()) <= 4 * MOST_UNREAD
+            assert await answer.pass_to(lambda piece: bool(sizes.append(len(piece))))  # type: ignore[func-returns-value]
+        assert len(sizes) == 50
+        assert max(sizes) <= 4 * MOST_UNREAD
         answer.close()
         await served.closed.wait()
         with pytest.raises(UpstreamError):

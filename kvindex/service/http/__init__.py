@@ -18,6 +18,7 @@ from kvindex.service.http.messages import (
     Stream,
     Writer,
     json_reply,
+    sending,
 )
 from kvindex.service.http.server import Beside, HttpServer, Listening, is_loopback
 from kvindex.service.http.site import Count, Site
@@ -44,4 +45,5 @@ __all__ = [
     "Writer",
     "is_loopback",
     "json_reply",
+    "sending",
 ]

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from io import BytesIO
 from typing import Any, Final
@@ -304,20 +305,15 @@ class Connection(asyncio.Protocol):
 
     async def _send(self, incoming: _Incoming, stream: Stream) -> None:
         """Send a stream to its end, or until the client is gone or cut off."""
-        if self.transport.is_closing():
-            await stream.pieces.aclose()
-            return
         fields = list(stream.headers)
         is_chunked = stream.length is None and not incoming.is_old
         if stream.length is not None:
             fields.append((b"content-length", b"%d" % stream.length))
         elif is_chunked:
             fields.append((b"transfer-encoding", b"chunked"))
-        self.transport.write(self._head(incoming, stream.status, fields))
+        if not self.transport.is_closing():
+            self.transport.write(self._head(incoming, stream.status, fields))
         self._stream = stream
-        if stream.on_open is not None:
-            write = self._write_chunk if is_chunked else self.transport.write
-            stream.on_open(Writer(self._is_writable, write))
         try:
             if incoming.request.method != "HEAD":
                 await self._send_pieces(stream, is_chunked)
@@ -333,17 +329,11 @@ class Connection(asyncio.Protocol):
                 self.transport.abort()
         finally:
             self._stream = None
-            await stream.pieces.aclose()
 
     async def _send_pieces(self, stream: Stream, is_chunked: bool) -> None:
+        write = self._write_chunk if is_chunked else self.transport.write
         try:
-            write = self._write_chunk if is_chunked else self.transport.write
-            async for piece in stream.pieces:
-                if self.transport.is_closing():
-                    raise ConnectionAbortedError("the client has gone")
-                write(piece)
-                if not self._writable.is_set():  # a wait that need not be costs a task
-                    await self._await_reader(stream)
+            await stream.send(Writer(write, self._is_writable, partial(self._drain, stream)))
         except asyncio.CancelledError:
             if not (self._site.is_ending and stream.is_endless) or self.transport.is_closing():
                 raise
@@ -354,16 +344,18 @@ class Connection(asyncio.Protocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def _is_writable(self) -> bool:
-        """Return whether a piece of the stream can be written now."""
-        is_open = self._stream is not None and not self.transport.is_closing()
-        return is_open and self._writable.is_set()
+        return self._writable.is_set() and not self.transport.is_closing()
 
-    async def _await_reader(self, stream: Stream) -> None:
-        try:
-            await asyncio.wait_for(self._writable.wait(), stream.send_within)
-        except asyncio.TimeoutError:
-            stream.on_cut_off()
-            raise ConnectionAbortedError("the client does not read") from None
+    async def _drain(self, stream: Stream) -> None:
+        """Wait until the client has read enough of a stream."""
+        if not self._writable.is_set():  # a wait that need not be costs a task
+            try:
+                await asyncio.wait_for(self._writable.wait(), stream.send_within)
+            except asyncio.TimeoutError:
+                stream.on_cut_off()
+                raise ConnectionAbortedError("the client does not read") from None
+        if self.transport.is_closing():
+            raise ConnectionAbortedError("the client has gone")
 
     def _reply(self, incoming: _Incoming, reply: Reply) -> None:
         """Write a whole answer."""

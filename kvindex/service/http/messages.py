@@ -102,41 +102,41 @@ class Reply(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """Writes pieces of a stream at once, past its `pieces`, while these have none.
+    """Writes the pieces of one stream.
 
     Attributes:
-        is_ready: whether a piece can be written: not while the client does not read, or once it
-            has gone.
         write: writes a piece that is not empty.
+        is_ready: whether a further piece should be written now: not while the client does not read
+            what was written, nor once it has gone.
+        drain: waits until it is ready; raises ConnectionAbortedError once the client has gone.
     """
 
-    is_ready: Callable[[], bool]
     write: Callable[[bytes], None]
+    is_ready: Callable[[], bool]
+    drain: Callable[[], Awaitable[None]]
 
 
 class Stream(NamedTuple):
     """An answer in pieces.
 
     Attributes:
-        pieces: of the body; closed once the client has gone.
+        send: writes the pieces of the body, and returns at their end. Called once, also if the
+            client has gone meanwhile, but not for a HEAD; cancelled once the client goes.
         headers: all fields but those about the connection.
         status: the HTTP status code.
         length: bytes of the body, if that is known.
         is_endless: whether it lasts until the client goes or the server ends.
         send_within: seconds within which the client must read a piece; as `Limits` by default.
         on_cut_off: called if it does not.
-        on_open: called once the head is written, with a `Writer`, which spares the task that awaits
-            `pieces` a wake-up.
     """
 
-    pieces: AsyncGenerator[bytes, None]
+    send: Callable[[Writer], Awaitable[None]]
     headers: Headers
     status: int = 200
     length: int | None = None
     is_endless: bool = False
     send_within: float | None = None
     on_cut_off: Callable[[], None] = lambda: None
-    on_open: Callable[[Writer], None] | None = None
 
 
 Handler: TypeAlias = Callable[[Request], "Reply | Awaitable[Reply | Stream]"]
@@ -162,7 +162,7 @@ class Route(NamedTuple):
 
 
 class BrokenOffError(Exception):
-    """Raised by the pieces of a `Stream` that cannot go on.
+    """Raised by the `send` of a `Stream` that cannot go on.
 
     The client receives the pieces before it, then the end of the connection amid the answer: it
     does not take a part for the whole. Any other exception drops what was not sent yet.
@@ -219,3 +219,18 @@ async def in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
     """Yield pieces that take long to make, each made in a thread."""
     while piece := await asyncio.to_thread(next, pieces, b""):
         yield piece
+
+
+def sending(pieces: AsyncGenerator[bytes, None]) -> Callable[[Writer], Awaitable[None]]:
+    """Return a `Stream.send` that writes pieces as they are made, and closes them at the end."""
+
+    async def send(writer: Writer) -> None:
+        try:
+            await writer.drain()
+            async for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+        finally:
+            await pieces.aclose()
+
+    return send

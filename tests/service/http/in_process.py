@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvindex.service.http.guards import Guard
-from kvindex.service.http.messages import Reply, Request, Route, Stream
+from kvindex.service.http.messages import Reply, Request, Route, Stream, Writer
 from kvindex.service.http.site import Site
 from kvindex.testing import FakeEngine
 
@@ -50,6 +50,27 @@ def request(
     return Request.of(method, urlsplit(target)._replace(fragment="").geturl().encode(), raw, body)
 
 
+async def pieces_of(stream: Stream) -> AsyncGenerator[bytes, None]:
+    """Yield what a stream writes, as its client reads it; closed, the client has gone."""
+    written: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def send() -> None:
+        try:
+            await stream.send(Writer(written.put_nowait, written.empty, written.join))
+        finally:
+            written.put_nowait(None)
+
+    sending = asyncio.ensure_future(send())
+    try:
+        while (piece := await written.get()) is not None:
+            yield piece
+            written.task_done()
+        await sending
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+
 class Asker:
     """Sends requests to a site, or to routes."""
 
@@ -65,7 +86,7 @@ class Asker:
         self.site.count(question, answer.status)
         headers = {name.decode(): value.decode() for name, value in answer.headers}
         if isinstance(answer, Stream):
-            body = b"".join([piece async for piece in answer.pieces])
+            body = b"".join([piece async for piece in pieces_of(answer)])
         else:
             body = answer.body
             if answer.content_type:

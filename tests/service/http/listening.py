@@ -12,7 +12,7 @@ from typing import Any
 
 from kvindex.service.http.connections import Connection
 from kvindex.service.http.guards import Guard
-from kvindex.service.http.messages import Handler, Reply, Request, Route, Stream
+from kvindex.service.http.messages import Handler, Reply, Request, Route, Stream, sending
 from kvindex.service.http.server import HttpServer
 from kvindex.service.http.site import Site
 from kvindex.service.traffic import Traffic
@@ -24,9 +24,9 @@ async def later(request: Request) -> Reply | Stream:
     if request.path == "/never":
         await asyncio.Event().wait()
     if request.path == "/pieces":
-        return Stream(pieces(int(request.query or 3)), ())
+        return Stream(sending(pieces(int(request.query or 3))), ())
     if request.path == "/endless":
-        return Stream(endless(), (), is_endless=True)
+        return Stream(sending(endless()), (), is_endless=True)
     await asyncio.sleep(0)
     return Reply(200, f"app {request.path} {len(request.body)}".encode(), b"")
 

@@ -19,6 +19,7 @@ from kvindex.service.http.messages import Request
 from kvindex.service.state import snapshot_route
 from kvindex.service.timeline import StreamCounters, Timeline, event_stream
 from tests.live import PATIENCE, until
+from tests.service.http.in_process import pieces_of
 from tests.service.http.listening import Listening, listening, post, responses
 from tests.service.http.served import certificate_in
 
@@ -186,8 +187,9 @@ async def test_what_a_new_event_stream_begins_with_is_made_beside_the_event_loop
         return {}
 
     stream = event_stream(Timeline(), present, StreamCounters())
-    await asyncio.wait_for(stream.pieces.__anext__(), PATIENCE)
-    await stream.pieces.aclose()
+    pieces = pieces_of(stream)
+    await asyncio.wait_for(pieces.__anext__(), PATIENCE)
+    await pieces.aclose()
     assert made_by != [threading.current_thread()]
 
 
@@ -203,7 +205,7 @@ async def test_a_slow_reader_of_the_snapshot_keeps_nobody_waiting() -> None:
 
     async def begin(seconds: float) -> Any:
         now[0] = seconds
-        pieces = (await serve(Request.of("GET", b"/snapshot"))).pieces
+        pieces = pieces_of(await serve(Request.of("GET", b"/snapshot")))
         return pieces, await pieces.__anext__()
 
     begun = [await begin(seconds) for seconds in (0.0, 5.0, 20.0, 100.0)]  # nobody reads on

@@ -17,6 +17,7 @@ from kvindex.service.http import (
     Route,
     Site,
     Stream,
+    sending,
 )
 from kvindex.service.http.connections import Connection
 from tests.service.http.listening import Transport, post
@@ -86,7 +87,7 @@ async def test_an_answer_that_breaks_off_is_delivered_so_far_but_never_looks_who
     monkeypatch.setattr(Transport, "abort", lambda self: closed.append("abort"))
 
     async def serve(_: Request) -> Stream:
-        return Stream(pieces(), (), length=length)
+        return Stream(sending(pieces()), (), length=length)
 
     connection, transport = connected(Route("POST", "/query", serve))
     connection.data_received(post(b"/query", version=version))

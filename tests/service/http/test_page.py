@@ -28,7 +28,7 @@ from kvindex.testing import FakeEngine, HttpEngine
 from tests.canned import CannedServer
 from tests.index.index_events import apply, removed, stored
 from tests.live import PATIENCE, caught_up, until, wait_status, worker_of
-from tests.service.http.in_process import Asker
+from tests.service.http.in_process import Asker, pieces_of
 from tests.service.http.listening import listening_on
 from tests.service.http.page_server import MODEL, ManyRanks, page_of, paged, register
 from tests.service.test_fleet_overview import A, status_of
@@ -330,12 +330,12 @@ def test_no_more_streams_are_open_than_allowed() -> None:
 
 async def test_a_reader_that_fell_behind_the_history_is_cut_off() -> None:
     counters, timeline = StreamCounters(), Timeline(most=2)
-    stream = news_of(timeline, dict, counters)
-    await asyncio.wait_for(stream.pieces.__anext__(), PATIENCE)
+    pieces = pieces_of(news_of(timeline, dict, counters))
+    await asyncio.wait_for(pieces.__anext__(), PATIENCE)
     timeline.observe(status_of(A))  # while the first event is on its way, much happens
     for losses in range(1, 9):
         timeline.sweep([status_of(A, losses=losses)])
-    assert [piece async for piece in stream.pieces] == []
+    assert [piece async for piece in pieces] == []
     assert counters.cut_off == 1
 
 
@@ -343,7 +343,7 @@ async def test_a_silent_stream_says_now_and_then_that_it_is_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(news, "HEARTBEAT", 0.01)
-    pieces = news_of(Timeline(), dict, StreamCounters()).pieces
+    pieces = pieces_of(news_of(Timeline(), dict, StreamCounters()))
     sent = [await asyncio.wait_for(pieces.__anext__(), PATIENCE) for _ in range(3)]
     await pieces.aclose()
     assert sent[1:] == [b": alive\n\n"] * 2
