@@ -1,18 +1,26 @@
 """One ZeroMQ socket that connects (or binds) to a publisher, and its monitor's reports.
 
+**How much may wait.** ZeroMQ holds at most `hwm` messages of a socket, with no frame longer than
+`max_message_bytes`. A socket that is full is not read: over TCP the rest waits in the system's
+buffers and in the publisher's own queue, and is lost only when that is full, too.
+
 Owned by the subscriber's thread.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
+import socket as sockets
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import zmq
 
-from kvindex.subscribe.peer import HostCheck, Inflow
 from kvindex.subscribe.watch import Watch
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError
@@ -34,26 +42,20 @@ _EVENTS = int(
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | _HANDSHAKE_FAILED
 )
-_HWM = 100_000
-_HWM_WITH_REPLAY = 4_000
 _MAX_DRAIN = 256  # messages taken from one socket before others get their turn
-_MAX_DROP = 4096  # messages dropped from one socket before others get their turn
-_SHARE = 1024 * 1024  # bytes that may wait in a socket however much waits in others
 _MAX_DRAIN_BYTES = 8 * 1024 * 1024
+_RESOLVE_AGAIN_AFTER = 30.0  # seconds: a name may become known later
+_HOST = re.compile(r"tcp://(?:[^;]*;)?\[?(.*?)\]?:\d+")
 
 
 class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Socket settings for every connection.
 
     Attributes:
-        hwm: messages queued in a socket before the publisher's side queues, and then drops. By
-            default 4,000 where replay can bring again what is dropped, else 100,000, as the
-            engines' own.
-        max_message_bytes: a larger frame of a message closes the connection.
-        max_unread_bytes: bytes that may wait in a socket. Beyond them, live messages are dropped,
-            and a replay is cut and asked for again (Linux and TCP only).
-        max_unread_bytes_in_all: bytes that may wait in all sockets of a subscriber together.
-            Beyond them, the same is done to each socket in which more than 1 MiB waits.
+        hwm: messages that may wait in a socket; the rest waits at the publisher, which drops what
+            exceeds its own queue.
+        max_message_bytes: a larger frame of a message closes the connection. With `hwm` it bounds
+            the memory that one publisher can fill.
         keepalive: seconds of silence after which the system asks the other host whether it is
             there (TCP keepalive, in whole seconds), and between two such questions.
         keepalive_timeout: seconds without an answer after which the connection counts as dead.
@@ -65,10 +67,8 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         ConfigurationError: a value is not positive.
     """
 
-    hwm: int | None = None
+    hwm: int = 128
     max_message_bytes: int = 8 * 1024 * 1024
-    max_unread_bytes: int = 256 * 1024 * 1024
-    max_unread_bytes_in_all: int = 1024 * 1024 * 1024
     keepalive: float = 5.0
     keepalive_timeout: float = 15.0
     reconnect: float = 0.1
@@ -78,19 +78,13 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not (value is None and name == "hwm") and not value > 0:
+            if not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigurationError(f"{name} must be positive, not {value!r}")
 
-    def queued(self, *, repairable: bool) -> int:
-        """Return how many messages a socket queues, by whether replay can bring them again."""
-        return self.hwm or (_HWM_WITH_REPLAY if repairable else _HWM)
-
-    def configure(
-        self, socket: zmq.Socket[bytes], curve: Curve | None, *, repairable: bool = False
-    ) -> None:
+    def configure(self, socket: zmq.Socket[bytes], curve: Curve | None) -> None:
         """Apply these settings, and CURVE keys if any, to a socket before it connects."""
         socket.linger = 0
-        socket.rcvhwm = self.queued(repairable=repairable)
+        socket.rcvhwm = self.hwm
         socket.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _milliseconds(self.handshake_timeout))
         socket.setsockopt(zmq.RECONNECT_IVL, _milliseconds(self.reconnect))
@@ -106,23 +100,6 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         socket.setsockopt(zmq.IPV6, 1)
         if curve is not None:
             curve.configure(socket)
-
-
-class Room:
-    """How much may wait unread, in one socket and in all sockets of a subscriber together.
-
-    Owned by the subscriber's thread.
-    """
-
-    def __init__(self, options: SocketOptions) -> None:
-        self._each = options.max_unread_bytes
-        self._all = options.max_unread_bytes_in_all
-        self._waiting = 0
-
-    def is_exceeded(self, before: int, now: int) -> bool:
-        """Note how much waits in a socket, now and before; return whether it is too much."""
-        self._waiting += now - before
-        return now > self._each or (self._waiting > self._all and now > _SHARE)
 
 
 class Contexts:
@@ -151,6 +128,47 @@ class Contexts:
             self._own.destroy(linger=0)
 
 
+class HostCheck:
+    """Whether the host of an endpoint can be resolved, by a function like `socket.getaddrinfo`.
+
+    Attributes:
+        trouble: why its host is unknown; "" if it is known, None before it is resolved.
+
+    Thread safety: `ask` by one thread; `trouble` can be read by any.
+    """
+
+    def __init__(
+        self, endpoint: str, resolve: Callable[[str, None], Any] = sockets.getaddrinfo
+    ) -> None:
+        match = _HOST.fullmatch(endpoint)
+        self._host = "" if match is None else match[1]
+        self._resolve = resolve
+        self._asked_at: float | None = None
+        self._asking: threading.Thread | None = None
+        self._is_name = bool(self._host)
+        with suppress(ValueError):
+            self._is_name = not ipaddress.ip_address(self._host)
+        self.trouble: str | None = None if self._is_name else ""
+
+    def ask(self, now: float) -> None:
+        """Resolve the host in the background, unless it was resolved just now."""
+        asking = self._asking is not None and self._asking.is_alive()
+        recent = self._asked_at is not None and now - self._asked_at < _RESOLVE_AGAIN_AFTER
+        if asking or recent or not self._is_name:
+            return
+        self._asked_at = now
+        self._asking = threading.Thread(target=self._run, name="kvindex-resolve", daemon=True)
+        self._asking.start()
+
+    def _run(self) -> None:
+        try:
+            self._resolve(self._host, None)
+        except (OSError, UnicodeError) as error:
+            self.trouble = f"the host {self._host!r} is unknown ({error})"
+        else:
+            self.trouble = ""
+
+
 class Connection:
     """A socket with its monitor: reports whether a peer is connected, and if not, why.
 
@@ -162,8 +180,6 @@ class Connection:
         curve: CURVE keys, or None.
         bind: bind instead of connecting.
         subscriptions: topics to subscribe to (SUB only).
-        repairable: whether replay can bring again what is dropped for want of room.
-        room: how much may wait in it and in others; by default the options' bounds.
         host: resolves the endpoint's host when nobody answers.
         watch: waits for its sockets; None if nothing waits for them.
         owner: the value that `watch` returns for its sockets.
@@ -187,8 +203,6 @@ class Connection:
         *,
         bind: bool = False,
         subscriptions: tuple[bytes, ...] = (),
-        repairable: bool = False,
-        room: Room | None = None,
         host: HostCheck | None = None,
         watch: Watch | None = None,
         owner: object = None,
@@ -205,9 +219,6 @@ class Connection:
         self._handshakes = 0  # how many of them have shaken hands
         self._inproc = endpoint.startswith("inproc://")
         self._bound = bind
-        self._inflow = Inflow(socket_options.max_message_bytes)
-        self._room = Room(socket_options) if room is None else room
-        self._unread = 0  # bytes that waited at the last look
         self._changed_at: float | None = None
         self._retrying = True  # whether ZeroMQ goes on trying to connect, by its reports
         self.monitor: zmq.Socket[bytes] | None = None
@@ -216,7 +227,7 @@ class Connection:
         except zmq.ZMQError as error:
             raise ConfigurationError(f"no socket for {endpoint!r} can be had: {error}") from error
         try:
-            socket_options.configure(self.socket, curve, repairable=repairable)
+            socket_options.configure(self.socket, curve)
             for topic in subscriptions:
                 self.socket.subscribe(topic)
             if not self._inproc:  # inproc pipes cannot break, and report nothing
@@ -267,63 +278,7 @@ class Connection:
                 messages.append(frames)
         except zmq.Again:
             self.drained = True
-        if self.drained and messages:
-            self._inflow.whole = True
-            self._inflow.read += size  # without the frames' heads: the next `cut_endless` adds them
-        elif messages:
-            self._inflow.note_read(len(frame) for frames in messages for frame in frames)
         return messages
-
-    def note_received(self, size: int, *, drained: bool) -> None:
-        """Note whole messages that a lane received: their bytes, and whether any are left."""
-        self._inflow.whole = True
-        self._inflow.read += size
-        self.drained = drained
-
-    def drop(self) -> tuple[int, list[bytes]]:
-        """Receive what waits, up to a bound, without a copy; return how many, and the last one."""
-        receive = self.socket.recv
-        message: list[zmq.Frame] = []
-        sizes: list[int] = []
-        count = 0
-        self.drained = False
-        try:
-            while count < _MAX_DROP:
-                frames = [receive(_NOBLOCK, copy=False)]
-                while frames[-1].more:
-                    frames.append(receive(_NOBLOCK, copy=False))
-                message = frames
-                sizes += map(len, frames)
-                count += 1
-        except zmq.Again:
-            self.drained = True
-        if count:
-            self._inflow.note_read(sizes)
-        return count, [frame.bytes for frame in message]
-
-    def cut_endless(self) -> int:
-        """Hang up on peers that send a message without end; return how many. To be called often."""
-        monitor = self.monitor
-        if monitor is None or not self.drained:
-            return 0
-
-        def has_no_news() -> bool:
-            if not int(monitor.get(zmq.EVENTS)) & _POLLIN:
-                return True
-            self.look_again()  # the look has cleared the descriptor's sign
-            return False
-
-        return self._inflow.cut(self._open, has_no_news)
-
-    def is_overfull(self) -> bool:
-        """Return whether more bytes wait to be received than may."""
-        unread = self._inflow.unread(self._open)
-        before, self._unread = self._unread, unread
-        return self._room.is_exceeded(before, unread)
-
-    def hang_up(self) -> None:
-        """Break the connection; messages that have arrived can still be received."""
-        self._inflow.hang_up(self._open)
 
     def postpone(self, now: float) -> None:
         """Count as changed now: look only later whether the socket gave up."""
@@ -418,8 +373,6 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket and its monitor; idempotent."""
-        self._room.is_exceeded(self._unread, 0)
-        self._unread = 0
         if self._watch is not None:
             for socket in self._sockets:
                 self._watch.remove(socket)

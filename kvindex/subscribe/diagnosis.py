@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # a feed has notes
 
 logger = logging.getLogger(__name__)
 
-_OVERFLOW_SHOWN = 60.0  # seconds after messages were dropped
 _GRACE = 1.0  # seconds after connecting in which a wrong topic may still show
 _MAX_TOPICS = 8
 _SHOWN = ("gaps", "replays_asked", "losses", "restarts", "duplicates", "decode_failures")
@@ -38,7 +37,6 @@ class Notes:
         was_up: whether the engine was live since it was last gone.
         logged_down: whether its loss was logged, and its return not yet.
         logged_unrepairable: whether it was logged that its replay endpoint is useless.
-        overflowed_at: when more bytes waited than may, None if never.
         may_log: returns whether a line of a kind may be logged now.
     """
 
@@ -47,7 +45,6 @@ class Notes:
         self.counters: Counter[str] = Counter()
         self.shown_live = False
         self.was_up = self.logged_down = self.logged_unrepairable = False
-        self.overflowed_at: float | None = None
         self.may_log = LogRate(clock).allows
 
     def damaged(self, kind: str, error: DecodeError) -> None:
@@ -137,7 +134,7 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
     all_counters["filtered_by_topic"] = feed.reader.topic.filtered
     counters = {name: count for name, count in all_counters.items() if count}
     shown: dict[str, Any] = {name: counters.get(name, 0) for name in _SHOWN}
-    reasons = (_several_publishers(feed, now), _reason(feed, now), _overflow(feed, now))
+    reasons = (_several_publishers(feed, now), _reason(feed, now))
     status = RankStatus(
         rank=feed.rank,
         state=_state(feed),
@@ -239,18 +236,6 @@ def _several_publishers(feed: Feed, now: float) -> str:
         f"{MANY_RESTARTS} times within {RESTARTS_WITHIN:.0f} s on one connection, and each time "
         "the rank starts empty. Give each rank an address of its own (no relay, balancing Service "
         "or bound SUB for several)"
-    )
-
-
-def _overflow(feed: Feed, now: float) -> str:
-    """Return that messages were dropped lately for want of room, and what to do; or ""."""
-    at = feed.notes.overflowed_at
-    if at is None or now - at > _OVERFLOW_SHOWN:
-        return ""
-    dropped = feed.notes.counters["overflow_dropped"]
-    return (
-        f"more bytes came than could be applied: {dropped} messages dropped so far; "
-        "see SocketOptions.max_unread_bytes"
     )
 
 

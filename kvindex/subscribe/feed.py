@@ -16,11 +16,10 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from kvindex.subscribe.connection import Connection, Contexts, Room, SocketOptions
+from kvindex.subscribe.connection import Connection, Contexts, HostCheck, SocketOptions
 from kvindex.subscribe.delivery import Allowance, Decode, Delivery, FingerprintMaker, Outlet
 from kvindex.subscribe.diagnosis import Notes
 from kvindex.subscribe.lanes import Lanes
-from kvindex.subscribe.peer import HostCheck
 from kvindex.subscribe.receiving import (
     Connected,
     Damaged,
@@ -58,7 +57,6 @@ class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sequencer: settings of every sequencer, but for whether there is replay.
         socket_options: settings of the sockets.
-        room: how much may wait in them.
         decode: makes batches of payloads.
         fingerprints: makes hashes of them.
         clock: monotonic seconds.
@@ -70,7 +68,6 @@ class FeedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     sequencer: SequencerConfig
     socket_options: SocketOptions
-    room: Room
     decode: Decode
     fingerprints: FingerprintMaker
     clock: Callable[[], float]
@@ -132,13 +129,11 @@ class Feed:
     def _links(self, settings: FeedSettings) -> tuple[LiveLink, ReplayLink]:
         """Return the two sides of the publisher; the live one connects at once."""
         worker, address, options = self.worker, self.address, settings.socket_options
-        repairable = address.replay is not None
         connect = partial(
             Connection,
             settings.contexts.of(address.endpoint, address.replay),
             socket_options=options,
             curve=worker.curve,
-            room=settings.room,
             watch=self._watch,
             owner=self,
         )
@@ -149,13 +144,12 @@ class Feed:
                 address.endpoint,
                 bind=worker.bind,
                 subscriptions=topics,
-                repairable=repairable,
                 host=hosts[0],
             ),
             self.reader,
             self.notes,
             bind=worker.bind,
-            hwm=options.queued(repairable=repairable),
+            hwm=options.hwm,
             pause=options.max_reconnect,
         )
         replay = ReplayLink(
@@ -232,26 +226,17 @@ class Feed:
         self._armed = True
         watch.leave_to_lane(self)
 
-    def collect(self, now: float, *, drained: bool = True) -> None:
+    def collect(self, now: float) -> None:
         """Have the sequencer accept what the lane has taken."""
         lane = self._lane
         if lane is None or not lane.has_taken:
             return
-        size, first_seq, timestamps, fingerprints, payloads = lane.collect()
-        self.live.connection.note_received(size, drained=drained)
+        _, first_seq, timestamps, fingerprints, payloads = lane.collect()
         if timestamps:
             accepted = self.sequencer.live_run(first_seq, timestamps, fingerprints, now)
             assert accepted == len(timestamps), "a lane took what its sequencer did not expect"
             self._counters["lane_batches"] += accepted
             self.delivery.note_taken(first_seq + accepted - 1, payloads, now)
-
-    def collect_some(self, now: float) -> None:
-        """Likewise, where the lane has left messages in the socket."""
-        self.collect(now, drained=False)
-        if self.live.connection.is_overfull():
-            self.settle(now)
-            self.shed(now)
-            self._look_again()
 
     def settle(self, now: float) -> None:
         """Have the lane receive no more, and take over all that it received."""
@@ -270,9 +255,7 @@ class Feed:
         self.settle(now)
         self._allowance.begin()
         delivery, replay = self.delivery, self.replay
-        awaits_replies = replay.request is not None
-        if delivery.waiting or self.live.is_behind or (awaits_replies and replay.is_behind):
-            self.shed(now)
+        if delivery.waiting:
             delivery.hand_over(now)
         if not delivery.waiting:
             self._process(self.live.take(now), now)
@@ -407,33 +390,6 @@ class Feed:
         self._carry_out(self.sequencer.tick(now), now)
         if self.delivery.waiting:
             self._look_again()
-
-    def shed(self, now: float) -> None:
-        """Drop messages beyond the bytes that may wait."""
-        if dropped := self.live.shed():
-            self.notes.counters["overflow_dropped"] += dropped
-            self.notes.overflowed_at = now
-            self.notes.warn("overflow", "too many bytes waited: dropped %d live messages", dropped)
-        if self.replay.shed():
-            self.notes.counters["replays_cut"] += 1
-            self.notes.overflowed_at = now
-            self.notes.warn("replay_cut", "too many bytes waited: cut a replay, to be asked again")
-
-    def bound_inflow(self, now: float) -> None:
-        """Hang up on peers that send an endless message; drop messages beyond the limit."""
-        self.settle(now)
-        if not self.closed:
-            self.shed(now)
-        for connection in (self.live.connection, self.replay.connection):
-            if connection is None or self.closed:
-                continue
-            cut = connection.cut_endless()
-            if cut:
-                self.notes.counters["endless_messages"] += cut
-                connection.look_again()
-                text = "a message from %s had no end; the connection was closed"
-                self.notes.warn("endless", text, connection.endpoint)
-        self._arm()
 
     def close(self, now: float) -> None:
         """Close the sockets and the sequencer; idempotent."""

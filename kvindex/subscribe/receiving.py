@@ -252,11 +252,6 @@ class LiveLink:
             self.connection.look_again()
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the last look left something."""
-        return bool(self._unread) or not self.connection.drained
-
-    @property
     def is_ordinary(self) -> bool:
         """Whether a lane may receive: nothing is awaited but messages with the wanted topic."""
         return (
@@ -268,19 +263,6 @@ class LiveLink:
     def leave(self, messages: list[list[bytes]]) -> None:
         """Handle these messages before those that are still in the socket."""
         self._unread.extend(messages)
-
-    def shed(self) -> int:
-        """Drop messages where more bytes wait than may, but the newest; return how many.
-
-        Its number shows what is missing.
-        """
-        connection = self.connection
-        count, newest = connection.drop() if connection.is_overfull() else (0, [])
-        if count:
-            self._unread.append(newest)
-            connection.drained = False
-            connection.look_again()
-        return max(0, count - 1)
 
     def reopen(self, now: float) -> bool:
         """Replace the socket; return False if none can be opened, and try again later."""
@@ -318,8 +300,7 @@ class LiveLink:
 
     def _receive(self) -> None:
         if self._unread:
-            # More may have come since: a flood of whole messages is no endless message.
-            self._drained = self.connection.drained = False
+            self._drained = False
         else:
             self._unread.extend(self.connection.receive())
             self._drained = self.connection.drained
@@ -373,7 +354,6 @@ class ReplayLink:
         self._look_again = look_again
         self.request: int | None = None
         self._unread: deque[list[bytes]] = deque()
-        self._cut = False  # whether replies were cut off, since too much waited
 
     def ask(self, ask: AskReplay) -> None:
         """Send a request on a fresh socket: no reply to an earlier one can mix in."""
@@ -405,29 +385,9 @@ class ReplayLink:
         while self._unread:  # a new request has no replies yet
             yield from self._reader.reply(request, self._unread.popleft())
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the last look left something."""
-        return bool(self._unread) or (self.connection is not None and not self.connection.drained)
-
-    def shed(self) -> bool:
-        """Cut off the replies where more bytes wait than may; return whether it did.
-
-        Waiting replies are still read. Then the request has failed, and the next one goes on.
-        """
-        connection = self.connection
-        if self._cut or connection is None or not connection.is_overfull():
-            return False
-        self._cut = True
-        connection.hang_up()
-        return True
-
     def _receive(self, connection: Connection) -> None:
         self._unread.extend(connection.receive())
         if not connection.drained:
-            self._look_again()
-        elif self._cut:
-            self._close_socket()
             self._look_again()
 
     def close(self, request: int | None = None) -> None:
@@ -438,7 +398,6 @@ class ReplayLink:
             self._close_socket()
 
     def _close_socket(self) -> None:
-        self._cut = False
         if self.connection is not None:
             self.connection.close()
             self.connection = None

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 import zmq
 
-from kvindex.subscribe.connection import Contexts, Room, SocketOptions
+from kvindex.subscribe.connection import Contexts, SocketOptions
 from kvindex.subscribe.delivery import (
     BatchSink,
     Decode,
@@ -128,7 +128,6 @@ class Subscriber(Following):
             decode=decode,
             fingerprints=fingerprints or Fingerprints(),
             clock=clock,
-            room=Room(socket_options or SocketOptions()),
             contexts=Contexts(context),
             outlet=Outlet(
                 sink,

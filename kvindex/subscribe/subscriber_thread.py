@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -25,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
 _SHOWN_AT_ONCE = 128  # feeds whose progress is shown in one turn
-_BETWEEN = 0.005  # seconds between two turns of bounding
-_BOUNDING = 0.002  # seconds of a turn for bounding the inflow
 _TURN = 0.1  # seconds for all busy feeds, so that calls wait little however many feeds there are
 
 
@@ -59,8 +56,6 @@ class SubscriberThread:
         self._collects_after = SHOW_AFTER if self._lanes is None else self._lanes.collects_after
         self._watch = Watch(settings.lanes)
         self.roster = Roster(settings, self._watch, self.board)
-        self._bound_at = settings.clock()  # when the inflow is bounded next
-        self._to_bound: deque[Feed] = deque()  # the feeds whose turn it is
         self.wake = self._watch.wake
         self.commands = Commands(self.wake)
         self._waiting: dict[Feed, None] = {}  # feeds that wait for their turn, the longest first
@@ -130,10 +125,8 @@ class SubscriberThread:
     def _turn(self) -> None:
         """Wait for work, and do some of it: calls, then messages, then time-outs."""
         if not self._has_room():
-            self._watch.wait_for_call(_BETWEEN if self._to_bound else _MAX_SLEEP)
+            self._watch.wait_for_call(_MAX_SLEEP)
             self.commands.run()
-            if not self.stopping:
-                self._bound_inflow(self._clock())
             self._woke_at = time.monotonic()
             return  # no time-out may count while its reply waits in a socket
         self._note_turn()
@@ -152,15 +145,12 @@ class SubscriberThread:
             self.commands.run()
         if self.stopping:
             return  # at once: in a child that a command has forked the sockets are the parent's
-        for feed in watch.more:
-            self.roster.guard(feed, feed.collect_some, now)
         if self._shows_at_once:
             shown, self._unshown = self._unshown, {}
             changed += [*shown, *self._collect(now)]
         else:
             changed += self._collect_in_time(now)
         changed += [*self._pump(now), *self._tick(now)]
-        self._bound_inflow(now)
         self.roster.publish(dict.fromkeys(changed), now)
 
     @property
@@ -228,16 +218,6 @@ class SubscriberThread:
                 yield feed
             deadlines.set(feed, feed.deadline)
 
-    def _bound_inflow(self, now: float) -> None:
-        """Bound the peers' inflow, of each feed once a second, but of few in one turn."""
-        if now >= self._bound_at and not self._to_bound:
-            self._bound_at = now + _MAX_SLEEP
-            self._to_bound.extend(self.roster.feeds.values())
-        until = time.monotonic() + _BOUNDING
-        while self._to_bound and time.monotonic() < until:
-            feed = self._to_bound.popleft()
-            self.roster.guard(feed, feed.bound_inflow, now)
-
     def _has_room(self) -> bool:
         """Whether the sink accepts more."""
         has_room = self._outlet.has_room
@@ -250,7 +230,7 @@ class SubscriberThread:
             sleep = min(sleep, self._collect_at - time.monotonic())
         if self._unshown:
             sleep = min(sleep, self._show_at - time.monotonic())
-        return min(sleep, _BETWEEN) if self._to_bound else sleep
+        return sleep
 
     def _stop(self, reason: str) -> None:
         """End everything; a failure is logged, and the rest ends all the same."""

@@ -44,8 +44,7 @@ class Watch:
     Attributes:
         wake: makes the waiting thread return from `wait`.
         intake: what lanes belong to; None if there are none.
-        more: of the last wait: the owners whose lanes stopped at a bound, to go on in the next one.
-        taken: likewise: those whose lanes have taken something that is not collected yet.
+        taken: of the last wait: the owners whose lanes have taken something, not collected yet.
 
     Thread safety: `wake` from any thread; everything else by the waiting thread only.
     """
@@ -55,7 +54,6 @@ class Watch:
         self.intake: Intake | None = None if lanes is None else lanes.intake(self._selector)
         self._descriptors: dict[zmq.Socket[bytes], int] = {}
         self._owners: dict[int, Any] = {}  # by descriptor
-        self.more: list[Any] = []
         self.taken: list[Any] = []
         self._again: dict[Any, None] = {}
         self._waker = Waker()
@@ -101,8 +99,8 @@ class Watch:
         if self.intake is None:
             ready = [key.fd for key, _ in self._selector.select(seconds)]
         else:
-            ready, more, taken = self.intake.wait(seconds, collects_after, not collects_after)
-            self.more, self.taken = [of[d] for d in more], [of[d] for d in taken]
+            ready, _, taken = self.intake.wait(seconds, collects_after, not collects_after)
+            self.taken = [of[d] for d in taken]
         owners, self._again = self._again, {}
         for descriptor in ready:
             owner = of.get(descriptor)

@@ -18,7 +18,7 @@ from kvindex import (
     ZmqEventPublisher,
     connect,
 )
-from kvindex.subscribe.peer import HostCheck
+from kvindex.subscribe.connection import HostCheck
 from kvindex.testing import FakeEngine, FaultyLink
 from kvindex.wire import encode_batch, live_frames
 from tests.live import (

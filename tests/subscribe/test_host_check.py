@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvindex.subscribe.peer import HostCheck
+from kvindex.subscribe.connection import HostCheck
 from tests.live import PATIENCE
 
 pytestmark = pytest.mark.unit

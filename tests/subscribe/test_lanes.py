@@ -20,7 +20,7 @@ from kvindex.client.feeding import follow_item
 from kvindex.index import Fingerprints, read_batch
 from kvindex.subscribe import RankBatch, SequencerConfig, SocketOptions, StreamItem
 from kvindex.subscribe import lanes as lanes_module
-from kvindex.subscribe.connection import Contexts, Room
+from kvindex.subscribe.connection import Contexts
 from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import Feed, FeedSettings
 from kvindex.subscribe.lanes import Lanes
@@ -170,7 +170,6 @@ class Receiver:
         settings = FeedSettings(
             sequencer=SequencerConfig(has_replay=True),
             socket_options=SocketOptions(),
-            room=Room(SocketOptions()),
             decode=read_batch,
             fingerprints=fingerprints,
             clock=self.clock,
@@ -194,11 +193,10 @@ class Receiver:
         now, worked = self.clock(), False
         while True:
             owners = self.watch.wait(0.0)
-            if not (owners or self.watch.more or self.watch.taken):
+            if not (owners or self.watch.taken):
                 return worked
             worked = True
-            for _ in self.watch.more:
-                self.feed.collect_some(now)
+            self.feed.collect(now)  # so that whatever else its lane takes is reported
             if owners:
                 self.feed.pump(now)
 
@@ -299,7 +297,7 @@ def take(step: Step, publisher: Publisher, receivers: list[Receiver]) -> None:
             receiver.feed.tick(receiver.clock())
     elif kind == "settle":
         for receiver in receivers:
-            receiver.feed.bound_inflow(receiver.clock())
+            receiver.feed.settle(receiver.clock())
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvindex.subscribe.diagnosis import Notes, TopicCheck
-from kvindex.subscribe.receiving import Connected, Disconnected, LiveLink, ReplayLink, ReplayOver
-from kvindex.subscribe.sequencer import AskReplay
+from kvindex.subscribe.receiving import Connected, Disconnected, LiveLink
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
 
@@ -32,7 +30,6 @@ class Scripted:
         self.socket: Any = SimpleNamespace(send_multipart=lambda *_: None)
         self.postponed_at: float | None = None
         self.again = 0
-        self.overfull = self.hung_up = False
 
     def look_again(self) -> None:
         self.again += 1
@@ -53,16 +50,6 @@ class Scripted:
     def postpone(self, now: float) -> None:
         self.postponed_at = now
 
-    def is_overfull(self) -> bool:
-        return self.overfull
-
-    def drop(self) -> tuple[int, list[bytes]]:
-        messages = self.receive()
-        return len(messages), (messages or [[]])[-1]
-
-    def hang_up(self) -> None:
-        self.hung_up = True
-
 
 class Words:
     """A reader to which each message is a word, in place of what it says."""
@@ -72,9 +59,6 @@ class Words:
     def live(self, messages: deque[list[bytes]]) -> Iterator[str]:
         while messages:
             yield messages.popleft()[0].decode()
-
-    def reply(self, request: int, frames: list[bytes]) -> Iterator[str]:
-        yield frames[0].decode()
 
 
 class Link:
@@ -155,14 +139,6 @@ def test_what_was_left_comes_first_and_before_the_end_of_its_connection() -> Non
     assert link.take() == ["b"]
     assert link.take() == ["c", False]
     assert link.take() == [True, "n"]
-
-
-def test_a_socket_is_not_known_to_be_empty_while_there_was_no_time_for_it() -> None:
-    connection = Scripted((["a", "b"], True, []), (["c"], True, []))
-    link = Link(connection)
-    for drained, expected in ((True, "a"), (False, "b"), (True, "c")):
-        assert link.take(most=1) == [expected]
-        assert connection.drained == drained
 
 
 def test_what_was_left_is_dropped_with_its_socket() -> None:
@@ -254,42 +230,3 @@ def test_a_socket_that_is_replaced_for_giving_up_takes_the_parting_along() -> No
     assert link.take() == ["a"]
     assert link.live.reopen(1.5)
     assert link.take() == [True, "n"]
-
-
-def test_where_too_much_waits_it_is_dropped_but_for_the_newest_which_shows_the_gap() -> None:
-    connection = Scripted((["a", "b"], False, []), (["c", "d", "e"], True, []))
-    link = Link(connection)
-    assert link.take(most=1) == ["a"]
-    assert link.live.is_behind
-    assert link.live.shed() == 0
-    connection.overfull = True
-    assert link.live.shed() == 2
-    connection.overfull = False
-    assert link.take() == ["b", "e"]
-
-
-def test_a_replay_of_which_too_much_waits_is_cut_and_what_it_brought_is_taken_first() -> None:
-    connection = Scripted((["0", "1"], False, []), (["2"], True, []))
-    made: Any = connection
-    reader: Any = Words()
-    again: list[bool] = []
-    link = ReplayLink(
-        lambda: made, reader, Notes(Rank("engine", 0), lambda: 0.0), lambda: again.append(True)
-    )
-    link.ask(AskReplay(7, 0))
-
-    def take(most: int = 10) -> list[Any]:
-        return list(islice(link.take(1.0), most))
-
-    assert take(1) == ["0"]
-    assert not link.shed()
-    connection.overfull = True
-    assert link.is_behind
-    assert link.shed()
-    assert connection.hung_up
-    assert not link.shed(), "once is enough"
-    assert take() == ["1"]
-    assert take() == ["2"]
-    assert connection.closed
-    again.clear()
-    assert take() == [ReplayOver(7, failed=True)]

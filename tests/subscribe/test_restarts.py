@@ -159,7 +159,7 @@ def test_engine_restarts_while_we_are_held_up_what_it_had_sent_before_is_not_bel
         [worker_of(engine)],
         sink=sink,
         replay_policy=REPLAYS,
-        socket_options=SocketOptions(reconnect=0.01),
+        socket_options=SocketOptions(hwm=4_000, reconnect=0.01),
     ) as stream:
         stream.wait_live(PATIENCE)
         engine.serve(prompt(0))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import select
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +10,6 @@ from typing import TypeAlias
 import pytest
 import zmq
 
-from kvindex.subscribe.connection import Connection, SocketOptions
 from kvindex.subscribe.watch import Watch
 from tests.live import PATIENCE
 from tests.publish.publish_peers import Context
@@ -139,34 +136,3 @@ def test_waking_ends_a_wait_however_often_it_was_asked_for(watch: Watch) -> None
     waker.join(PATIENCE)
     watch.wait(0.0)  # the rest of the calls
     assert watch.wait(0.0) == {}
-
-
-def test_news_that_come_during_the_look_for_endless_messages_are_not_missed(
-    context: Context, watch: Watch
-) -> None:
-    options = SocketOptions(handshake_timeout=PATIENCE)
-    connection = Connection(
-        context, zmq.SUB, "tcp://127.0.0.1:*", options, bind=True, watch=watch, owner="owner"
-    )
-    port = int(connection.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-
-    def news_from_a_stranger() -> socket.socket:
-        assert connection.monitor is not None
-        stranger = socket.create_connection(("127.0.0.1", port))
-        # Waits for the sign, and leaves it.
-        assert select.select([int(connection.monitor.get(zmq.FD))], [], [], PATIENCE)[0]
-        return stranger
-
-    def find_all_empty() -> None:
-        while watch.wait(0.0):
-            assert connection.receive() == []
-            assert list(connection.changes(0.0)) == []
-
-    find_all_empty()
-    with news_from_a_stranger():
-        find_all_empty()
-        assert connection.mute
-        with news_from_a_stranger():
-            connection.cut_endless()
-            assert watch.wait(0.0) == {"owner": None}
-    connection.close()
