@@ -201,7 +201,7 @@ def _hits(url: str) -> int:
 
 def _turn(bench: Bench) -> Result:
     """A new turn of a long chat: encoding, with the pieces of the turns before remembered."""
-    from kvindex.gateway.segments import Segments
+    from kvindex.gateway.local import Segments
 
     text = "".join(path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     whole, segments = _tokenizer(text), Segments(_tokenizer(text), "benchmark")

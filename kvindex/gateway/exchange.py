@@ -25,7 +25,7 @@ from kvindex.gateway.events import Events, Usage, usage_of
 
 if TYPE_CHECKING:
     from kvindex import Rank
-    from kvindex.gateway.choosing import Place
+    from kvindex.gateway.routing import Place
 
 MOST_TRIES: Final = 3
 _MOST_KEPT: Final = 64 << 10  # bytes of an answer that are kept back with its head

@@ -19,15 +19,20 @@ from itertools import count
 from typing import Final
 
 from kvindex.gateway.access import Access
-from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call
-from kvindex.gateway.choosing import NoRankError, Routing
+from kvindex.gateway.calls import (
+    ROUTES,
+    Call,
+    CallError,
+    answer_headers,
+    error_reply,
+    read_call,
+    request_headers,
+    with_fields,
+)
 from kvindex.gateway.exchange import End, Exchange, Stage
-from kvindex.gateway.models import UnknownModelError
-from kvindex.gateway.passing import answer_headers, request_headers, with_fields
+from kvindex.gateway.routing import NoRankError, Routing, ShedError, UnknownModelError
 from kvindex.gateway.tokens import Tokenizing
-from kvindex.gateway.upstream import Upstream
-from kvindex.gateway.waiting import ShedError
-from kvindex.gateway.wires import Answer, UpstreamError
+from kvindex.gateway.upstream import Answer, Upstream, UpstreamError
 from kvindex.service.http import (
     BrokenOffError,
     Headers,

@@ -1,22 +1,40 @@
-"""Tokens from the model's own files, without asking an engine; trusted as far as engines agree."""
+"""Tokens from the model's own files, without asking an engine; trusted as far as engines agree.
+
+`ChatTemplate` renders a chat as its engine does: by the model's own template, in a sandbox.
+
+`Segments` encodes text piece by piece between special tokens, and remembers the pieces. A chat is
+encoded again at each turn, and only its last messages are new. Special tokens end whatever a
+tokenizer looks at, so the pieces between them can be encoded by themselves. Tokenizers whose
+normalizer treats the beginning of a text in its own way are an exception: `Segments` compares
+itself with the whole encoding, and is switched off where they differ.
+"""
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
+import re
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
+import msgspec
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from kvindex import ConfigurationError
-from kvindex.gateway.chats import ChatError, ChatTemplate
-from kvindex.gateway.segments import Segments
+from kvindex.wire.errors import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
 _CHECKS: Final = 3  # of a form, before it is trusted
-_CHECK_EVERY: Final = 1_000  # requests of a form that is trusted
+_CHECK_EVERY: Final = 1_000  # requests of a form that is trusted, or texts
 _MOST_FORMS: Final = 256
 _FREE: Final = frozenset({"role", "content", "name", "tool_call_id", "id", "type", "text"})
 
@@ -127,4 +145,333 @@ def form_of(fields: Mapping[str, Any]) -> Form:
     return frozenset(found)
 
 
-__all__ = ["ChatError", "Form", "LocalTokens", "form_of"]
+# Chats --------------------------------------------------------------------------------------------
+
+
+_MOST_BYTES: Final = 4 << 20  # of a file
+_PROBE: Final = "kvindex"
+
+
+class ChatError(Exception):
+    """A chat that is not rendered here: its engine may refuse it, or render it otherwise."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks what the model wrote, for training. It renders its inside."""
+
+    tags: Final = {"generation"}  # type: ignore[misc]
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+class ChatTemplate:
+    """The template of a model's folder.
+
+    What it is given and how it is read is what Hugging Face's `apply_chat_template` documents.
+
+    Args:
+        folder: has `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
+
+    Attributes:
+        wants_parts: whether it reads a message's content as a list of parts; else as text.
+
+    Raises:
+        ConfigurationError: there is no template, or it cannot be read.
+
+    Thread-safe.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = _read_json(folder / "tokenizer_config.json")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
+        self._special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        try:
+            self._templates = {
+                name: environment.from_string(text)
+                for name, text in _sources(folder, config).items()
+            }
+        except TemplateError as error:
+            raise ConfigurationError(f"{folder}: the chat template is none: {error}") from error
+        self.wants_parts = self._reads_parts()
+
+    def render(self, fields: Mapping[str, Any]) -> str:
+        """Return the prompt of a chat request.
+
+        Args:
+            fields: of its body: `messages`, and perhaps `tools`, `chat_template_kwargs`, …
+
+        Raises:
+            ChatError: it has images or the like, brings its own template, or is against the
+                template's rules.
+        """
+        if fields.get("chat_template") or fields.get("continue_final_message"):
+            raise ChatError("it brings its own template, or continues a message")
+        options = fields.get("chat_template_kwargs")
+        given = {
+            **self._special,
+            "documents": fields.get("documents"),
+            "add_generation_prompt": fields.get("add_generation_prompt", True),
+            **(options if isinstance(options, dict) else {}),
+            "messages": [_message(each, self.wants_parts) for each in fields["messages"]],
+            "tools": fields.get("tools") or None,
+        }
+        try:
+            prompt: str = self._template(bool(given["tools"])).render(given)
+            return prompt
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ChatError(f"the template refuses it: {error}"[:200]) from None
+        except (RecursionError, OverflowError, MemoryError, ArithmeticError) as error:
+            raise ChatError(f"the template fails: {error!r}"[:200]) from None
+
+    def _template(self, has_tools: bool) -> Template:
+        if has_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        return self._templates.get("default") or next(iter(self._templates.values()))
+
+    def _reads_parts(self) -> bool:
+        """Return whether the template renders a list of one text as it renders that text."""
+        given: dict[str, Any] = {**self._special, "add_generation_prompt": True, "tools": None}
+        rendered = []
+        for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+            messages = [{"role": "user", "content": content}]
+            try:
+                rendered.append(self._template(False).render({**given, "messages": messages}))
+            except Exception:
+                return False
+        return _PROBE in rendered[0] and rendered[0] == rendered[1]
+
+
+def _message(message: Any, wants_parts: bool) -> dict[str, Any]:
+    """Return a message as templates expect it."""
+    if not isinstance(message, dict):
+        raise ChatError("a message is no object")
+    changed = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [_text_of(part) for part in content]
+        if not wants_parts:
+            changed["content"] = "\n".join(texts)
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        changed["tool_calls"] = [_tool_call(call) for call in calls]
+    return changed
+
+
+def _text_of(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        raise ChatError("a message has more than text")
+    return text
+
+
+def _tool_call(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object: templates write them as JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = function["arguments"]
+    try:
+        read = msgspec.json.decode(arguments or "{}")
+    except UNREADABLE:
+        raise ChatError("a tool's arguments are no JSON") from None
+    return {**call, "function": {**function, "arguments": read}}
+
+
+def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a folder's templates, by name."""
+    path = folder / "chat_template.jinja"
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigurationError(f"{path} is longer than {_MOST_BYTES >> 20} MiB")
+        return {"default": path.read_text("utf-8")}
+    except FileNotFoundError:
+        found = config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+    if isinstance(found, str):
+        return {"default": found}
+    named: Sequence[Any] = found if isinstance(found, list) else ()
+    texts = {
+        each["name"]: each["template"]
+        for each in named
+        if isinstance(each, dict)
+        and isinstance(each.get("name"), str)
+        and isinstance(each.get("template"), str)
+    }
+    if not texts:
+        raise ConfigurationError(
+            f"{folder} has no chat template: expected chat_template.jinja, or chat_template in "
+            "tokenizer_config.json"
+        )
+    return texts
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigurationError(f"{path} is longer than {_MOST_BYTES >> 20} MiB")
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """The filter `tojson`: not that of jinja2, which escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(form)
+
+
+# Segments -----------------------------------------------------------------------------------------
+
+
+_MOST_CHARACTERS: Final = 64 << 20  # of the pieces that are remembered
+# What tokenizers are known to treat in their own ways where a text begins or ends.
+_EDGES: Final = ("a", " a", "a ", "\n\na", "  \n", "'s", "é", "\u4f60\u597d", "1234", "\u2581a")
+
+
+class Segments:
+    """One tokenizer with the pieces that it has encoded.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`; from here on it neither truncates nor pads.
+        name: for messages.
+
+    Attributes:
+        is_on: whether texts are encoded by pieces; else as a whole.
+
+    Thread-safe. Complexity: O(characters), of which those of new pieces count about a hundred
+    times; 64 Mi characters are remembered at most, the last used ones.
+    """
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.is_on = False
+        self._tokenizer = tokenizer
+        self._name = name
+        self._ids = _special_tokens(tokenizer)
+        # Where two begin at one place the longer one counts, as in the tokenizer.
+        longest = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, longest))})")
+        self._pieces: OrderedDict[str, array[int]] = OrderedDict()
+        self._characters = 0
+        self._counters: Counter[str] = Counter()
+        self._lock = Lock()
+        if self._ids:
+            self.is_on = True
+            for special in longest[:16]:
+                self._check("".join(f"{special}{edge}" for edge in _EDGES) + special)
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the ids of a text in which special tokens may stand; none are added."""
+        with self._lock:
+            self._counters["texts"] += 1
+            is_due = self._counters["texts"] % _CHECK_EVERY == 0
+        if not self.is_on:
+            return self._whole(text)
+        return self._check(text) if is_due else self._by_pieces(text)
+
+    def new_characters(self, text: str) -> int:
+        """Return how much of a text is not remembered: what it costs to encode it."""
+        if not self.is_on:
+            return len(text)
+        pieces = self._pattern.split(text)[::2]
+        return sum(len(piece) for piece in pieces if piece not in self._pieces)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters: `texts`, `checked` and `differing` ones; `pieces`, `remembered` ones."""
+        counted = {name: self._counters[name] for name in _COUNTERS}
+        return {**counted, "is_on": self.is_on, "characters": self._characters}
+
+    def _whole(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _by_pieces(self, text: str) -> array[int]:
+        found = array("I")
+        remembered = 0
+        split = self._pattern.split(text)
+        for at, piece in enumerate(split):
+            if at % 2:
+                found.append(self._ids[piece])
+            elif piece:
+                ids = self._remembered(piece)
+                remembered += ids is not None
+                found += self._encoded(piece) if ids is None else ids
+        with self._lock:
+            self._counters["pieces"] += (len(split) + 1) // 2
+            self._counters["remembered"] += remembered
+        return found
+
+    def _check(self, text: str) -> Sequence[int]:
+        """Encode a text in both ways; return its ids as a whole."""
+        whole = self._whole(text)
+        self._counters["checked"] += 1
+        if self.is_on and list(self._by_pieces(text)) != whole:
+            self.is_on = False
+            self._counters["differing"] += 1
+            logger.warning(
+                "%s: its pieces between special tokens have other tokens than the whole text: "
+                "from now on each prompt is encoded as a whole, which takes longer",
+                self._name,
+            )
+            with self._lock:
+                self._pieces.clear()
+                self._characters = 0
+        return whole
+
+    def _remembered(self, piece: str) -> array[int] | None:
+        with self._lock:
+            ids = self._pieces.get(piece)
+            if ids is not None:
+                self._pieces.move_to_end(piece)
+            return ids
+
+    def _encoded(self, piece: str) -> array[int]:
+        ids = array("I", self._whole(piece))
+        with self._lock:
+            if piece not in self._pieces and len(piece) <= _MOST_CHARACTERS:
+                self._pieces[piece] = ids
+                self._characters += len(piece)
+            while self._characters > _MOST_CHARACTERS:
+                oldest, _ = self._pieces.popitem(last=False)
+                self._characters -= len(oldest)
+        return ids
+
+
+_COUNTERS: Final = ("texts", "pieces", "remembered", "checked", "differing")
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the tokens at which any text is split, wherever they stand, and their ids.
+
+    Tokens that take the space beside them along, or are found only as a word of their own or after
+    normalization, are left to the tokenizer.
+    """
+    return {
+        token.content: number
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+        if token.content
+        and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+    }

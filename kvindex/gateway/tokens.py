@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol
 import msgspec
 
 from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Call
-from kvindex.gateway.models import Serving
-from kvindex.gateway.wires import UpstreamError
+from kvindex.gateway.routing import Serving
+from kvindex.gateway.upstream import UpstreamError
 from kvindex.service.http import Headers
 from kvindex.wire.errors import UNREADABLE
 

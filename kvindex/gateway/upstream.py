@@ -1,4 +1,9 @@
-"""The connections of a gateway to its engines: HTTP/1.1, kept alive, bounded in time."""
+"""The connections of a gateway to its engines: HTTP/1.1, kept alive, bounded in time and memory.
+
+An answer is passed on as it comes, in the turn of the event loop in which it comes: no task is
+woken for a piece. While nobody takes it, at most `MOST_UNREAD` bytes wait: then the connection is
+not read from, and TCP holds the engine back.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,10 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from kvindex.gateway.wires import Answer, UpstreamError, Wire
+import httptools
+
 from kvindex.service.http import Headers
-from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.errors import ConfigurationError, KVIndexError
 
 _CONNECT_SECONDS: Final = 5.0
 _IDLE_SECONDS: Final = 4.0  # uvicorn, and so vLLM and SGLang, close after five
@@ -250,3 +256,312 @@ def _parse(url: str) -> _Origin:
     return _Origin(
         host, port or (443 if is_secure else 80), is_secure, parts.path.rstrip("/"), field
     )
+
+
+# One connection -----------------------------------------------------------------------------------
+
+
+MOST_UNREAD: Final = 64 << 10
+"""Bytes of an answer that wait to be passed on."""
+
+MOST_HEAD: Final = 64 << 10
+"""Bytes of an answer's head."""
+
+# RFC 9110, 7.6.1: they belong to one connection.
+_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"trailer"})
+_NO_BODY: Final = frozenset({204, 304})
+
+
+class UpstreamError(KVIndexError):
+    """An engine did not answer, or not to the end.
+
+    Attributes:
+        reason: "refused", "unreachable" or "timeout_connect": nothing was sent; "timeout_head",
+            "garbage" or "head_too_long": no head arrived; "reset": the connection broke; "silent":
+            nothing came for too long; "too_long" or "timeout": a whole answer was too long, or not
+            there in time.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Answer:
+    """An engine's answer, which is being received.
+
+    Attributes:
+        status: the HTTP status code.
+        headers: the fields, with names in lower case, but for those of one connection.
+
+    Owner: one event loop; one task awaits it.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._wire: Wire | None = wire  # until the answer is complete, or broken
+        self._pieces: list[bytes] = []  # that nobody has taken yet
+        self._size = 0
+        self._error: UpstreamError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._receive: Callable[[bytes], bool] | None = None  # while a task waits in `pass_to`
+        self._waiter: asyncio.Future[bool] | None = None
+        self._heard_at: float | None = None  # None while what comes is not taken
+        self._silence: asyncio.TimerHandle | None = None
+
+    async def head(self) -> None:
+        """Wait for the head; raises UpstreamError if none arrives."""
+        while not self.status and self._error is None:
+            await self._wait()
+        if self._error is not None and not self.status:
+            raise self._error
+
+    async def pass_to(
+        self, receive: Callable[[bytes], bool], silent_within: float | None = None
+    ) -> bool:
+        """Pass on all that has arrived and arrives, until `receive` returns False.
+
+        Args:
+            receive: called with each piece, by this task or by the connection.
+            silent_within: seconds for which nothing may arrive; None: any time.
+
+        Returns:
+            Whether there may be more: False at the end of the answer.
+
+        Raises:
+            UpstreamError: the answer breaks off here.
+        """
+        if silent_within is not None and self._silence is None and self._wire is not None:
+            self._silence = self._loop.call_later(silent_within, self._check_silence, silent_within)
+        while self._pieces or self._wire is not None:
+            if self._pieces:
+                if not receive(self._taken()):
+                    return True
+                continue
+            self._receive, self._heard_at = receive, self._loop.time()
+            try:
+                if await self._wait():
+                    return True
+            finally:
+                # What the client takes to read does not count as the engine's silence.
+                self._receive = self._heard_at = None
+        if self._error is not None:
+            raise self._error
+        return False
+
+    def close(self) -> None:
+        """Close the connection, unless the answer is complete: the engine stops working on it."""
+        self.fail("closed", "it was closed here")
+
+    def fail(self, reason: str, why: str) -> None:
+        """Break the answer off, unless it is complete: `pass_to` raises after the last piece."""
+        wire = self._wire
+        if wire is not None:
+            self._error = UpstreamError(f"{wire.name}: {why}", reason=reason)
+            self._end()
+            wire.abort()
+            self.wake()
+
+    # Its connection's calls ---------------------------------------------------------------------
+
+    def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Accept the head."""
+        self.status, self.headers = status, headers
+
+    def add(self, data: bytes) -> bool:
+        """Accept a piece; return whether more may come now."""
+        self._pieces.append(data)
+        self._size += len(data)
+        return self._size < MOST_UNREAD
+
+    def complete(self) -> None:
+        """Note that all has arrived."""
+        self._end()
+
+    def wake(self) -> None:
+        """Pass on what has arrived; wake the task at the end, or once its `receive` wants it."""
+        is_stopped = False
+        if self._receive is not None and self._pieces:
+            is_stopped = not self._receive(self._taken())
+            self._heard_at = self._loop.time()
+        if self._receive is None or is_stopped or self._wire is None:
+            self._receive = None  # what comes before the task runs waits for it
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(is_stopped)
+
+    def _taken(self) -> bytes:
+        """Return all that waits, and let more come."""
+        pieces = self._pieces
+        self._pieces, self._size = [], 0
+        if self._wire is not None:
+            self._wire.resume()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _end(self) -> None:
+        self._wire = None
+        if self._silence is not None:
+            self._silence.cancel()
+
+    async def _wait(self) -> bool:
+        self._waiter = self._loop.create_future()
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    def _check_silence(self, within: float) -> None:
+        # One timer for an answer, none for a piece. It breaks the answer off and cancels no task:
+        # only a client that leaves does that, even if both happen in one turn of the event loop.
+        waited = 0.0 if self._heard_at is None else self._loop.time() - self._heard_at
+        if waited >= within:
+            self.fail("silent", f"nothing of its answer came for {within:g} s")
+        else:
+            self._silence = self._loop.call_later(within - waited, self._check_silence, within)
+
+
+class Wire(asyncio.Protocol):
+    """One connection to an engine, for one request at a time. Owner: one event loop.
+
+    Args:
+        name: of the engine, for messages.
+        on_idle: called when an answer is complete and another request may be sent.
+        on_closed: called when the connection is closed.
+
+    Attributes:
+        name: as given.
+        is_open: whether a request can be sent.
+        idle_since: when its last answer was complete, in seconds of the loop.
+        is_reused: whether it had a request before the present one.
+        has_received: whether anything of the present answer has arrived.
+    """
+
+    def __init__(
+        self, name: str, on_idle: Callable[[Wire], None], on_closed: Callable[[Wire], None]
+    ) -> None:
+        self.name = name
+        self.is_open = False
+        self.idle_since = 0.0
+        self.is_reused = False
+        self.has_received = False
+        self._on_idle = on_idle
+        self._on_closed = on_closed
+        self._transport: Any = None
+        self._answer: Answer | None = None
+        self._parser: Any = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._unread = 0  # bytes since the head began
+        self._in_head = False
+        self._ends_by_closing = False
+        self._is_paused = False
+
+    def ask(self, request: bytes) -> Answer:
+        """Send a request."""
+        self._answer = answer = Answer(self)
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers, self._unread = [], 0
+        self._in_head, self.has_received, self._ends_by_closing = True, False, False
+        self._transport.write(request)
+        return answer
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close the connection now."""
+        self._answer = None
+        self.is_open = False
+        self._transport.abort()
+
+    # The transport's calls ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note that it is open."""
+        self._transport, self.is_open = transport, True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the answer: it is broken off, unless it ends by closing."""
+        self.is_open = False
+        self._on_closed(self)
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return
+        if self._ends_by_closing and exc is None:
+            answer.complete()
+            answer.wake()
+        else:
+            answer.fail("reset", "the engine closed the connection")
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes; an idle connection that receives any is closed."""
+        answer = self._answer
+        if answer is None:
+            self.abort()
+            return
+        self.has_received = True
+        if self._in_head:
+            self._unread += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            answer.fail("garbage", f"its answer is no HTTP/1.1 ({type(error).__name__})")
+            self.abort()  # also if more follows a whole answer
+            return
+        if self._in_head and self._unread > MOST_HEAD:
+            self._fail_head(answer)
+            return
+        answer.wake()
+
+    def _fail_head(self, answer: Answer) -> None:
+        answer.fail("head_too_long", f"the head of its answer exceeds {MOST_HEAD} bytes")
+
+    # The parser's calls -------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Begin a head; a second answer, which nobody asked for, closes the connection."""
+        self._headers = []
+        if self._answer is None:
+            raise httptools.HttpParserError("an answer without a request")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Receive a field."""
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Notify the reader of the head; a 1xx is not the answer."""
+        status = self._parser.get_status_code()
+        if status < 200 or self._answer is None:
+            return
+        self._in_head = False
+        headers = self._headers
+        if sum(len(name) + len(value) for name, value in headers) > MOST_HEAD:
+            self._fail_head(self._answer)
+            return
+        names = {name for name, _ in headers}
+        has_end = b"content-length" in names or b"transfer-encoding" in names
+        self._ends_by_closing = not has_end and status not in _NO_BODY
+        self._answer.begin(status, [field for field in headers if field[0] not in _HOP])
+
+    def on_body(self, body: bytes) -> None:
+        """Receive a piece; read no more if too much is unread."""
+        if self._answer is not None and not self._answer.add(body) and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """End the answer; the connection waits for the next request."""
+        answer = self._answer
+        if answer is None or self._in_head:
+            return  # a 1xx
+        self._answer = None
+        answer.complete()
+        answer.wake()
+        self.resume()
+        if self._parser.should_keep_alive() and not self._transport.is_closing():
+            self._on_idle(self)
+        else:
+            self.is_open = False
+            self._transport.close()

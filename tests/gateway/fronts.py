@@ -12,10 +12,10 @@ import msgspec
 from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import Call
-from kvindex.gateway.choosing import NoRankError
 from kvindex.gateway.front import Front, refusal_reply
+from kvindex.gateway.routing import NoRankError
 from kvindex.gateway.tokens import Tokens
-from kvindex.gateway.wires import Answer, UpstreamError
+from kvindex.gateway.upstream import Answer, UpstreamError
 from kvindex.service.http import Guard, Limits, Site
 from kvindex.service.http.connections import Connection
 from tests.gateway.lives import DONE, HEAD, ROLE, USAGE, LoggedPlace, event

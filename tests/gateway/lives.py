@@ -7,8 +7,7 @@ from typing import Any
 
 from kvindex import Rank
 from kvindex.gateway.calls import Call, read_call
-from kvindex.gateway.choosing import Place
-from kvindex.gateway.models import Pin, Serving
+from kvindex.gateway.routing import Pin, Place, Serving
 
 HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 JSON = ((b"content-type", b"application/json"),)

@@ -9,9 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvindex.gateway.choosing import NoRankError
-from kvindex.gateway.models import UnknownModelError
-from kvindex.gateway.waiting import ShedError
+from kvindex.gateway.routing import NoRankError, ShedError, UnknownModelError
 from tests.gateway.fronts import STREAM, Engine, fronted
 from tests.gateway.lives import HEAD, JSON, ROLE, WHOLE
 

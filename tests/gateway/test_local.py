@@ -14,8 +14,7 @@ pytest.importorskip("jinja2")
 
 from kvindex import ConfigurationError
 from kvindex.gateway import local as local_module
-from kvindex.gateway.chats import ChatError, ChatTemplate
-from kvindex.gateway.local import LocalTokens, form_of
+from kvindex.gateway.local import ChatError, ChatTemplate, LocalTokens, form_of
 from tests.gateway.models import TEMPLATE, folder
 
 pytestmark = pytest.mark.unit

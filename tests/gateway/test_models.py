@@ -11,9 +11,17 @@ import pytest
 
 from kvindex import Index, Rank, UnknownRankError
 from kvindex.gateway.calls import CallError
-from kvindex.gateway.choosing import NoRankError, Place, Routing
-from kvindex.gateway.models import Models, Pin, Serving, UnknownModelError, pin
-from kvindex.gateway.waiting import ShedError
+from kvindex.gateway.routing import (
+    Models,
+    NoRankError,
+    Pin,
+    Place,
+    Routing,
+    Serving,
+    ShedError,
+    UnknownModelError,
+    pin,
+)
 from kvindex.routing import Capacity, Router
 from kvindex.subscribe import PublisherAddress
 from kvindex.subscribe.discovery import EngineReport

@@ -12,8 +12,8 @@ pytest.importorskip("tokenizers")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.gateway import segments
-from kvindex.gateway.segments import Segments
+from kvindex.gateway import local
+from kvindex.gateway.local import Segments
 from tests.docs.pages import ROOT
 from tests.gateway.models import tokenizer
 
@@ -74,7 +74,7 @@ def test_a_tokenizer_without_special_tokens_encodes_as_a_whole() -> None:
 
 
 def test_one_text_in_a_thousand_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_CHECK_EVERY", 10)
+    monkeypatch.setattr(local, "_CHECK_EVERY", 10)
     encoding = Segments(tokenizer(), "test")
     before = encoding.statistics()["checked"]
     for number in range(30):
@@ -83,7 +83,7 @@ def test_one_text_in_a_thousand_is_compared(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_least_used_pieces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_MOST_CHARACTERS", 100)
+    monkeypatch.setattr(local, "_MOST_CHARACTERS", 100)
     encoding = Segments(tokenizer(), "test")
     for letter in "abcd":
         encoding.encode(f"<|im_end|>{letter * 30}")

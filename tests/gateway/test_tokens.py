@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, read_call
-from kvindex.gateway.models import Serving
+from kvindex.gateway.routing import Serving
 from kvindex.gateway.tokens import Tokenizing, Tokens
-from kvindex.gateway.wires import UpstreamError
+from kvindex.gateway.upstream import UpstreamError
 from tests.gateway.models import folder
 
 pytestmark = pytest.mark.unit

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError
-from kvindex.gateway.upstream import Upstream
-from kvindex.gateway.wires import MOST_HEAD, MOST_UNREAD, Answer, UpstreamError
+from kvindex.gateway.upstream import MOST_HEAD, MOST_UNREAD, Answer, Upstream, UpstreamError
 from tests.gateway.scripted import CLOSE, ScriptedServer, scripted
 
 pytestmark = pytest.mark.e2e

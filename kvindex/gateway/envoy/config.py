@@ -17,13 +17,12 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex.gateway.calls import ROUTES
+from kvindex.gateway.calls import FORGED, ROUTES
 from kvindex.gateway.exchange import MOST_TRIES
-from kvindex.gateway.passing import FORGED
+from kvindex.gateway.gateway import GatewaySettings
 from kvindex.gateway.picker.messages import DESTINATION, NAMESPACE, NOTES
-from kvindex.gateway.picker.reports import ENGINES
-from kvindex.gateway.settings import GatewaySettings
-from kvindex.gateway.wires import MOST_HEAD
+from kvindex.gateway.picker.stream import ENGINES
+from kvindex.gateway.upstream import MOST_HEAD
 from kvindex.service.http import Limits, Listening
 
 PICKER: Final = "picker"

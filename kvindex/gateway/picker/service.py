@@ -21,11 +21,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvindex import ConfigurationError
-from kvindex.gateway.metrics import AllCollector
-from kvindex.gateway.picker.reports import Reports
-from kvindex.gateway.picker.stream import Picker
-from kvindex.gateway.routers import Routers
-from kvindex.gateway.settings import GatewaySettings, PickerSettings
+from kvindex.gateway.access import AllCollector
+from kvindex.gateway.gateway import GatewaySettings, PickerSettings, Routers
+from kvindex.gateway.picker.stream import Picker, Reports
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
 

@@ -33,7 +33,7 @@ _FOLLOWED = "Engines that appear, leave, move and grow are followed."
 
 
 def add_gateway_options(parser: argparse.ArgumentParser) -> None:
-    from kvindex.gateway.settings import GatewaySettings
+    from kvindex.gateway.gateway import GatewaySettings
 
     settings = GatewaySettings()
     text = "HTTP server of an engine, http://HOST:PORT"
@@ -87,7 +87,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     """
     with needing("gateway", "gateway"):
         from kvindex.gateway.gateway import Gateway
-    from kvindex.gateway.settings import GatewaySettings
+    from kvindex.gateway.gateway import GatewaySettings
     from kvindex.service.http import Limits, Listening
 
     sources = _sources(arguments)
@@ -128,7 +128,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     token = _engine_token(arguments)
     if arguments.part is not None:
         from kvindex.gateway.envoy.running import run_picker
-        from kvindex.gateway.routers import Routers
+        from kvindex.gateway.gateway import Routers
 
         with Routers(sources, settings, token) as routers:
             _print_engines(routers, "")
@@ -184,7 +184,7 @@ def _print_admission(settings: Any) -> None:
 
 
 def add_epp_options(parser: argparse.ArgumentParser) -> None:
-    from kvindex.gateway.settings import GatewaySettings, PickerSettings
+    from kvindex.gateway.gateway import GatewaySettings, PickerSettings
 
     text = "HTTP server of an engine, http://ADDRESS:PORT, as the gateway reaches it"
     parser.add_argument("engine", nargs="*", metavar="ENGINE", help=text)
@@ -217,9 +217,9 @@ def run_epp(arguments: argparse.Namespace) -> int:
     end within --drain seconds.
     """
     with needing("epp", "picker"):
+        from kvindex.gateway.gateway import Routers
         from kvindex.gateway.picker.service import PickerServer
-        from kvindex.gateway.routers import Routers
-    from kvindex.gateway.settings import GatewaySettings, PickerSettings
+    from kvindex.gateway.gateway import GatewaySettings, PickerSettings
 
     sources = _sources(arguments)
     settings = GatewaySettings(**settings_of(arguments, GatewaySettings))

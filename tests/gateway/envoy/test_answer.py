@@ -18,7 +18,7 @@ from lupa import luajit21
 
 from kvindex.gateway.envoy.config import lua
 from kvindex.gateway.events import Events, Usage
-from kvindex.gateway.picker.reports import usage_noted
+from kvindex.gateway.picker.stream import usage_noted
 from tests.gateway.test_events import DONE, LAST, REPORT, ROLE, TEXT, USAGE, chunk, event
 
 pytestmark = pytest.mark.service
