@@ -19,7 +19,7 @@ from kvindex.subscribe import (
     StreamItem,
     Tap,
 )
-from kvindex.subscribe.lanes import Lanes
+from kvindex.subscribe.watch import Lanes
 from kvindex.wire.rank import Rank
 
 

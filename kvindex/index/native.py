@@ -171,7 +171,7 @@ class Index(BaseIndex):
             pass  # removed by another thread in between: it is known again now
 
     def lane_target(self) -> tuple[Core, Callable[[Rank], int | None]]:
-        """Return the core and what finds a rank's number in it: for `kvindex.subscribe.lanes`."""
+        """Return the core and what finds a rank's number in it: for `kvindex.subscribe.watch`."""
         return self._core, lambda rank: self._ids.get(rank)
 
     def apply_entries(self, entries: bytes | memoryview) -> tuple[int, list[bytes]] | None:

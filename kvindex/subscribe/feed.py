@@ -18,8 +18,6 @@ from msgspec.structs import replace
 
 from kvindex.subscribe.connection import Connection, Contexts, HostCheck, SocketOptions
 from kvindex.subscribe.delivery import Allowance, Decode, Delivery, FingerprintMaker, Outlet
-from kvindex.subscribe.diagnosis import Notes
-from kvindex.subscribe.lanes import Lanes
 from kvindex.subscribe.receiving import (
     Connected,
     Damaged,
@@ -27,6 +25,7 @@ from kvindex.subscribe.receiving import (
     Event,
     LiveLink,
     Named,
+    Notes,
     Reader,
     ReplayLink,
     ReplayOver,
@@ -44,7 +43,7 @@ from kvindex.subscribe.sequencer import (
     Sequencer,
     SequencerConfig,
 )
-from kvindex.subscribe.watch import Watch
+from kvindex.subscribe.watch import Lanes, Watch
 from kvindex.subscribe.worker import PublisherAddress, Worker
 from kvindex.wire.rank import Rank
 

@@ -19,9 +19,10 @@ run: one event for all of them. Owned by the subscriber's thread.
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -29,12 +30,115 @@ import zmq
 
 from kvindex.subscribe.connection import Connection
 from kvindex.subscribe.delivery import Decode, DecodedBatch, Fingerprint
-from kvindex.subscribe.diagnosis import Notes, TopicCheck
 from kvindex.subscribe.sequencer import AskReplay, Batch
 from kvindex.wire import parse_live, parse_replay, replay_request
 from kvindex.wire.errors import ConfigurationError, DecodeError
+from kvindex.wire.log_rate import LogRate
+from kvindex.wire.rank import Rank
 
+logger = logging.getLogger(__name__)
+
+_GRACE = 1.0  # seconds after connecting in which a wrong topic may still show
+_MAX_TOPICS = 8
+_MAX_TOPIC_BYTES = 64  # the network chooses the topic
 _unpack_seq = struct.Struct(">Q").unpack
+
+
+class Notes:
+    """Counts, and remembers what was logged, and when.
+
+    Attributes:
+        rank: the rank's present name.
+        counters: what happened how often, by name.
+        shown_live: whether the status shown last was LIVE.
+        was_up: whether the engine was live since it was last gone.
+        logged_down: whether its loss was logged, and its return not yet.
+        logged_unrepairable: whether it was logged that its replay endpoint is useless.
+        may_log: returns whether a line of a kind may be logged now.
+    """
+
+    def __init__(self, rank: Rank, clock: Callable[[], float]) -> None:
+        self.rank = rank
+        self.counters: Counter[str] = Counter()
+        self.shown_live = False
+        self.was_up = self.logged_down = self.logged_unrepairable = False
+        self.may_log = LogRate(clock).allows
+
+    def damaged(self, kind: str, error: DecodeError) -> None:
+        """Count and log a message that cannot be read."""
+        self.counters["decode_failures"] += 1
+        self.counters[kind] += 1
+        self.warn(kind, "%s: %s", kind, error)
+
+    def warn(self, kind: str, text: str, *details: object) -> None:
+        """Log a warning, unless one of this kind was logged just now."""
+        if self.may_log(kind):
+            logger.warning(f"%s: {text}", self.rank, *details)
+
+
+class TopicCheck:
+    """Decides whether a wanted topic is confirmed, open, or contradicted.
+
+    A topic that matches nothing looks like an idle engine. So until the first message with the
+    wanted topic, the subscriber also receives all topics, and this check notes which ones arrive.
+
+    Attributes:
+        filtered: messages that other topics carried.
+        confirmed: whether a message with the wanted topic was seen (or all topics are wanted).
+    """
+
+    def __init__(self, topic: bytes) -> None:
+        self.topic = topic
+        self.confirmed = not topic
+        self.filtered = 0
+        self._others: dict[bytes, None] = {}
+        self._decide_at: float | None = None
+        self._decided = False
+
+    def connected(self, now: float) -> None:
+        """Start the time in which a wrong topic may show."""
+        if self.open:
+            self._decide_at = now + _GRACE
+
+    def fits(self, topic: bytes) -> bool:
+        """Note a message's topic; return whether the message is wanted."""
+        if topic.startswith(self.topic):
+            self.confirmed = True
+            return True
+        self.filtered += 1
+        if len(self._others) < _MAX_TOPICS:
+            self._others[topic[:_MAX_TOPIC_BYTES]] = None
+        return False
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether only other topics were seen so far."""
+        return not self.confirmed and bool(self._others)
+
+    @property
+    def open(self) -> bool:
+        """Whether no message has decided yet, and it is too early to conclude."""
+        return not self.confirmed and not self._decided
+
+    @property
+    def deadline(self) -> float | None:
+        """When `decide` wants to be called."""
+        return self._decide_at if self.open else None
+
+    def decide(self, now: float) -> None:
+        """Accept the topic if no other one showed in the time allowed for that."""
+        if self._decide_at is not None and now >= self._decide_at:
+            self._decided = True
+
+    def trouble(self) -> str:
+        """Return what is wrong, for a person; "" while nothing is known."""
+        if not self.contradicted:
+            return ""
+        others = ", ".join(repr(topic.decode("utf-8", "replace")) for topic in self._others)
+        return (
+            f"the topic {self.topic.decode('utf-8', 'replace')!r} filters out everything: "
+            f"{self.filtered} messages came with topic {others}; engines send '' unless configured"
+        )
 
 
 class Connected(NamedTuple):

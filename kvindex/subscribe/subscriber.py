@@ -25,10 +25,10 @@ from kvindex.subscribe.delivery import (
 )
 from kvindex.subscribe.feed import FeedSettings
 from kvindex.subscribe.following import Following
-from kvindex.subscribe.lanes import Lanes
 from kvindex.subscribe.resumption import SavedRanks, check_saved
 from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig
 from kvindex.subscribe.subscriber_thread import SubscriberThread
+from kvindex.subscribe.watch import Lanes
 from kvindex.subscribe.worker import Worker, not_a_worker, workers_of
 from kvindex.wire import Fingerprints, decode_batch
 from kvindex.wire.errors import BusyError, ConfigurationError

@@ -1,4 +1,4 @@
-// The receiving of ordinary messages without the GIL, as kvindex/subscribe/lanes.py uses it.
+// The receiving of ordinary messages without the GIL, as kvindex/subscribe/watch.py uses it.
 #pragma once
 
 #include <nanobind/nanobind.h>

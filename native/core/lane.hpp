@@ -21,7 +21,7 @@
 
 namespace kvindex {
 
-// What libzmq exports. kvindex/subscribe/lanes.py finds pyzmq's own; nothing is linked with it.
+// What libzmq exports. kvindex/subscribe/watch.py finds pyzmq's own; nothing is linked with it.
 struct ZmqCalls {
   int (*msg_init)(void* message);
   int (*msg_recv)(void* message, void* socket, int flags);

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvindex.subscribe.commands import Commands
+from kvindex.subscribe.subscriber_thread import Commands
 from kvindex.wire.errors import BusyError, ClosedError
 from tests.live import PATIENCE, until
 

@@ -19,13 +19,12 @@ from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, State
 from kvindex.client.feeding import follow_item
 from kvindex.index import Fingerprints, read_batch
 from kvindex.subscribe import RankBatch, SequencerConfig, SocketOptions, StreamItem
-from kvindex.subscribe import lanes as lanes_module
+from kvindex.subscribe import watch as lanes_module
 from kvindex.subscribe.connection import Contexts
 from kvindex.subscribe.delivery import Outlet
 from kvindex.subscribe.feed import Feed, FeedSettings
-from kvindex.subscribe.lanes import Lanes
 from kvindex.subscribe.resumption import Resumption
-from kvindex.subscribe.watch import Watch
+from kvindex.subscribe.watch import Lanes, Watch
 from kvindex.testing import FakeEngine, ManualClock
 from kvindex.wire import encode_batch, live_frames
 from kvindex.wire.frames import parse_replay_request, replay_end, replay_frames

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvindex.subscribe.diagnosis import Notes, TopicCheck
-from kvindex.subscribe.receiving import Connected, Disconnected, LiveLink
+from kvindex.subscribe.receiving import Connected, Disconnected, LiveLink, Notes, TopicCheck
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.rank import Rank
 

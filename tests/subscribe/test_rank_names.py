@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.subscribe import roster
+from kvindex.subscribe import subscriber_thread as roster
 from kvindex.subscribe.resumption import Claim, settle
 from kvindex.testing import FakeEngine
 from tests.live import caught_up, client_of, worker_of

@@ -7,8 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from kvindex.subscribe.diagnosis import Notes
-from kvindex.subscribe.receiving import Damaged, Event, Named, Reader, ReplayOver, Replied, Run
+from kvindex.subscribe.receiving import (
+    Damaged,
+    Event,
+    Named,
+    Notes,
+    Reader,
+    ReplayOver,
+    Replied,
+    Run,
+)
 from kvindex.wire import live_frames
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank

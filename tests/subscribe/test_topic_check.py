@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvindex.subscribe.diagnosis import TopicCheck
+from kvindex.subscribe.receiving import TopicCheck
 
 pytestmark = pytest.mark.unit
 

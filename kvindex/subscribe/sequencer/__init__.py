@@ -17,12 +17,11 @@ in order: items of the stream, and requests to open or close a replay socket.
 anywhere with `complete` false. No batch is delivered twice. `RankRestarted` begins a new epoch and
 drops what the rank held, so batches of two publishers never stand together.
 
-**The parts**, from below. In `batches.py`, `Applied` remembers the delivered batches, and `Held`
-keeps those that arrived out of order, within bounds, with the evidence for each. In `repair.py`,
-`Replay` has the facts about the replay endpoint, and `Repair` the replay that is under way.
-`StreamState` (`state.py`) has all facts, and makes each move to another state, with the items.
-The functions in `decisions.py` decide which moves to make. `Sequencer` has the entrances, and
-watches the time.
+**The parts**, from below. In `batches.py`, `Applied` remembers the delivered batches, and
+`ReorderBuffer` keeps those that arrived out of order, within bounds, with the evidence for each.
+In `machine.py`, `Replay` has the facts about the replay endpoint, `Repair` the replay that is under
+way, and `StreamState` all facts; it makes each move to another state, with the items. The functions
+in `decisions.py` decide which moves to make. `Sequencer` has the entrances, and watches the time.
 
 **States.** ::
 

@@ -156,7 +156,7 @@ class HeldBatch(msgspec.Struct):
     denied: bool = False
 
 
-class Held:
+class ReorderBuffer:
     """The batches that arrived out of order, and the seqs of known batches that arrived damaged.
 
     A seq is held or damaged, never both; `bool` returns whether any is. Owner: one sequencer.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
-from kvindex.subscribe.sequencer.batches import Held, HeldBatch
+from kvindex.subscribe.sequencer.batches import HeldBatch, ReorderBuffer
 from kvindex.wire.errors import ConfigurationError
 from tests.subscribe.sequencer.sequencer_script import batch
 
@@ -52,7 +52,7 @@ def entry(seq: int, size: int = 10, *, confirmed: bool = False) -> HeldBatch:
 
 
 def test_held_is_sorted_and_bounded() -> None:
-    held = Held(max_batches=2, max_bytes=100)
+    held = ReorderBuffer(max_batches=2, max_bytes=100)
     assert (held.first, held.highest) == (None, -1)
     assert [held.add(entry(seq, size)) for seq, size in [(5, 40), (5, 60), (3, 10), (4, 10)]] == [
         True,
@@ -70,7 +70,7 @@ def test_held_is_sorted_and_bounded() -> None:
 
 
 def test_only_a_later_replay_testifies_against_a_held_batch() -> None:
-    held = Held(max_batches=5, max_bytes=100)
+    held = ReorderBuffer(max_batches=5, max_bytes=100)
     held.add(entry(1))
     held.add(entry(2, confirmed=True))
     held.testify(1)
@@ -84,7 +84,7 @@ def test_only_a_later_replay_testifies_against_a_held_batch() -> None:
 
 
 def test_what_came_damaged_ends_a_hole_until_its_batch_comes() -> None:
-    held = Held(max_batches=2, max_bytes=100)
+    held = ReorderBuffer(max_batches=2, max_bytes=100)
     held.note_damaged(4, 1.0)
     held.add(entry(6))
     held.note_damaged(6, 2.0)  # held: there is nothing to repair
@@ -100,7 +100,7 @@ def test_what_came_damaged_ends_a_hole_until_its_batch_comes() -> None:
 
 
 def test_damaged_batches_are_remembered_within_a_bound() -> None:
-    held = Held(max_batches=2, max_bytes=100)
+    held = ReorderBuffer(max_batches=2, max_bytes=100)
     for seq in (5, 6, 7):
         held.note_damaged(seq, 0.0)
     assert held.highest == 6
