@@ -1,6 +1,6 @@
 """Items and statuses on their way to the sink: in order, as fast as the sink accepts them.
 
-`Allowance`, `Outlet` and `Delivery` are owned by the subscriber's thread.
+`Outlet` and `Delivery` are owned by the subscriber's thread.
 """
 
 from __future__ import annotations
@@ -191,66 +191,24 @@ class Tap(Protocol):
         """Receive the ranks' new statuses, at the end of each turn; perhaps none."""
 
 
-class Allowance:
-    """How long one feed may hold the subscriber's thread before the others get their turn.
-
-    A feed does one thing before it asks what is left, so that each turn makes progress.
-
-    Args:
-        clock: monotonic seconds.
-        has_room: whether the sink accepts more; if not, no time is left.
-
-    Thread safety: none.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float], has_room: Callable[[], bool] | None = None
-    ) -> None:
-        self._clock = clock
-        self._has_room = has_room
-        self._until = clock()
-
-    def begin(self) -> None:
-        """Begin a turn."""
-        self._until = self._clock() + TURN
-
-    def left(self) -> bool:
-        """Return whether any time is left."""
-        if self._has_room is not None and not self._has_room():
-            return False
-        return self._clock() < self._until
-
-
 class Outlet:
-    """Hands items to the sink; an exception in the sink is counted, logged, and not raised.
-
-    Args:
-        sink: receives every item.
-        on_batch: receives the batches instead, if given.
-        counters: where failures are counted.
-        on_statuses: receives the statuses that were shown, if given.
-        has_room: whether the sink accepts more; None: always.
-        on_payload: receives the batches that lanes have applied, if given.
-
-    Attributes:
-        shut: set by any thread; from then on the sink is not called.
-        forked: set in a child that a sink has forked; the thread ends there when the sink returns,
-            by a SystemExit: its next step would use the parent's sockets.
-    """
+    """Hands items to the sink; an exception in the sink is counted, logged, and not raised."""
 
     def __init__(
         self,
         sink: Sink,
-        on_batch: BatchSink | None,
+        on_batch: BatchSink | None,  # receives the batches instead
         counters: Counter[str],
         on_statuses: StatusSink | None = None,
-        has_room: Callable[[], bool] | None = None,
-        on_payload: Callable[[Rank, bytes], None] | None = None,
+        has_room: Callable[[], bool] | None = None,  # None: always
+        on_payload: Callable[[Rank, bytes], None] | None = None,  # batches that lanes have applied
     ) -> None:
         self.has_room = has_room
-        self._on_payload = on_payload
-        self.shut = False
+        self.shut = False  # set by any thread; from then on the sink is not called
+        # Set in a child that a sink has forked. The thread ends there by a SystemExit when the sink
+        # returns: its next step would use the parent's sockets.
         self.forked = False
+        self._on_payload = on_payload
         self._sink = sink
         self._on_batch = on_batch
         self._on_statuses = on_statuses
@@ -271,11 +229,7 @@ class Outlet:
         batches: Sequence[Any],
         time_left: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Hand over live batches of one rank, numbered from `first_seq` on without a hole.
-
-        Returns:
-            How many were handed over: one at least, and all if there is time.
-        """
+        """Hand over live batches numbered without a hole; return how many: one, and all in time."""
         # As `put` for each; an index needs no item. Nearly all batches come this way.
         sink, on_batch = self._sink, self._on_batch
         for count, batch in enumerate(batches):
@@ -337,23 +291,44 @@ class _Row(NamedTuple):
 
 
 class Delivery:
-    """One feed's items in order, and how far the sink has received them.
+    """One feed's turns, its items in order, and how far the sink has received them.
 
-    Attributes:
-        epoch, seq: of the last batch that was handed over; seq is None before the first.
-        batch_at: when it was handed over, None before the first.
-        waiting: the items that wait, for want of time.
+    A turn is over when its time is, when the sink has no room, or when an item waits for either.
+    The feed then leaves all else to its next turn, which begins with what waits. Whoever asks
+    `time_left` has done one thing before, so each turn makes progress.
     """
 
-    def __init__(self, rank: Rank, outlet: Outlet, time_left: Callable[[], bool]) -> None:
+    def __init__(self, rank: Rank, outlet: Outlet, clock: Callable[[], float]) -> None:
+        # Of the last batch that was handed over; no seq before the first.
         self.epoch = 0
         self.seq: int | None = None
         self.batch_at: float | None = None
+        self.waiting: deque[_Item | _Row] = deque()
         self._rank = rank
         self._outlet = outlet
-        self._time_left = time_left
-        self.waiting: deque[_Item | _Row] = deque()
+        self._clock = clock
+        self._has_room = outlet.has_room
+        self._until = clock()
         self._handing_over = False
+
+    # The turn ---------------------------------------------------------------------------------
+
+    def begin_turn(self) -> None:
+        """Begin a turn of the feed."""
+        self._until = self._clock() + TURN
+
+    def time_left(self) -> bool:
+        """Return whether the sink has room, and the turn any time."""
+        if self._has_room is not None and not self._has_room():
+            return False
+        return self._clock() < self._until
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the feed must leave what follows to its next turn."""
+        return bool(self.waiting) or not self.time_left()
+
+    # The items --------------------------------------------------------------------------------
 
     @property
     def lag(self) -> int:
@@ -385,22 +360,34 @@ class Delivery:
 
     def hand_over_in_time(self, now: float) -> None:
         """Hand over waiting items if there is time; else the next turn begins with them."""
-        if self._time_left():
+        if self.time_left():
             self.hand_over(now)
 
     def hand_over(self, now: float) -> None:
         """Hand over waiting items: one at least, and all if there is time."""
         if self._handing_over:
-            return  # within a call of the sink
+            return  # within a call of the sink: its item must not be overtaken
         self._handing_over = True
         try:
             while self.waiting:
                 item = self.waiting.popleft()
+                # Each number is set first: the sink may ask how far its rank is.
                 if isinstance(item, _Row):
-                    self._put_row(item, now)
+                    first_seq, batches = item
+                    self.seq, self.batch_at = first_seq + len(batches) - 1, now
+                    done = self._outlet.put_run(
+                        self._rank, self.epoch, first_seq, batches, self.time_left
+                    )
+                    if done < len(batches):
+                        self.seq = first_seq + done - 1
+                        self.waiting.appendleft(_Row(first_seq + done, batches[done:]))
                 else:
-                    self._put(item, now)
-                if not self.waiting or not self._time_left():
+                    if isinstance(item, RankBatch):
+                        self.seq, self.batch_at = item.seq, now
+                    elif isinstance(item, RankRestarted):
+                        self.epoch, self.seq = item.epoch, None
+                    self._outlet.put(item)
+                if not self.waiting or not self.time_left():
                     break
         finally:
             self._handing_over = False
@@ -413,18 +400,3 @@ class Delivery:
     def close(self) -> None:
         """Drop the waiting items."""
         self.waiting.clear()
-
-    def _put_row(self, row: _Row, now: float) -> None:
-        first_seq, batches = row
-        self.seq, self.batch_at = first_seq + len(batches) - 1, now
-        done = self._outlet.put_run(self._rank, self.epoch, first_seq, batches, self._time_left)
-        if done < len(batches):
-            self.seq = first_seq + done - 1
-            self.waiting.appendleft(_Row(first_seq + done, batches[done:]))
-
-    def _put(self, item: _Item, now: float) -> None:
-        if isinstance(item, RankBatch):
-            self.seq, self.batch_at = item.seq, now
-        elif isinstance(item, RankRestarted):
-            self.epoch, self.seq = item.epoch, None
-        self._outlet.put(item)

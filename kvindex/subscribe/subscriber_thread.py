@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import math
 import os
 import threading
 import time
@@ -16,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvindex.subscribe.delivery import RankAdded, RankRemoved, RanksRenamed
 from kvindex.subscribe.diagnosis import feed_status
 from kvindex.subscribe.feed import Feed, FeedSettings
-from kvindex.subscribe.resumption import Claim, Resumption, SavedRanks, resume_ranks, settle
+from kvindex.subscribe.resumption import Claim, SavedRanks, resume_ranks, settle
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.subscribe.watch import SHOW_AFTER, Deadlines, Watch
 from kvindex.subscribe.worker import Worker
@@ -30,6 +31,13 @@ from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_rank
 
 logger = logging.getLogger(__name__)
+
+_MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
+_SHOWN_AT_ONCE = 128  # feeds whose progress is shown in one turn
+_TURN = 0.1  # seconds for all busy feeds, so that calls wait little however many feeds there are
+
+Step: TypeAlias = Callable[[float], bool | None]
+"""What a feed does at a time."""
 
 _Result = TypeVar("_Result")
 
@@ -46,20 +54,13 @@ class _Call:
 class Commands:
     """A queue of calls with their answers.
 
-    Args:
-        wake: makes the owning thread call `run` soon.
-
-    Attributes:
-        running: whether the owning thread carries one out at present.
-        waiting: the calls that it has not begun.
-
     Thread safety: `call` from any thread, all else by the owning thread.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.running = False
+        self.running = False  # whether the owning thread carries one out
+        self.waiting: deque[_Call] = deque()  # those that it has not begun
         self._wake = wake
-        self.waiting: deque[_Call] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -74,6 +75,7 @@ class Commands:
         call = self._put(command)
         concurrent.futures.wait([call.done], timeout)
         if not call.done.done():
+            # Cancelled it cannot run later, when its caller has gone on. Begun, it gets its time.
             if call.done.cancel():
                 raise BusyError(timeout)
             left = call.begun_at + timeout - time.monotonic()
@@ -106,19 +108,16 @@ class Commands:
             while self.waiting:
                 call = self.waiting.popleft()
                 call.begun_at = time.monotonic()
-                if call.done.set_running_or_notify_cancel():
-                    self._run(call)
+                if not call.done.set_running_or_notify_cancel():
+                    continue  # its caller waits no more
+                try:
+                    call.done.set_result(call.command())
+                except BaseException as error:
+                    call.done.set_exception(error)
+                    if not isinstance(error, Exception):
+                        raise
         finally:
             self.running = False
-
-    @staticmethod
-    def _run(call: _Call) -> None:
-        try:
-            call.done.set_result(call.command())
-        except BaseException as error:
-            call.done.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
 
     def close(self) -> None:
         """Refuse the queued commands and all later ones."""
@@ -137,15 +136,10 @@ def _log_failure(done: Future[None]) -> None:
 
 
 class Roster:
-    """Adds, names and removes the feeds of workers, and notifies outlet and board.
-
-    Attributes:
-        feeds: every feed, by the name of its rank.
-        deadlines: when each must be called next.
-    """
+    """The feeds of all workers: adds, names and removes them, and notifies outlet and board."""
 
     def __init__(self, settings: FeedSettings, watch: Watch, board: StatusBoard) -> None:
-        self.feeds: dict[Rank, Feed] = {}
+        self.feeds: dict[Rank, Feed] = {}  # by the present names of their ranks
         self._by_worker: dict[str, list[Feed]] = {}  # in the order of their ports
         self._by_endpoint: dict[str, list[Feed]] = {}
         self.deadlines: Deadlines[Feed] = Deadlines()
@@ -156,7 +150,7 @@ class Roster:
         self._counters = settings.counters
         self._clock = settings.clock
 
-    def guard(self, feed: Feed, step: Callable[[float], bool | None], now: float) -> bool | None:
+    def guard(self, feed: Feed, step: Step, now: float) -> bool | None:
         """Take one step of a feed; a failure ends that feed, and no other."""
         try:
             return step(now)
@@ -192,13 +186,7 @@ class Roster:
         return None if saved is None else saved.encode()
 
     def add(self, worker: Worker, saved: SavedRanks) -> None:
-        """Subscribe to a worker's ranks; those with a saved state resume from it.
-
-        A worker that was added before gets these ranks as well.
-
-        Raises:
-            ConfigurationError: one of them is subscribed to, or ZeroMQ refuses an endpoint.
-        """
+        """Subscribe to a worker's ranks, also to more of one that is there; resume saved ones."""
         present = {feed.address.dp_rank: feed.rank.dp_rank for feed in self._feeds_of(worker.name)}
         twice = sorted(present.keys() & {address.dp_rank for address in worker.publishers()})
         if twice:
@@ -216,10 +204,22 @@ class Roster:
             identity = self._settings.fingerprints.identity
             plan, unused = resume_ranks(saved, worker.name, ports, identity, present)
         except BaseException:
+            # All or none: the first ones have sockets already.
             for feed in feeds:
                 feed.close(now)
             raise
-        self._start(feeds, plan, now)
+        # Every rank is announced before the first one begins: its publisher may name any of them.
+        for feed, resumption in zip(feeds, plan, strict=True):
+            feed.rename(Rank(worker.name, resumption.dp_rank))
+            self.feeds[feed.rank] = feed
+            self._by_endpoint.setdefault(feed.address.endpoint, []).append(feed)
+            self._outlet.put(RankAdded(feed.rank, worker.cache))
+        of_worker = [*self._feeds_of(worker.name), *feeds]
+        self._by_worker[worker.name] = sorted(of_worker, key=lambda feed: feed.address.dp_rank)
+        for feed, resumption in zip(feeds, plan, strict=True):
+            self.guard(feed, partial(feed.start, resumption), now)
+            self.deadlines.set(feed, feed.deadline)
+        self._publish_named((), feeds, feeds)
         self._note_unused(unused)
 
     def _warn_of_shared(self, worker: Worker) -> None:
@@ -247,21 +247,6 @@ class Roster:
                 f" (and {len(others) - 1} more ranks)" if len(others) > 1 else "",
             )
 
-    def _start(self, feeds: list[Feed], plan: list[Resumption], now: float) -> None:
-        """Start the feeds of one worker's publishers, each as planned."""
-        for feed, resumption in zip(feeds, plan, strict=True):
-            feed.rename(Rank(feed.worker.name, resumption.dp_rank))
-            self.feeds[feed.rank] = feed
-            self._by_endpoint.setdefault(feed.address.endpoint, []).append(feed)
-            self._outlet.put(RankAdded(feed.rank, feed.worker.cache))
-        of_worker = [*self._feeds_of(feeds[0].worker.name), *feeds]
-        of_worker.sort(key=lambda feed: feed.address.dp_rank)
-        self._by_worker[feeds[0].worker.name] = of_worker
-        for feed, resumption in zip(feeds, plan, strict=True):
-            self.guard(feed, partial(feed.start, resumption), now)
-            self.deadlines.set(feed, feed.deadline)
-        self._publish_named((), feeds, feeds)
-
     def note_strangers(self, cursors: Iterable[Rank]) -> None:
         """Count the cursors of workers that are not subscribed to."""
         workers = {rank.worker for rank in self.feeds}
@@ -273,11 +258,7 @@ class Roster:
             logger.info("%s: there is a cursor, but no publisher to go on with", rank)
 
     def remove(self, name: RankName) -> None:
-        """Unsubscribe from a worker's ranks, or from one rank.
-
-        Raises:
-            UnknownRankError: there is none of that name.
-        """
+        """Unsubscribe from a worker's ranks, or one rank; UnknownRankError if there is none."""
         gone = list(self._feeds_of(name)) if isinstance(name, str) else []
         gone = gone or [self.feeds[rank] for rank in self._board.named([name]) or ()]
         now = self._clock()
@@ -327,11 +308,10 @@ class Roster:
                 )
             if dp_rank != feed.rank.dp_rank:
                 names[feed.rank] = Rank(feed.worker.name, dp_rank)
-        if names:
-            self._rename(feeds, names)
-
-    def _rename(self, feeds: list[Feed], names: dict[Rank, Rank]) -> None:
-        self._board.hold(names)  # two may change places: then neither's status is the other's
+        if not names:
+            return
+        # Two may change places: then neither's status is the other's.
+        self._board.hold(names)
         moved = [self.feeds.pop(rank) for rank in names]
         for feed in moved:
             feed.rename(names[feed.rank])
@@ -341,26 +321,72 @@ class Roster:
         self._publish_named(names, feeds, moved)
 
 
-_MAX_SLEEP = 1.0  # seconds: sockets that gave up are looked for at least this often
-_SHOWN_AT_ONCE = 128  # feeds whose progress is shown in one turn
-_TURN = 0.1  # seconds for all busy feeds, so that calls wait little however many feeds there are
+class Progress:
+    """What lanes took, on its way to the statuses.
+
+    ::
+
+        taken ──── collects_after ────► collected ──── SHOW_AFTER in all ────► shown
+
+    Collecting and showing cost more than a batch does, so both wait for more of them. Taps want
+    batches early, so those are collected before they are shown. Nothing waits while a thread waits
+    for statuses.
+    """
+
+    def __init__(self, guard: Callable[[Feed, Step, float], object], collects_after: float) -> None:
+        self._guard = guard
+        self._collects_after = collects_after
+        self._taken: dict[Feed, None] = {}
+        self._collected: dict[Feed, None] = {}
+        # By `time.monotonic`, as nobody's own clock moves while lanes work.
+        self._collect_at = self._show_at = 0.0
+
+    @property
+    def due(self) -> float:
+        """When something is to be collected or shown, by `time.monotonic`."""
+        collect_at = self._collect_at if self._taken else math.inf
+        return min(collect_at, self._show_at if self._collected else math.inf)
+
+    def note_taken(self, feeds: Iterable[Feed]) -> None:
+        """Note that the lanes of these feeds have taken something."""
+        feeds = dict.fromkeys(feeds)
+        if feeds and not self._taken:
+            self._collect_at = time.monotonic() + self._collects_after
+        self._taken.update(feeds)
+
+    def collect(self, now: float, at_most: int | None = None) -> list[Feed]:
+        """Have the sequencers of all feeds, or of so many, accept what was taken."""
+        feeds = list(islice(self._taken, at_most))
+        for feed in feeds:
+            del self._taken[feed]
+            self._guard(feed, feed.collect, now)
+        return feeds
+
+    def take_all(self, now: float) -> list[Feed]:
+        """Collect everything, and return the feeds to be shown."""
+        collected, self._collected = self._collected, {}
+        return [*collected, *self.collect(now)]
+
+    def take_due(self, now: float) -> list[Feed]:
+        """Collect what has waited for long enough, and return the feeds to be shown."""
+        moment = time.monotonic()
+        if moment >= self._collect_at:
+            # A part of many feeds: their statuses together would take too long for one turn.
+            collected = self.collect(now, _SHOWN_AT_ONCE)
+            if collected and not self._collected:
+                self._show_at = moment + SHOW_AFTER - self._collects_after
+            self._collected.update(dict.fromkeys(collected))
+        if moment < self._show_at:
+            return []
+        shown, self._collected = list(self._collected), {}
+        return shown
 
 
 class SubscriberThread:
     """Runs a roster's feeds until `request_stop`.
 
-    Args:
-        settings: those of every feed.
-        on_stop: called once, on the thread, when it ends.
-
-    Attributes:
-        board: the statuses that other threads read.
-        commands: the calls of other threads.
-        roster: the feeds; owned by the thread.
-        stopping: whether `request_stop` was called.
-        wake: begins the next turn at once; from any thread.
-
-    Thread safety: `request_stop`, `end`, `is_current` from any thread.
+    Thread safety: `request_stop`, `end`, `disown`, `is_current`, `wake`, `statistics`, and `board`
+    and `commands` as they say, from any thread; all else belongs to the thread.
     """
 
     def __init__(self, settings: FeedSettings, on_stop: Callable[[], None] | None) -> None:
@@ -370,19 +396,17 @@ class SubscriberThread:
         self._counters = settings.counters
         self._on_stop = on_stop
         self._pid = os.getpid()
-        self.board = StatusBoard(settings.clock, settings.sequencer.stale_after + 2 * _MAX_SLEEP)
         self._lanes = settings.lanes
         self._collects_after = SHOW_AFTER if self._lanes is None else self._lanes.collects_after
         self._watch = Watch(settings.lanes)
+        # A sleep is no sign that the thread is stuck, nor are two.
+        self.board = StatusBoard(settings.clock, settings.sequencer.stale_after + 2 * _MAX_SLEEP)
         self.roster = Roster(settings, self._watch, self.board)
         self.wake = self._watch.wake
         self.commands = Commands(self.wake)
+        self._progress = Progress(self.roster.guard, self._collects_after)
         self._waiting: dict[Feed, None] = {}  # feeds that wait for their turn, the longest first
-        self._uncollected: dict[Feed, None] = {}  # feeds whose lanes have taken something
-        self._collect_at = 0.0  # when that is collected
-        self._unshown: dict[Feed, None] = {}  # feeds of which it was collected
         self._woke_at = time.monotonic()
-        self._show_at = 0.0  # when it shows in statuses
         self.stopping = False
         self._thread = threading.Thread(target=self._run, name="kvindex-subscriber", daemon=True)
         self._thread.start()
@@ -411,6 +435,18 @@ class SubscriberThread:
         self.stopping = self._outlet.shut = self._outlet.forked = True
         self.board.disown(reason)
 
+    def statistics(self) -> dict[str, Any]:
+        """Return the thread's counters; any thread may call this.
+
+        Of them `turns` are those of waiting and work, `lane_rounds` those that lanes made alone,
+        `longest_turn_us` the longest time between two waits, in microseconds, and `lane_batches`
+        the batches that lanes took; `lanes` is why there are none, or "in use".
+        """
+        trouble = "the events do not go into a native index"
+        if self._lanes is not None:
+            trouble = self._lanes.trouble
+        return {**self._counters, "lanes": trouble or "in use"}
+
     # The thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -424,51 +460,47 @@ class SubscriberThread:
                 self._counters["thread_failures"] += 1
                 reason = f"the subscriber's thread failed: {error!r}"
         finally:
-            if not self._outlet.forked:  # else the sockets and feeds are the parent's
-                self._stop(reason)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the thread's counters; any thread may call this.
-
-        Of them `turns` are those of waiting and work, `lane_rounds` those that lanes made alone,
-        `longest_turn_us` the longest time between two waits, in microseconds, and `lane_batches`
-        the batches that lanes took; `lanes` is why there are none, or "in use".
-        """
-        return {**self._counters, "lanes": self._why_no_lanes() or "in use"}
-
-    def _why_no_lanes(self) -> str:
-        if self._lanes is None:
-            return "the events do not go into a native index"
-        return self._lanes.trouble
+            # In a forked child the sockets and feeds are the parent's.
+            if not self._outlet.forked:
+                # Calls first, so that nobody waits for a thread that is ending. The context last
+                # of ZeroMQ's, for it waits for all sockets. A failed feed only logs that.
+                self.commands.close()
+                self.stopping = self._outlet.shut = True
+                self.roster.close(self._clock())
+                self.board.end(reason)
+                self._watch.close()
+                self._settings.contexts.close()
+                if self._on_stop is not None:
+                    self._on_stop()
 
     def _turn(self) -> None:
         """Wait for work, and do some of it: calls, then messages, then time-outs."""
         if not self._has_room():
+            # No time-out may count while its reply waits in a socket. So only calls are served.
             self._watch.wait_for_call(_MAX_SLEEP)
             self.commands.run()
             self._woke_at = time.monotonic()
-            return  # no time-out may count while its reply waits in a socket
+            return
         self._note_turn()
-        watch, seconds = self._watch, 0.0 if self._waiting else self._sleep()
-        collects_after = 0.0 if self._shows_at_once else self._collects_after
-        self._waiting.update(watch.wait(seconds, collects_after=collects_after))
+        watch, progress = self._watch, self._progress
+        shows_at_once = self._shows_at_once
+        seconds = 0.0 if self._waiting else self._sleep()
+        self._waiting.update(
+            watch.wait(seconds, collects_after=0.0 if shows_at_once else self._collects_after)
+        )
         now = self._clock()
-        if watch.taken and not self._uncollected:
-            self._collect_at = time.monotonic() + self._collects_after
-        self._uncollected.update(dict.fromkeys(watch.taken))
+        progress.note_taken(watch.taken)
         self.board.sign(now)
         self._woke_at = time.monotonic()
         changed = []
         if self.commands.waiting:
-            changed += self._collect(now)  # a call finds every stream where the sink stands
+            changed += progress.collect(now)  # a call finds every stream where the sink stands
             self.commands.run()
+        # At once: in a child that a command has forked the sockets are the parent's.
         if self.stopping:
-            return  # at once: in a child that a command has forked the sockets are the parent's
-        if self._shows_at_once:
-            shown, self._unshown = self._unshown, {}
-            changed += [*shown, *self._collect(now)]
-        else:
-            changed += self._collect_in_time(now)
+            return
+        # Asked again: whoever began to wait meanwhile has waited for long enough.
+        changed += progress.take_all(now) if self._shows_at_once else progress.take_due(now)
         changed += [*self._pump(now), *self._tick(now)]
         self.roster.publish(dict.fromkeys(changed), now)
 
@@ -487,27 +519,6 @@ class SubscriberThread:
         counters["turns"] += 1
         counters["longest_turn_us"] = max(counters["longest_turn_us"], int(longest * 1e6))
 
-    def _collect(self, now: float, at_most: int | None = None) -> list[Feed]:
-        """Collect what the lanes of all feeds, or of so many, have taken; return the feeds."""
-        feeds = list(islice(self._uncollected, at_most))
-        for feed in feeds:
-            del self._uncollected[feed]
-            self.roster.guard(feed, feed.collect, now)
-        return feeds
-
-    def _collect_in_time(self, now: float) -> list[Feed]:
-        """Collect what has waited for long enough; return the feeds that are to be shown."""
-        moment = time.monotonic()
-        if moment >= self._collect_at:
-            collected = self._collect(now, _SHOWN_AT_ONCE)
-            if collected and not self._unshown:
-                self._show_at = moment + SHOW_AFTER - self._collects_after
-            self._unshown.update(dict.fromkeys(collected))
-        if moment < self._show_at:
-            return []
-        shown, self._unshown = list(self._unshown), {}
-        return shown
-
     def _pump(self, now: float) -> Iterator[Feed]:
         """Pump waiting feeds, at least one; yield those pumped, and leave the rest waiting."""
         roster, until = self.roster, self._clock() + _TURN
@@ -515,6 +526,7 @@ class SubscriberThread:
             feed = next(iter(self._waiting))
             del self._waiting[feed]
             if not feed.closed:
+                # As `guard`, without its call: this is the way of nearly all messages.
                 try:
                     feed.pump(now)
                 except Exception as error:
@@ -528,8 +540,9 @@ class SubscriberThread:
         """Let time pass for feeds, at least one; yield those for which something was due."""
         deadlines, until = self.roster.deadlines, self._clock() + _TURN
         for feed in deadlines.due(now):
+            # Its message may have come: pumping it sets its deadline anew.
             if feed.closed or feed in self._waiting:
-                continue  # its message may have come: pumping it sets its deadline anew
+                continue
             if self._clock() >= until:
                 deadlines.set(feed, now)
                 continue
@@ -543,21 +556,7 @@ class SubscriberThread:
         return has_room is None or has_room()
 
     def _sleep(self) -> float:
+        """Return how long the thread may wait."""
         nearest = self.roster.deadlines.nearest
         sleep = _MAX_SLEEP if nearest is None else min(_MAX_SLEEP, nearest - self._clock())
-        if self._uncollected:
-            sleep = min(sleep, self._collect_at - time.monotonic())
-        if self._unshown:
-            sleep = min(sleep, self._show_at - time.monotonic())
-        return sleep
-
-    def _stop(self, reason: str) -> None:
-        """End everything; a failure is logged, and the rest ends all the same."""
-        self.commands.close()
-        self.stopping = self._outlet.shut = True
-        self.roster.close(self._clock())
-        self.board.end(reason)
-        self._watch.close()
-        self._settings.contexts.close()
-        if self._on_stop is not None:
-            self._on_stop()
+        return min(sleep, self._progress.due - time.monotonic())

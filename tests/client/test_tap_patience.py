@@ -65,7 +65,7 @@ def test_a_thread_that_waits_for_a_status_does_not_keep_the_subscriber_turning()
         caught_up(client, engine)
         engine.serve(range(1000, 1064))  # collected after its patience, and shown later
         until(lambda: resident(client, engine.rank), lambda held: held == truth(engine))
-        until(lambda: client.subscriber._thread._unshown)
+        until(lambda: client.subscriber._thread._progress._collected)
         before = client.statistics()["thread"]["turns"]
         client.wait_for(lambda statuses: False, timeout=0.3)
         assert client.statistics()["thread"]["turns"] - before < 100

@@ -94,10 +94,12 @@ def test_nothing_comes_once_it_is_shut_not_even_the_rest_of_a_run(direct: bool) 
 
 
 def delivery_of(items: list[Any], times: list[bool]) -> Delivery:
-    """Make a delivery into `items` whose time is up when `times` says so."""
+    """Make a delivery in its turn, into `items`, whose sink has room when `times` says so."""
     left = iter(times)
-    outlet = Outlet(items.append, None, Counter())
-    return Delivery(RANK, outlet, lambda: next(left))
+    outlet = Outlet(items.append, None, Counter(), has_room=lambda: next(left))
+    delivery = Delivery(RANK, outlet, lambda: 0.0)
+    delivery.begin_turn()
+    return delivery
 
 
 def batch(seq: int, *, replayed: bool = True) -> RankBatch[Any]:
@@ -151,7 +153,8 @@ def test_a_sink_that_asks_for_more_in_its_own_call_gets_nothing_out_of_order() -
         delivery.hand_over_all(1.0)
         seqs.append(item.seq)
 
-    delivery = Delivery(RANK, Outlet(sink, None, Counter()), lambda: True)
+    delivery = Delivery(RANK, Outlet(sink, None, Counter()), lambda: 0.0)
+    delivery.begin_turn()
     delivery.add(batch(0))
     delivery.add(batch(1))
     delivery.hand_over(1.0)

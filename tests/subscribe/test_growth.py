@@ -85,7 +85,9 @@ def test_ranks_that_are_renamed_while_they_are_saved_are_saved_under_their_new_n
         call, roster, calls = c.subscriber.call, c.subscriber._thread.roster, []
 
         def rename() -> None:
-            roster._rename([roster.feeds[other]], {other: moved})
+            feed = roster.feeds[other]
+            feed.reader.named = moved.dp_rank  # as its next batch would
+            roster._settle_names(feed)
 
         def call_and_rename(function: Callable[[], object]) -> object:
             calls.append(function)

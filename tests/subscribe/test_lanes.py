@@ -296,7 +296,7 @@ def take(step: Step, publisher: Publisher, receivers: list[Receiver]) -> None:
             receiver.feed.tick(receiver.clock())
     elif kind == "settle":
         for receiver in receivers:
-            receiver.feed.settle(receiver.clock())
+            receiver.feed.cursor(receiver.clock())  # it needs the stream in hand
 
 
 @pytest.fixture(scope="module")
