@@ -7,20 +7,18 @@ MessageQueue ── RingSender ─► ring of chunks in /dev/shm ─► RingRece
 
 `MessageQueue` is what most users need. Linux only.
 
-Read first: `queue.py`, then `ring/ring.py` below it; `remote/` and `groups.py` stand alone.
-May import: from `kvindex.wire` only errors, forks, keys and the native module; never events or the
-index.
+Read first: `queue.py` and `writing.py`, then `ring/ring.py` below them; `remote/` stands alone.
+May import: from `kvindex.wire` only errors, forks, keys, options and the native module; never
+events or the index.
 """
 
 from __future__ import annotations
 
 from kvindex.shm.codec import Codec, MsgpackCodec, PickleCodec
-from kvindex.shm.groups import ProcessGroup
-from kvindex.shm.handle import Handle
+from kvindex.shm.groups import ProcessGroup, TorchProcessGroup
 from kvindex.shm.queue import MessageQueue
 from kvindex.shm.ring import ShmRingBuffer, Waiting
-from kvindex.shm.torch_group import TorchProcessGroup
-from kvindex.shm.writing import QueueOptions
+from kvindex.shm.writing import Handle, QueueOptions
 from kvindex.wire.errors import (
     ClosedError,
     InUseError,

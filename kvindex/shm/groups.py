@@ -1,28 +1,34 @@
-"""How the processes of a group share queues: one to all others, or one from each."""
+"""Groups of processes that exchange small values, as the making of a queue among them needs.
+
+`ProcessGroup` is all that is asked of a group, `TorchProcessGroup` one over `torch.distributed`;
+torch is imported only when one is made.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
-from kvindex.shm.handle import Handle
+import msgspec
+
 from kvindex.shm.ring import Segment
-from kvindex.shm.torch_group import TorchProcessGroup, check_rank
-from kvindex.shm.writing import QueueOptions
-from kvindex.wire.errors import ConfigurationError, SegmentError
-from kvindex.wire.options import check_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from kvindex.shm.queue import MessageQueue
+from kvindex.shm.writing import Handle
+from kvindex.wire.errors import (
+    ConfigurationError,
+    DecodeError,
+    PeerDiedError,
+    QueueTimeoutError,
+    SegmentError,
+    how_to_install,
+)
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT = 300.0  # seconds
-_End = TypeVar("_End", bound="MessageQueue | Handle | None")
+_MAX_OBJECT_BYTES: Final = 64 << 20
+_Made = TypeVar("_Made")
 
 
 @runtime_checkable
@@ -63,134 +69,158 @@ class ProcessGroup(Protocol):
         ...
 
 
-def create_from_process_group(
-    pg: Any,
-    max_chunk_bytes: int = 1 << 20,
-    max_chunks: int = 16,
-    writer_rank: int = 0,
-    external_writer_handle: Handle | None = None,
-    blocking: bool = True,
-    *,
-    connect_ip: str | None = None,
-    timeout: float | None = _TIMEOUT,
-    **options: Unpack[QueueOptions],
-) -> MessageQueue:
-    """Return this rank's end of one queue from rank `writer_rank` to all others. Collective.
+class TorchProcessGroup:
+    """A `torch.distributed` group as a `ProcessGroup`; needs the extra `kvindex[torch]`.
 
-    Ranks that share memory with the writer read through it, the others by TCP. A group of one
-    rank has no readers.
+    Values cross as msgpack in CPU tensors of bytes, never as pickle, so the group's backend must
+    carry CPU tensors: gloo, mpi, or "cpu:gloo,cuda:nccl". Ranks are those within the group. The
+    group is used, not owned: end it with `torch.distributed.destroy_process_group`.
+
+    gloo does not report which rank it lost or waited for; its own text is in the error's message.
+    The group keeps the timeout with which it was made. Its methods raise as those of
+    `ProcessGroup`.
 
     Args:
-        pg: a `ProcessGroup`, or a group of torch.distributed.
-        max_chunk_bytes: as for `MessageQueue`.
-        max_chunks: likewise.
-        writer_rank: which rank writes.
-        external_writer_handle: at rank `writer_rank`, the handle of a queue whose writer is
-            outside the group; then every rank reads, under its own rank.
-        blocking: return when all are attached.
-        connect_ip: the writer's address; needed there when a rank is on another machine.
-        timeout: longest wait for all to be attached, in seconds.
-        options: as for `MessageQueue`; readers look at `codec` and `waiting` only.
+        group: the group; None for the default one.
+        max_object_bytes: the largest packed value, in bytes.
 
     Raises:
-        ConfigurationError: a value cannot work, here or at another rank.
-        QueueTimeoutError, PeerDiedError: a rank did not come, or is gone.
+        ConfigurationError: torch is not installed or not initialised, this process is not in the
+            group, or its backend carries no CPU tensors.
+
+    Thread safety: one thread at a time.
     """
-    from kvindex.shm.queue import MessageQueue
 
-    group = _checked_group(pg, options, "writer_rank", writer_rank)
-    near = _gather(group, _shares_memory(group, writer_rank))
-    ranks = [rank for rank, shares in enumerate(near) if shares is True and rank != writer_rank]
-    with ExitStack() as opened:  # closed again if something goes wrong
-
-        def make() -> MessageQueue | Handle | None:
-            if group.rank != writer_rank:
-                return None
-            if external_writer_handle is not None:
-                return external_writer_handle
-            size = max_chunk_bytes, max_chunks
-            return opened.enter_context(
-                _made(group.world_size - 1, ranks, size, connect_ip, options)
+    def __init__(self, group: Any = None, *, max_object_bytes: int = _MAX_OBJECT_BYTES) -> None:
+        try:
+            import torch
+            import torch.distributed as dist
+        except ImportError as error:
+            raise ConfigurationError(
+                f"TorchProcessGroup needs torch: {how_to_install('torch')}. Or pass a group of your"
+                " own with the methods of ProcessGroup"
+            ) from error
+        self._torch: Any = torch
+        self._dist: Any = dist
+        self._max_object_bytes = max_object_bytes
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigurationError(
+                "torch.distributed is not initialised: call init_process_group first"
             )
-
-        made, offers = _settle(group, "make the queue", make)  # first, since the others wait for it
-
-        def attach() -> MessageQueue:
-            if isinstance(made, MessageQueue):
-                return made
-            return opened.enter_context(
-                MessageQueue.create_from_handle(
-                    Handle.from_bytes(offers[writer_rank]),
-                    group.rank,
-                    codec=options.get("codec", "msgpack"),
-                    waiting=options.get("waiting"),
-                )
+        self._group = dist.group.WORLD if group is None else group
+        if self._group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(self._group) < 0:
+            raise ConfigurationError("this process is not a member of the group")
+        backends = str(dist.get_backend_config(self._group))  # as in "cpu:gloo,cuda:nccl"
+        if "cpu" not in {item.partition(":")[0] for item in backends.split(",")}:
+            raise ConfigurationError(
+                f"the group's backend ({backends}) carries no CPU tensors: make one for this with "
+                "torch.distributed.new_group(backend='gloo')"
             )
+        self._rank = int(dist.get_rank(self._group))
+        self._global_ranks = [int(rank) for rank in dist.get_process_group_ranks(self._group)]
 
-        queue, _ = _settle(group, "open its end of the queue", attach)
-        if blocking:
-            queue.wait_until_ready(timeout)
-        opened.pop_all()
-    return queue
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return len(self._global_ranks)
+
+    def broadcast_object(self, obj: Any, source: int) -> Any:
+        """Return at every rank the `obj` of rank `source`. Collective."""
+        check_rank("source", source, self.world_size)
+        is_source = self._rank == source
+        data = bytearray(pack_object(obj, self._max_object_bytes) if is_source else b"")
+        with self._collective(f"broadcast_object(source={source})"):
+            length = self._torch.tensor([len(data)], dtype=self._torch.int64)
+            self._broadcast(length, source)
+            if not is_source:
+                announced = int(length.item())
+                if not 1 <= announced <= self._max_object_bytes:  # before memory is taken for it
+                    raise DecodeError(
+                        f"rank {source} announced a value of {announced} bytes, not of 1 to "
+                        f"{self._max_object_bytes}; max_object_bytes must be the same at every rank"
+                    )
+                data = bytearray(announced)
+            # The tensor shares the memory of `data`, which receives the value.
+            self._broadcast(self._torch.frombuffer(data, dtype=self._torch.uint8), source)
+        return unpack_object(data)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it. Collective."""
+        with self._collective("barrier()"):  # torch's own might choose another device's backend
+            self._dist.all_reduce(self._torch.zeros(1, dtype=self._torch.int64), group=self._group)
+
+    def __repr__(self) -> str:
+        return f"TorchProcessGroup({self._rank} of {self.world_size})"
+
+    def _broadcast(self, tensor: Any, source: int) -> None:
+        self._dist.broadcast(tensor, src=self._global_ranks[source], group=self._group)
+
+    @contextmanager
+    def _collective(self, call: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:  # all that torch raises for a lost or late rank
+            waited = time.monotonic() - began
+            message = f"rank {self._rank} failed in {call} after {waited:.3g} s: {error}"
+            # gloo has no other sign of a time-out than its text.
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise QueueTimeoutError(message, timeout=waited) from error
+            raise PeerDiedError(message) from error
 
 
-def create_from_process_group_single_reader(
-    pg: Any,
-    max_chunk_bytes: int = 1 << 20,
-    max_chunks: int = 16,
-    reader_rank: int = 0,
-    blocking: bool = False,
-    *,
-    connect_ip: str | None = None,
-    timeout: float | None = _TIMEOUT,
-    **options: Unpack[QueueOptions],
-) -> tuple[MessageQueue, list[Handle]]:
-    """Return this rank's own queue to rank `reader_rank`, and there everyone's handles.
-
-    Collective. The reader attaches to each with `create_from_handle(handle, 0)`, in the order
-    of ranks; elsewhere the list is empty.
-
-    Args: as `create_from_process_group`; with `blocking`, return when the reader is attached,
-        which the reader cannot do at its own queue: it returns at once.
-    """
-    group = _checked_group(pg, options, "reader_rank", reader_rank)
-    ranks = [0] if _shares_memory(group, reader_rank) else []
-    with ExitStack() as opened:
-
-        def make() -> MessageQueue:
-            size = max_chunk_bytes, max_chunks
-            return opened.enter_context(_made(1, ranks, size, connect_ip, options))
-
-        queue, offers = _settle(group, "open its end of the queue", make)
-        handles = []
-        if group.rank == reader_rank:
-            handles = [Handle.from_bytes(offer) for offer in offers]
-        elif blocking:
-            queue.wait_until_ready(timeout)
-        opened.pop_all()
-    return queue, handles
+def pack_object(obj: Any, max_bytes: int = _MAX_OBJECT_BYTES) -> bytes:
+    """Return a value as msgpack; ConfigurationError if it cannot be, or is too long."""
+    try:
+        data = msgspec.msgpack.encode(obj)
+    except Exception as error:  # msgspec raises several kinds, down to RecursionError
+        raise ConfigurationError(
+            f"a process group cannot carry this {type(obj).__name__}: {error}; use None, "
+            "numbers of 64 bits, str, bytes, and lists and maps of these"
+        ) from error
+    if len(data) > max_bytes:
+        raise ConfigurationError(
+            f"this {type(obj).__name__} takes {len(data)} bytes, more than the {max_bytes} that "
+            "the group carries; raise max_object_bytes at every rank"
+        )
+    return data
 
 
-def _checked_group(pg: Any, options: QueueOptions, name: str, rank: int) -> ProcessGroup:
-    check_options("MessageQueue", options, QueueOptions)
-    group = pg if isinstance(pg, ProcessGroup) else TorchProcessGroup(pg)
-    check_rank(name, rank, group.world_size)
-    return group
+def unpack_object(data: bytes | bytearray) -> Any:
+    """Return the value in what `pack_object` made; only DecodeError is raised."""
+    try:
+        return msgspec.msgpack.decode(data)
+    except Exception as error:  # as above; MemoryError too
+        raise DecodeError(
+            f"not a value of a process group ({len(data)} bytes): {type(error).__name__}: {error}",
+            size=len(data),
+        ) from None
 
 
-def _gather(group: ProcessGroup, obj: Any) -> list[Any]:
+def check_rank(name: str, rank: int, world_size: int) -> None:
+    """Raise ConfigurationError unless the group has this rank."""
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"{name}={rank!r} is no rank of this group: it has {world_size}, from 0"
+        )
+
+
+def gather(group: ProcessGroup, obj: Any) -> list[Any]:
     """Return at every rank each rank's `obj`. Collective."""
     ranks = range(group.world_size)
     return [group.broadcast_object(obj if rank == group.rank else None, rank) for rank in ranks]
 
 
-def _shares_memory(group: ProcessGroup, source: int) -> bool:
-    """Return whether this rank shares memory with rank `source`. Collective.
-
-    Containers on one machine may have a /dev/shm each, and two machines may have one name. So rank
-    `source` makes a segment, whose name cannot be guessed, and the others try to attach it. A rank
-    of another user cannot, since segments are private to their user.
-    """
+def shares_memory(group: ProcessGroup, source: int) -> bool:
+    """Return whether this rank shares memory with rank `source`. Collective."""
+    # Containers on one machine may have a /dev/shm each, and two machines may have one name. So
+    # rank `source` makes a segment, whose name cannot be guessed, and the others try to attach it.
+    # A rank of another user cannot, since segments are private to their user.
     made: Segment | None = None
     try:
         if group.rank == source:
@@ -199,7 +229,12 @@ def _shares_memory(group: ProcessGroup, source: int) -> bool:
         logger.warning("no rank can share memory with this one: %s", error)
     try:
         name = group.broadcast_object(None if made is None else made.name, source)
-        shared = isinstance(name, str) and _can_attach(name)
+        shared = isinstance(name, str)
+        if shared:
+            try:
+                Segment.attach(name).close()
+            except SegmentError:
+                shared = False
         group.barrier()  # before the name is gone, every rank has tried it
     finally:
         if made is not None:
@@ -207,49 +242,23 @@ def _shares_memory(group: ProcessGroup, source: int) -> bool:
     return shared
 
 
-def _can_attach(name: str) -> bool:
-    try:
-        Segment.attach(name).close()
-    except SegmentError:
-        return False
-    return True
-
-
-def _made(
-    n_reader: int,
-    ranks: list[int],
-    size: tuple[int, int],
-    connect_ip: str | None,
-    options: QueueOptions,
-) -> MessageQueue:
-    """Return the writing end for so many readers, of which these ranks are local."""
-    from kvindex.shm.queue import MessageQueue
-
-    if len(ranks) < n_reader and connect_ip is None:
-        raise ConfigurationError(
-            f"{n_reader - len(ranks)} ranks share no memory with the writer: give it "
-            "connect_ip, its address that they can reach"
-        )
-    return MessageQueue(n_reader, len(ranks), ranks, *size, connect_ip, **options)
-
-
-def _settle(group: ProcessGroup, task: str, act: Callable[[], _End]) -> tuple[_End, list[bytes]]:
-    """Act at every rank; return the result, and the handle of each rank's as bytes. Collective.
+def settle(
+    group: ProcessGroup, task: str, act: Callable[[], tuple[_Made, Handle | None]]
+) -> tuple[_Made, list[bytes]]:
+    """Act at every rank; return what was made here, and every rank's handle. Collective.
 
     If a rank fails, it raises its own error, and the others a ConfigurationError that names it.
     """
     offer = failure = None
     try:
-        result = act()
-        if result is not None:
-            handle = result if isinstance(result, Handle) else result.export_handle()
-            offer = handle.to_bytes()
+        made, handle = act()
+        offer = None if handle is None else handle.to_bytes()
     except Exception as error:  # of whatever kind: the other ranks wait for this one's report
         failure = error
-    reports = _gather(group, [offer, failure and str(failure)])
+    reports = gather(group, [offer, failure and str(failure)])
     if failure is not None:
         raise failure
     for rank, (_, reason) in enumerate(reports):
         if reason is not None:
             raise ConfigurationError(f"rank {rank} could not {task}: {reason}")
-    return result, [offer for offer, _ in reports]
+    return made, [offer for offer, _ in reports]

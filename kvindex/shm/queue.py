@@ -6,20 +6,28 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvindex.shm.codec import Codec, body_of, choose_codec, decoder_of
 from kvindex.shm.groups import (
-    create_from_process_group,
-    create_from_process_group_single_reader,
+    ProcessGroup,
+    TorchProcessGroup,
+    check_rank,
+    gather,
+    settle,
+    shares_memory,
 )
-from kvindex.shm.handle import Handle
 from kvindex.shm.remote import IN_USE, RemoteReader
 from kvindex.shm.ring import DeadReaderPolicy, RingReceiver, ShmRingBuffer, Waiting
-from kvindex.shm.writing import WriterSettings, WritingEnd, open_writing_end
+from kvindex.shm.writing import Handle, QueueOptions, WritingEnd, open_writing_end
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
+from kvindex.wire.options import check_options
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_GROUP_TIMEOUT = 300.0  # seconds
 _READS = "this end reads; only the maker writes"
 _WRITES = "this end writes; create_from_handle makes readers"
 
@@ -86,7 +94,9 @@ class MessageQueue:
     ) -> None:
         chosen = choose_codec(codec)
         ranks = _local_ranks(n_reader, n_local_reader, local_reader_ranks)
-        settings = WriterSettings(
+        writing, handle = open_writing_end(
+            n_reader,
+            ranks,
             max_chunk_bytes=max_chunk_bytes,
             max_chunks=max_chunks,
             connect_ip=connect_ip,
@@ -97,7 +107,6 @@ class MessageQueue:
             curve=curve,
             remote_window=remote_window,
         )
-        writing, handle = open_writing_end(n_reader, ranks, settings)
         self._view_bytes = min(max_chunk_bytes, max_message_bytes)
         self._set_up(writing, handle, chosen)
 
@@ -137,6 +146,109 @@ class MessageQueue:
         reading = _reading_end(handle, rank, chosen, waiting or Waiting(), curve)
         queue._set_up(reading, handle, chosen)
         return queue
+
+    @staticmethod
+    def create_from_process_group(
+        pg: Any,
+        max_chunk_bytes: int = 1 << 20,
+        max_chunks: int = 16,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | None = None,
+        blocking: bool = True,
+        *,
+        connect_ip: str | None = None,
+        timeout: float | None = _GROUP_TIMEOUT,
+        **options: Unpack[QueueOptions],
+    ) -> MessageQueue:
+        """Return this rank's end of one queue from rank `writer_rank` to all others. Collective.
+
+        Ranks that share memory with the writer read through it, the others by TCP. A group of one
+        rank has no readers.
+
+        Args:
+            pg: a `ProcessGroup`, or a group of torch.distributed.
+            max_chunk_bytes: as for `MessageQueue`.
+            max_chunks: likewise.
+            writer_rank: which rank writes.
+            external_writer_handle: at rank `writer_rank`, the handle of a queue whose writer is
+                outside the group; then every rank reads, under its own rank.
+            blocking: return when all are attached.
+            connect_ip: the writer's address; needed there when a rank is on another machine.
+            timeout: longest wait for all to be attached, in seconds.
+            options: as for `MessageQueue`; readers look at `codec` and `waiting` only.
+
+        Raises:
+            ConfigurationError: a value cannot work, here or at another rank.
+            QueueTimeoutError, PeerDiedError: a rank did not come, or is gone.
+        """
+        group = _checked_group(pg, options, "writer_rank", writer_rank)
+        near = gather(group, shares_memory(group, writer_rank))
+        ranks = [rank for rank, shares in enumerate(near) if shares is True and rank != writer_rank]
+        with ExitStack() as opened:  # closed again if something goes wrong
+
+            def make() -> tuple[MessageQueue | None, Handle | None]:
+                if group.rank != writer_rank or external_writer_handle is not None:
+                    return None, external_writer_handle if group.rank == writer_rank else None
+                size = max_chunk_bytes, max_chunks
+                made = _made(group.world_size - 1, ranks, size, connect_ip, options)
+                return opened.enter_context(made), made.export_handle()
+
+            # First, since the others wait for its handle.
+            writer, offers = settle(group, "make the queue", make)
+
+            def attach() -> tuple[MessageQueue, None]:
+                if writer is not None:
+                    return writer, None
+                reader = MessageQueue.create_from_handle(
+                    Handle.from_bytes(offers[writer_rank]),
+                    group.rank,
+                    codec=options.get("codec", "msgpack"),
+                    waiting=options.get("waiting"),
+                )
+                return opened.enter_context(reader), None
+
+            queue, _ = settle(group, "open its end of the queue", attach)
+            if blocking:
+                queue.wait_until_ready(timeout)
+            opened.pop_all()
+        return queue
+
+    @staticmethod
+    def create_from_process_group_single_reader(
+        pg: Any,
+        max_chunk_bytes: int = 1 << 20,
+        max_chunks: int = 16,
+        reader_rank: int = 0,
+        blocking: bool = False,
+        *,
+        connect_ip: str | None = None,
+        timeout: float | None = _GROUP_TIMEOUT,
+        **options: Unpack[QueueOptions],
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """Return this rank's own queue to rank `reader_rank`, and there everyone's handles.
+
+        Collective. The reader attaches to each with `create_from_handle(handle, 0)`, in the order
+        of ranks; elsewhere the list is empty.
+
+        Args: as `create_from_process_group`; with `blocking`, return when the reader is attached,
+            which the reader cannot do at its own queue: it returns at once.
+        """
+        group = _checked_group(pg, options, "reader_rank", reader_rank)
+        ranks = [0] if shares_memory(group, reader_rank) else []
+        with ExitStack() as opened:
+
+            def make() -> tuple[MessageQueue, Handle]:
+                made = _made(1, ranks, (max_chunk_bytes, max_chunks), connect_ip, options)
+                return opened.enter_context(made), made.export_handle()
+
+            queue, offers = settle(group, "open its end of the queue", make)
+            handles = []
+            if group.rank == reader_rank:
+                handles = [Handle.from_bytes(offer) for offer in offers]
+            elif blocking:
+                queue.wait_until_ready(timeout)
+            opened.pop_all()
+        return queue, handles
 
     def _set_up(
         self, end: WritingEnd | RingReceiver | RemoteReader, handle: Handle, codec: Codec
@@ -384,9 +496,6 @@ class MessageQueue:
         end = "writer" if self._writing is not None else "reader"
         return f"<MessageQueue: {end} of a queue for {self._handle.n_reader} readers>"
 
-    create_from_process_group = staticmethod(create_from_process_group)
-    create_from_process_group_single_reader = staticmethod(create_from_process_group_single_reader)
-
 
 def _local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> list[int]:
     """Return the local readers' ranks, 0, 1, … by default."""
@@ -401,6 +510,29 @@ def _local_ranks(n_reader: int, n_local: int, ranks: Sequence[int] | None) -> li
             f"local_reader_ranks must be {n_local} different ranks, not {ranks!r}"
         )
     return chosen
+
+
+def _checked_group(pg: Any, options: QueueOptions, name: str, rank: int) -> ProcessGroup:
+    check_options("MessageQueue", options, QueueOptions)
+    group = pg if isinstance(pg, ProcessGroup) else TorchProcessGroup(pg)
+    check_rank(name, rank, group.world_size)
+    return group
+
+
+def _made(
+    n_reader: int,
+    ranks: list[int],
+    size: tuple[int, int],
+    connect_ip: str | None,
+    options: QueueOptions,
+) -> MessageQueue:
+    """Return the writing end for so many readers, of which these ranks are local."""
+    if len(ranks) < n_reader and connect_ip is None:
+        raise ConfigurationError(
+            f"{n_reader - len(ranks)} ranks share no memory with the writer: give it "
+            "connect_ip, its address that they can reach"
+        )
+    return MessageQueue(n_reader, len(ranks), ranks, *size, connect_ip, **options)
 
 
 def _reading_end(

@@ -11,7 +11,6 @@ import msgspec
 import zmq
 
 from kvindex.shm.codec import BUFFERS, Codec
-from kvindex.shm.handle import Handle
 from kvindex.shm.remote import RemoteSender
 from kvindex.shm.ring import (
     RAW,
@@ -19,6 +18,7 @@ from kvindex.shm.ring import (
     DeadReaderPolicy,
     Layout,
     Patience,
+    RingHandle,
     RingSender,
     ShmRingBuffer,
     Waiting,
@@ -26,11 +26,12 @@ from kvindex.shm.ring import (
     check_policy,
 )
 from kvindex.wire.curve import Curve
-from kvindex.wire.errors import ClosedError, ConfigurationError
+from kvindex.wire.errors import UNREADABLE, ClosedError, ConfigurationError, DecodeError
 
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
+_MAX_HANDLE_BYTES = 1 << 20
 
 
 class QueueOptions(TypedDict, total=False):
@@ -47,34 +48,53 @@ class QueueOptions(TypedDict, total=False):
     remote_window: int
 
 
-class WriterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a queue's writer, whichever readers it has; see `MessageQueue`.
+class Handle(msgspec.Struct, frozen=True, kw_only=True):
+    """A queue's address, for its readers; any process that has it can read the queue.
 
-    Raises:
-        ConfigurationError: no queue can be made with them.
+    It pickles, and can be a dict's key; `to_bytes` and `from_bytes` carry it without pickle.
+
+    Attributes:
+        n_reader: readers in all.
+        local_reader_ranks: the ranks that read through shared memory; the others by TCP.
+        buffer_handle: of the ring, or None without local readers.
+        remote_address: `tcp://…` for remote readers, or None without any.
+        remote_curve_key: the writer's public CURVE key: only readers that know it are admitted.
+        codec: name of the messages' codec.
+        max_message_bytes: longest message that readers accept, in bytes.
     """
 
-    max_chunk_bytes: int
-    max_chunks: int
-    connect_ip: str | None
-    codec: Codec
-    waiting: Waiting
-    on_dead_reader: DeadReaderPolicy
+    n_reader: int
+    local_reader_ranks: list[int]
+    buffer_handle: RingHandle | None
+    remote_address: str | None
+    remote_curve_key: bytes | None
+    codec: str
     max_message_bytes: int
-    curve: Curve | None
-    remote_window: int
 
-    def __post_init__(self) -> None:
-        Layout(1, self.max_chunks, self.max_chunk_bytes)
-        check_policy(self.on_dead_reader)
-        if self.max_message_bytes < 1:
-            raise ConfigurationError(
-                f"max_message_bytes must be at least 1, not {self.max_message_bytes}"
-            )
-        if self.curve is not None and self.curve.server_key is not None:
-            raise ConfigurationError(
-                f"curve must be the writer's own key pair, Curve.generate(), not {self.curve!r}"
-            )
+    def to_bytes(self) -> bytes:
+        """Return the handle in msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Handle:
+        """Return the handle that `to_bytes` encoded.
+
+        Raises:
+            DecodeError: these bytes are no handle.
+        """
+        if len(data) > _MAX_HANDLE_BYTES:
+            raise DecodeError("no handle is as long as this", size=len(data))
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except UNREADABLE as error:
+            raise DecodeError(f"not a queue's handle: {error}", size=len(data)) from error
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())  # the list of ranks has no hash
+
+    def __repr__(self) -> str:
+        remote = self.n_reader - len(self.local_reader_ranks)
+        return f"<Handle of a queue for {len(self.local_reader_ranks)} local, {remote} remote>"
 
 
 class WritingEnd:
@@ -85,15 +105,8 @@ class WritingEnd:
     end to the local readers, which makes it visible to them. Readers that died are reported last,
     so that every other reader has the message by then.
 
-    Args:
-        ring: to readers here, or None; the end closes it.
-        ranks: theirs, in the order of their places.
-        remote: to readers elsewhere, or None; the end closes it.
-        waiting: how to wait.
-        on_dead_reader: as for `MessageQueue`.
-
-    Thread safety: one thread at a time, but `statistics`, `close`, and `evict` of a local reader
-        from any.
+    It closes its ring and its sockets. One thread at a time uses it; `statistics`, `close`, and
+    `evict` of a local reader may be called by any. `ranks` are the local readers', by place.
     """
 
     def __init__(
@@ -125,6 +138,8 @@ class WritingEnd:
             self._send_elsewhere(kind, body, timeout)
         else:
             patience = Patience(self._waiting, timeout)
+            # The ring holds the message's end back until TCP has taken the whole: a time-out there
+            # leaves local readers a message without an end, which they drop.
             with self._ring.begun(kind, body, size, timeout):
                 self._send_elsewhere(kind, body, patience.remaining())
         self._check_dead()
@@ -137,6 +152,7 @@ class WritingEnd:
             self._check_open()
             memory = memoryview(bytearray(length))
             yield memory
+            # The caller's writing took its own time: waiting for credit begins only here.
             self._send_elsewhere(RAW, memory, timeout)
         else:
             with self._ring.chunk(length, timeout) as view:
@@ -154,7 +170,7 @@ class WritingEnd:
         if self._remote is not None:
             self._note(self._remote.wait_ready(patience.remaining()))
         if self._ring is not None:
-            self._ring.mark_ready()
+            self._ring.mark_ready()  # last: local readers, too, wait for the remote ones
         self._check_dead()
 
     def evict(self, rank: int) -> bool:
@@ -173,7 +189,7 @@ class WritingEnd:
         self._closed = True
         try:
             if self._ring is not None:
-                self._ring.close()
+                self._ring.close()  # first: remote readers may hold the closing up for seconds
         finally:
             if self._remote is not None:
                 self._remote.close()
@@ -205,36 +221,66 @@ class WritingEnd:
 
 
 def open_writing_end(
-    n_reader: int, ranks: list[int], settings: WriterSettings
+    n_reader: int,
+    ranks: list[int],
+    *,
+    max_chunk_bytes: int,
+    max_chunks: int,
+    connect_ip: str | None,
+    codec: Codec,
+    waiting: Waiting,
+    on_dead_reader: DeadReaderPolicy,
+    max_message_bytes: int,
+    curve: Curve | None,
+    remote_window: int,
 ) -> tuple[WritingEnd, Handle]:
     """Return the end of a new queue's writer, and the handle for its readers.
 
-    `ranks` are the local readers'. Raises: as `MessageQueue`.
+    `ranks` are the local readers'; the other arguments and the errors are `MessageQueue`'s.
     """
+    # Checked whichever readers there are: a queue must not fail once its first remote one comes.
+    Layout(1, max_chunks, max_chunk_bytes)
+    check_policy(on_dead_reader)
+    if max_message_bytes < 1:
+        raise ConfigurationError(f"max_message_bytes must be at least 1, not {max_message_bytes}")
+    if curve is not None and curve.server_key is not None:
+        raise ConfigurationError(
+            f"curve must be the writer's own key pair, Curve.generate(), not {curve!r}"
+        )
     n_remote = n_reader - len(ranks)
     ring: RingSender | None = None
     remote: RemoteSender | None = None
-    curve: Curve | None = None
     with ExitStack() as opened:  # closed again if something goes wrong
         if ranks:
-            memory = ShmRingBuffer(len(ranks), settings.max_chunk_bytes, settings.max_chunks)
+            memory = ShmRingBuffer(len(ranks), max_chunk_bytes, max_chunks)
             opened.callback(memory.close)
             ring = RingSender(
                 memory,
                 reserved=range(len(ranks)),
-                waiting=settings.waiting,
-                on_dead_reader=settings.on_dead_reader,
+                waiting=waiting,
+                on_dead_reader=on_dead_reader,
                 ranks=ranks,
             )
             opened.callback(ring.close)
         if n_remote:
-            curve = settings.curve or _new_keys()
+            if curve is None and not zmq.has("curve"):
+                raise ConfigurationError(
+                    "this pyzmq's ZeroMQ has no CURVE, without which remote readers are not "
+                    "served: install pyzmq from its wheels"
+                )
+            if connect_ip is None:
+                logger.warning(
+                    "remote readers are expected and connect_ip is not given: %s is listened on, "
+                    "which only this machine can reach",
+                    _LOOPBACK,
+                )
+            curve = curve or Curve.generate()
             remote = RemoteSender(
                 n_remote,
-                _address(settings.connect_ip),
-                window=settings.remote_window,
+                _LOOPBACK if connect_ip is None else connect_ip,
+                window=remote_window,
                 curve=curve,
-                waiting=settings.waiting,
+                waiting=waiting,
             )
         opened.pop_all()
     handle = Handle(
@@ -242,28 +288,8 @@ def open_writing_end(
         local_reader_ranks=ranks,
         buffer_handle=ring.ring.handle() if ring else None,
         remote_address=remote.address if remote else None,
-        remote_curve_key=curve.public_key if curve else None,
-        codec=settings.codec.name,
-        max_message_bytes=settings.max_message_bytes,
+        remote_curve_key=curve.public_key if curve and remote else None,
+        codec=codec.name,
+        max_message_bytes=max_message_bytes,
     )
-    return WritingEnd(ring, ranks, remote, settings.waiting, settings.on_dead_reader), handle
-
-
-def _new_keys() -> Curve:
-    if not zmq.has("curve"):
-        raise ConfigurationError(
-            "this pyzmq's ZeroMQ has no CURVE, without which remote readers are not served: "
-            "install pyzmq from its wheels"
-        )
-    return Curve.generate()
-
-
-def _address(connect_ip: str | None) -> str:
-    if connect_ip is None:
-        logger.warning(
-            "remote readers are expected and connect_ip is not given: %s is listened on, "
-            "which only this machine can reach",
-            _LOOPBACK,
-        )
-        return _LOOPBACK
-    return connect_ip
+    return WritingEnd(ring, ranks, remote, waiting, on_dead_reader), handle

@@ -1,4 +1,4 @@
-// Where everything lies in the ring's memory; kvindex/shm/ring/layout.py says the same.
+// Where everything lies in the ring's memory; kvindex/shm/ring/ring.py says the same.
 //
 //   0      header: magic, version, geometry (written once, before the memory has a name)
 //          64 state · 128 `published` · 192 `space` · 256 next seq: words of a line each

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvindex.shm import ProcessGroup, TorchProcessGroup
-from kvindex.shm.torch_group import pack_object, unpack_object
+from kvindex.shm.groups import pack_object, unpack_object
 from kvindex.wire.errors import ConfigurationError, DecodeError
 
 pytestmark = pytest.mark.unit

@@ -138,7 +138,7 @@ OPEN = "could not open its end of the queue"
         (True, ["msgpack", "nonsense", "msgpack"], {}, 1, OPEN, "codec must be"),
         (
             *(False, SAME, {"external_writer_handle": ("a", "tuple")}, 0),
-            *("could not make the queue", "'tuple' object has no attribute 'export_handle'"),
+            *("could not make the queue", "'tuple' object has no attribute 'to_bytes'"),
         ),
         (
             *(False, SAME, {"max_message_bytes": "1 GiB"}, 0),

@@ -21,7 +21,9 @@ from kvindex.shm.codec import (
     choose_codec,
     decoder_of,
 )
-from kvindex.shm.ring.messages import CONTINUED, LENGTH_BYTES, MORE, RAW, Assembly, fragments
+from kvindex.shm.ring.receiver import Assembly
+from kvindex.shm.ring.ring import CONTINUED, LENGTH_BYTES, MORE, RAW
+from kvindex.shm.ring.sender import fragments
 from kvindex.wire.errors import ConfigurationError, DecodeError, EncodeError, KVIndexError
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex.shm.remote.credit import SendWindow
+from kvindex.shm.remote.sender import SendWindow
 
 pytestmark = pytest.mark.unit
 

@@ -11,8 +11,8 @@ import pytest
 
 from kvindex.shm.codec import BUFFERS
 from kvindex.shm.remote import RemoteReader, RemoteSender
-from kvindex.shm.remote.credit import SendWindow
 from kvindex.shm.remote.protocol import Acknowledgement, Closed, Message, encode
+from kvindex.shm.remote.sender import SendWindow
 from kvindex.shm.ring import Waiting
 from kvindex.wire.curve import Curve
 from kvindex.wire.errors import (

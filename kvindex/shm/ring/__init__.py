@@ -1,10 +1,9 @@
 """A ring of chunks in shared memory: one writer, many readers on the same machine. Linux only.
 
 ```
-waiting ─ how long to wait, how often to look around
-layout ─ where each byte lies                 messages ─ one body in a chunk, or its fragments
-segment ─ a named file, locks, cleaning       sender, receiver ─ a party with patience: time-outs,
-ring ─ the memory, its handle, its parties      dead peers, fragments
+segment ─ a named file, locks, cleaning       waiting ─ how long to wait, how often to look around
+ring ─ where each byte lies, the memory,      sender, receiver ─ a party with patience: time-outs,
+       its handle, its two parties              dead peers, fragments
 ```
 
 The queue of `kvindex.shm` and the fan-out are made of it. The parties are native code: without the
@@ -13,12 +12,16 @@ native module everything here can be imported, and making or attaching a ring ra
 
 from __future__ import annotations
 
-from kvindex.shm.ring.layout import Layout
-from kvindex.shm.ring.messages import RAW, Buffer, fragments
 from kvindex.shm.ring.receiver import RingReceiver
-from kvindex.shm.ring.ring import RingHandle, ShmRingBuffer, check_native
+from kvindex.shm.ring.ring import RAW, Buffer, Layout, RingHandle, ShmRingBuffer, check_native
 from kvindex.shm.ring.segment import Segment
-from kvindex.shm.ring.sender import DeadReaderPolicy, RingSender, check_dead, check_policy
+from kvindex.shm.ring.sender import (
+    DeadReaderPolicy,
+    RingSender,
+    check_dead,
+    check_policy,
+    fragments,
+)
 from kvindex.shm.ring.waiting import Patience, Waiting, check_cancel
 
 __all__ = [

@@ -8,9 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvindex.shm.ring.layout import CLOSED, READY
-from kvindex.shm.ring.messages import CONTINUED, MORE, Assembly, Buffer
-from kvindex.shm.ring.ring import RingEnd, ShmRingBuffer
+from kvindex.shm.ring.ring import (
+    CLOSED,
+    CONTINUED,
+    LENGTH_BYTES,
+    MORE,
+    READY,
+    TOTAL,
+    Buffer,
+    RingEnd,
+    ShmRingBuffer,
+)
 from kvindex.shm.ring.waiting import Patience, Waiting, check_cancel
 from kvindex.wire.errors import (
     DecodeError,
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
 # Bytes that are copied out at once; more are decoded where they are. A copy of this many takes
 # about as long as asking twice.
 _COPIED = 32 << 10
+_KIND = 0x0F
 
 Decode = Callable[[int, Buffer], Any]
 
@@ -285,3 +294,68 @@ class RingReceiver(RingEnd["RingReader"]):
                     "taken off while reading: the message is damaged"
                 ) from None
             raise
+
+
+class Assembly:
+    """Joins fragments to messages. Belongs to one reader; `given_up` counts unfinished ones."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.given_up = 0
+        self._max_bytes = max_bytes
+        self._body: bytearray | None = None
+        self._kind = 0
+        self._filled = 0
+
+    def add(self, kind: int, piece: Buffer) -> tuple[int, Buffer] | None:
+        """Add a chunk; return a message's kind and body if the chunk completes it.
+
+        Raises:
+            DecodeError: a fragment that cannot belong where it is; the message is dropped.
+        """
+        if not kind & CONTINUED:
+            self.give_up()
+            if not kind & MORE:
+                return kind, piece
+            self._begin(kind & _KIND, memoryview(piece))
+            return None
+        body = self._body
+        if body is None:
+            return None  # the rest of a message whose beginning came before this reader
+        end = self._filled + len(piece)
+        if end > len(body) or kind & _KIND != self._kind or (end < len(body)) != bool(kind & MORE):
+            size = len(body)
+            self.give_up()
+            raise DecodeError(f"a fragment to byte {end} of a message of {size}", size=size)
+        body[self._filled : end] = piece
+        self._filled = end
+        if kind & MORE:
+            return None
+        self._body = None
+        return self._kind, body
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are fragments of a message that is not whole."""
+        return self._body is not None
+
+    def give_up(self) -> None:
+        """Drop a message that was begun."""
+        if self._body is not None:
+            self._body = None
+            self.given_up += 1
+
+    def _begin(self, kind: int, piece: memoryview) -> None:
+        if len(piece) < LENGTH_BYTES:
+            raise DecodeError("a first fragment without a length", size=len(piece))
+        (total,) = TOTAL.unpack_from(piece)
+        first = len(piece) - LENGTH_BYTES
+        if not first < total <= self._max_bytes:
+            raise DecodeError(
+                f"a message of {total} bytes that begins with {first}; at most {self._max_bytes} "
+                "are accepted (max_message_bytes)",
+                size=total,
+            )
+        self._body = bytearray(total)
+        self._body[:first] = piece[LENGTH_BYTES:]
+        self._kind = kind
+        self._filled = first

@@ -8,9 +8,19 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from kvindex.shm.ring.layout import CLOSED, READY, SlotState
-from kvindex.shm.ring.messages import LENGTH_BYTES, RAW, Buffer, fragments
-from kvindex.shm.ring.ring import RingEnd, ShmRingBuffer
+from kvindex.shm.ring.ring import (
+    CLOSED,
+    CONTINUED,
+    LENGTH_BYTES,
+    MORE,
+    RAW,
+    READY,
+    TOTAL,
+    Buffer,
+    RingEnd,
+    ShmRingBuffer,
+    SlotState,
+)
 from kvindex.shm.ring.waiting import Patience, Waiting
 from kvindex.wire.errors import ConfigurationError, ReaderDiedError
 
@@ -240,3 +250,25 @@ class RingSender(RingEnd["RingWriter"]):
     def _slots(self, *states: SlotState) -> list[int]:
         places = range(self.ring.layout.n_reader)
         return [slot for slot in places if self._party.slot_state(slot) in states]
+
+
+def fragments(
+    kind: int, parts: Sequence[Buffer], size: int, chunk_bytes: int
+) -> Iterator[tuple[int, list[Buffer]]]:
+    """Return a long body in pieces of at most `chunk_bytes`, each with its kind."""
+    piece: list[Buffer] = [TOTAL.pack(size)]
+    room = chunk_bytes - LENGTH_BYTES
+    left = size
+    flags = MORE
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while view:
+            taken, view = view[:room], view[room:]
+            piece.append(taken)
+            room -= len(taken)
+            left -= len(taken)
+            if room == 0 and left:
+                yield kind | flags, piece
+                flags = MORE | CONTINUED
+                piece, room = [], chunk_bytes
+    yield kind | CONTINUED, piece

@@ -13,8 +13,8 @@ import pytest
 
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
 from kvindex.shm.codec import decoder_of
-from kvindex.shm.ring.messages import RAW
 from kvindex.shm.ring.receiver import RingReceiver
+from kvindex.shm.ring.ring import RAW
 from kvindex.shm.ring.sender import RingSender
 from kvindex.shm.writing import WritingEnd
 from kvindex.wire.errors import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvindex.shm import ShmRingBuffer
-from kvindex.shm.ring.layout import HEADER_BYTES, Layout, SlotState
+from kvindex.shm.ring.ring import HEADER_BYTES, Layout, SlotState
 from kvindex.wire.errors import ClosedError, ConfigurationError, SegmentError
 from tests.native_ring import KIND, LENGTH, NEXT_SEQ, SEQ, SLOT_STATE, STATE, needs_ring
 

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 
 from kvindex.shm import MsgpackCodec, ShmRingBuffer, Waiting
 from kvindex.shm.codec import decoder_of
-from kvindex.shm.ring.messages import RAW
 from kvindex.shm.ring.receiver import RingReceiver
+from kvindex.shm.ring.ring import RAW
 from kvindex.shm.ring.sender import RingSender
 from kvindex.wire.errors import QueueClosedError, QueueTimeoutError, ReaderEvictedError
 from tests.examples import examples
