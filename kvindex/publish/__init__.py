@@ -1,14 +1,13 @@
 """Publish KV-cache events as engines do: their interface, their wire, any of their versions.
 
 One thread owns the sockets, so that an engine's step never waits for a subscriber.
-Read first: `publisher.py` (the interface), then `zmq_publisher.py` and `loop.py`.
+Read first: `publisher.py` (the interface), then `zmq_publisher.py` (the publisher and its thread).
 May import: `kvindex.wire`.
 """
 
-from kvindex.publish.factory import EventPublisherFactory
 from kvindex.publish.publisher import EventPublisher, KVEventsConfig, NullEventPublisher
 from kvindex.publish.sockets import offset_endpoint
-from kvindex.publish.zmq_publisher import ZmqEventPublisher
+from kvindex.publish.zmq_publisher import EventPublisherFactory, ZmqEventPublisher
 
 __all__ = [
     "EventPublisher",

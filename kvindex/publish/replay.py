@@ -95,13 +95,8 @@ class _Asker:
 class ReplayService:
     """The replays asked for and not yet ended. One thread only.
 
-    Args:
-        buffer: what can be replayed.
-        send: sends the frames of one reply to an asker without waiting.
-        topic: the topic frame of a reply.
-        with_topic: whether replies have one.
-        counters: where replays are counted.
-        stall_timeout: seconds without room at an asker after which its replays are given up.
+    `send` sends the frames of one reply to an asker without waiting. After `stall_timeout` seconds
+    without room at an asker, its replays are given up.
     """
 
     def __init__(
@@ -152,7 +147,13 @@ class ReplayService:
                 return
 
     def _advance(self, identity: bytes, asker: _Asker, now: float) -> None:
-        first, size = self._position(asker), 0
+        oldest = self._buffer.oldest_position
+        if asker.position is None:
+            asker.position = self._buffer.position(asker.starts[0])
+        elif asker.position < oldest:  # the ring turned while the asker had no room
+            self._counters["replay_batches_overtaken"] += oldest - asker.position
+            asker.position = oldest
+        first, size = asker.position, 0
         for position, (seq, payload) in enumerate(self._buffer.held_from(first), first):
             if position - first == SLICE_REPLIES or size >= SLICE_BYTES:
                 return
@@ -164,17 +165,11 @@ class ReplayService:
             self._counters["replayed_batches"] += 1
         if self._sent(identity, asker, replay_end(identity, with_topic=self._with_topic), now):
             self._counters["replays_served"] += 1
-            self._end(identity, asker)
-
-    def _position(self, asker: _Asker) -> int:
-        """Return where the asker's replay goes on; count batches that left the buffer too early."""
-        if asker.position is None:
-            asker.position = self._buffer.position(asker.starts[0])
-        elif asker.position < self._buffer.oldest_position:
-            overtaken = self._buffer.oldest_position - asker.position
-            self._counters["replay_batches_overtaken"] += overtaken
-            asker.position = self._buffer.oldest_position
-        return asker.position
+            self._replays -= 1
+            asker.starts.popleft()
+            asker.position = None
+            if not asker.starts:
+                del self._askers[identity]
 
     def _sent(self, identity: bytes, asker: _Asker, frames: list[bytes], now: float) -> bool:
         """Send one reply; otherwise postpone the replay or abandon it."""
@@ -191,13 +186,6 @@ class ReplayService:
             asker.retry_at = now + asker.retry_after
             asker.retry_after = min(2 * asker.retry_after, _LAST_RETRY)
         return False
-
-    def _end(self, identity: bytes, asker: _Asker) -> None:
-        self._replays -= 1
-        asker.starts.popleft()
-        asker.position = None
-        if not asker.starts:
-            del self._askers[identity]
 
     def _give_up(self, identity: bytes, asker: _Asker, reason: str) -> None:
         self._counters[reason] += len(asker.starts)

@@ -35,14 +35,7 @@ _LINGER_MARGIN = 50  # ms that libzmq tries on after our wait, to tell "gave up"
 
 
 class PublisherSockets:
-    """A PUB socket and perhaps a ROUTER; used by one thread at a time.
-
-    Attributes:
-        pub: the live socket.
-        router: the replay socket, or None.
-        bound_endpoint: the endpoint to which ZeroMQ bound (or connects) the live socket.
-        bound_replay_endpoint: the endpoint of the replay socket, or None.
-    """
+    """A PUB socket and perhaps a ROUTER, and where ZeroMQ bound them; one thread at a time."""
 
     def __init__(self, pub: zmq.Socket[bytes], router: zmq.Socket[bytes] | None) -> None:
         self.pub = pub
@@ -90,9 +83,27 @@ class PublisherSockets:
 
         An inproc peer's unread messages lie in its own queue: this does not wait for them.
         """
+        milliseconds = max(0, int(linger * 1000))
         if self.router is not None:
-            self.router.close(linger=max(0, int(linger * 1000)))
-        return _close_flushed(self.pub, linger, is_local=self.bound_endpoint.startswith("inproc:"))
+            self.router.close(linger=milliseconds)
+        is_local = self.bound_endpoint.startswith("inproc:")
+        if is_local or milliseconds == 0:
+            self.pub.close(linger=milliseconds)
+            return is_local
+        # close() returns at once, and a process that ends then loses the unsent data. libzmq stops
+        # the monitor when the socket has handed all of it to the kernel.
+        name = f"inproc://kvindex-publisher-closing-{id(self.pub)}"
+        try:
+            with self.pub.context.socket(zmq.PAIR) as monitor:
+                monitor.linger = 0
+                self.pub.monitor(name, zmq.EVENT_MONITOR_STOPPED)
+                monitor.connect(name)
+                self.pub.close(linger=milliseconds + _LINGER_MARGIN)
+                return bool(monitor.poll(milliseconds))
+        except zmq.ZMQError as error:  # the context was terminated meanwhile
+            logger.debug("the live socket is closed without waiting: %s", error)
+            self.pub.close(linger=0)
+            return False
 
 
 def open_sockets(
@@ -160,48 +171,22 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, bind: bool, purpose: str, 
     except zmq.ZMQError as error:
         verb = "bind" if bind else "connect to"
         what = f"cannot {verb} {endpoint}, the {purpose} endpoint of rank {rank}: {error.strerror}"
-        raise ConfigurationError(what + _advice(error, endpoint)) from error
-
-
-def _advice(error: zmq.ZMQError, endpoint: str) -> str:
-    if error.errno != zmq.EADDRINUSE:
-        return ""
-    port = port_of(endpoint)
-    if port is None:
-        return ". Another publisher has it; give each its own"
-    return (
-        f". Something listens on port {port} already. Rank r uses port + r on both endpoints, so "
-        "bases one apart (5557 and 5558) collide from the second rank on: rank 1's live port is "
-        "rank 0's replay port. Put the bases further apart than there are ranks"
-    )
+        if error.errno == zmq.EADDRINUSE:
+            port = port_of(endpoint)
+            what += (
+                ". Another publisher has it; give each its own"
+                if port is None
+                else f". Something listens on port {port} already. Rank r uses port + r on both "
+                "endpoints, so bases one apart (5557 and 5558) collide from the second rank on: "
+                "rank 1's live port is rank 0's replay port. Put the bases further apart than "
+                "there are ranks"
+            )
+        raise ConfigurationError(what) from error
 
 
 def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     return endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else str(endpoint)
-
-
-def _close_flushed(pub: zmq.Socket[bytes], linger: float, *, is_local: bool) -> bool:
-    """Close, and wait until libzmq has handed all of the socket's data to the kernel.
-
-    close() alone returns at once, and a process that ends loses the unsent data.
-    """
-    milliseconds = max(0, int(linger * 1000))
-    if is_local or milliseconds == 0:
-        pub.close(linger=milliseconds)
-        return is_local
-    name = f"inproc://kvindex-publisher-closing-{id(pub)}"
-    try:
-        with pub.context.socket(zmq.PAIR) as monitor:
-            monitor.linger = 0
-            pub.monitor(name, zmq.EVENT_MONITOR_STOPPED)
-            monitor.connect(name)
-            pub.close(linger=milliseconds + _LINGER_MARGIN)
-            return bool(monitor.poll(milliseconds))
-    except zmq.ZMQError as error:  # the context was terminated meanwhile
-        logger.debug("the live socket is closed without waiting: %s", error)
-        pub.close(linger=0)
-        return False
 
 
 # Endpoints ---------------------------------------------------------------------------------------
@@ -221,14 +206,28 @@ def offset_endpoint(endpoint: str, data_parallel_rank: int) -> str:
         'tcp://*:5559'
     """
     scheme, address = _split(endpoint)
-    if scheme == "tcp":
-        return _offset_port(endpoint, address, data_parallel_rank)
-    if data_parallel_rank and scheme == "ipc":
+    if scheme == "inproc":
+        return f"{endpoint}_dp{data_parallel_rank}" if data_parallel_rank else endpoint
+    if scheme == "ipc":
+        if data_parallel_rank:
+            raise ConfigurationError(
+                f"endpoint {endpoint!r} cannot serve data_parallel_rank {data_parallel_rank}: ipc "
+                "has no port to offset; use tcp:// or inproc://, or a path for each rank with "
+                "rank 0"
+            )
+        return endpoint
+    host, _, port = address.rpartition(":")
+    if port in _OS_CHOSEN and host:
+        return endpoint
+    if not host or not re.fullmatch("[0-9]{1,5}", port):
+        raise ConfigurationError(f"endpoint {endpoint!r} needs a port, as in tcp://*:5557")
+    offset = int(port) + data_parallel_rank
+    if offset > _MAX_PORT:
         raise ConfigurationError(
-            f"endpoint {endpoint!r} cannot serve data_parallel_rank {data_parallel_rank}: ipc has "
-            "no port to offset; use tcp:// or inproc://, or a path for each rank with rank 0"
+            f"endpoint {endpoint!r} has no room for data_parallel_rank {data_parallel_rank}: "
+            f"port {offset} is beyond {_MAX_PORT}"
         )
-    return f"{endpoint}_dp{data_parallel_rank}" if data_parallel_rank else endpoint
+    return f"tcp://{host}:{offset}"
 
 
 def binds_endpoint(endpoint: str, dialect: Dialect) -> bool:
@@ -246,7 +245,11 @@ def binds_endpoint(endpoint: str, dialect: Dialect) -> bool:
     if scheme != "tcp" or "*" in endpoint or "::" in endpoint:
         return True
     host, _, port = address.rpartition(":")
-    return port in _OS_CHOSEN or (host == "0.0.0.0" and _binds_any_address(dialect))
+    if port in _OS_CHOSEN:
+        return True
+    version = tuple(map(int, re.findall(r"\d+", dialect.name)))  # none: the newest
+    binds_any_address = not version or version >= _SGLANG_BINDS_ANY_ADDRESS
+    return host == "0.0.0.0" and dialect.engine == "sglang" and binds_any_address
 
 
 def local_endpoint(bound: str) -> str:
@@ -277,22 +280,3 @@ def _split(endpoint: str) -> tuple[str, str]:
             f"endpoint {endpoint!r} is none of tcp://host:port, ipc://path, inproc://name"
         )
     return scheme, address
-
-
-def _offset_port(endpoint: str, address: str, rank: int) -> str:
-    host, _, port = address.rpartition(":")
-    if port in _OS_CHOSEN and host:
-        return endpoint
-    if not host or not re.fullmatch("[0-9]{1,5}", port):
-        raise ConfigurationError(f"endpoint {endpoint!r} needs a port, as in tcp://*:5557")
-    if int(port) + rank > _MAX_PORT:
-        raise ConfigurationError(
-            f"endpoint {endpoint!r} has no room for data_parallel_rank {rank}: "
-            f"port {int(port) + rank} is beyond {_MAX_PORT}"
-        )
-    return f"tcp://{host}:{int(port) + rank}"
-
-
-def _binds_any_address(dialect: Dialect) -> bool:
-    version = tuple(map(int, re.findall(r"\d+", dialect.name)))
-    return dialect.engine == "sglang" and (not version or version >= _SGLANG_BINDS_ANY_ADDRESS)

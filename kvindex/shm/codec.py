@@ -158,11 +158,7 @@ def choose_codec(codec: str | Codec) -> Codec:
 
 
 def body_of(obj: Any, codec: Codec) -> tuple[int, Buffer | list[Buffer], int]:
-    """Return an object's kind, its body as a buffer or as several, and the body's length.
-
-    Raises:
-        EncodeError: the codec cannot carry the object.
-    """
+    """Return an object's kind, its body as a buffer or as several, and the body's length."""
     if type(obj) is bytes:
         return RAW, obj, len(obj)
     data, buffers = codec.encode(obj)
@@ -180,8 +176,7 @@ def body_of(obj: Any, codec: Codec) -> tuple[int, Buffer | list[Buffer], int]:
 def decoder_of(codec: Codec) -> Callable[[int, Any], Any]:
     """Return a function that makes an object from a kind and a body, and keeps nothing of the body.
 
-    The body is a buffer; or, for `BUFFERS`, a list of them. The function raises DecodeError if the
-    body does not fit its kind.
+    The body is a buffer; or, for `BUFFERS`, a list of them.
     """
 
     def decode(kind: int, body: Any) -> Any:

@@ -142,8 +142,36 @@ class MessageQueue:
                 f"be None, not {curve!r}"
             )
         chosen = choose_codec(codec)
+        if chosen.name != handle.codec:  # never pickle just because a handle names it
+            raise ConfigurationError(
+                f"the queue's codec is {handle.codec!r}: pass codec={handle.codec!r} if you trust "
+                f"its writer, instead of {chosen.name!r}"
+            )
+        waiting = waiting or Waiting()
+        longest = handle.max_message_bytes
+        reading: RingReceiver | RemoteReader
+        if rank in handle.local_reader_ranks:
+            if handle.buffer_handle is None:
+                raise ConfigurationError(f"the handle has no ring for local rank {rank}")
+            with ExitStack() as opened:  # closed again if something goes wrong
+                ring = opened.enter_context(ShmRingBuffer(*handle.buffer_handle))
+                place = handle.local_reader_ranks.index(rank)
+                reading = RingReceiver(ring, place, waiting=waiting, max_message_bytes=longest)
+                opened.pop_all()
+        elif handle.remote_address is None or handle.remote_curve_key is None:
+            raise ConfigurationError(
+                f"rank {rank} is none of the queue's local ranks {handle.local_reader_ranks}, and "
+                "it has no remote readers"
+            )
+        else:
+            reading = RemoteReader(
+                handle.remote_address,
+                rank,
+                max_message_bytes=longest,
+                curve=curve or Curve.generate(handle.remote_curve_key),
+                waiting=waiting,
+            )
         queue = MessageQueue.__new__(MessageQueue)
-        reading = _reading_end(handle, rank, chosen, waiting or Waiting(), curve)
         queue._set_up(reading, handle, chosen)
         return queue
 
@@ -263,11 +291,13 @@ class MessageQueue:
         self._max_message_bytes = handle.max_message_bytes
         self._messages = 0  # sent
         # The lock keeps other threads out, and the flag a signal handler, which runs in the thread
-        # that it interrupts. Ctrl-C just after the lock was taken leaves it taken, and its thread
-        # goes on with it. `enqueue` and `dequeue` take it in their own lines, since Ctrl-C may also
-        # come at the first line of an `__exit__`.
+        # that it interrupts. No plain lock does both: Ctrl-C just after it was taken would leave it
+        # taken for ever, while a reentrant one lets its own thread go on. `enqueue` and `dequeue`
+        # take it in their own lines, since Ctrl-C may also come at the first line of an `__exit__`.
         self._user = threading.RLock()
         self._in_call = False
+        # Also where nobody closes it: a queue that is collected, or whose process ends, must not
+        # leave its peers waiting.
         self._finalizer = weakref.finalize(self, end.close)
 
     @contextmanager
@@ -533,33 +563,3 @@ def _made(
             "connect_ip, its address that they can reach"
         )
     return MessageQueue(n_reader, len(ranks), ranks, *size, connect_ip, **options)
-
-
-def _reading_end(
-    handle: Handle, rank: int, codec: Codec, waiting: Waiting, curve: Curve | None
-) -> RingReceiver | RemoteReader:
-    """Return the end of the reader of this rank; raises as `MessageQueue.create_from_handle`."""
-    if codec.name != handle.codec:
-        raise ConfigurationError(
-            f"the queue's codec is {handle.codec!r}: pass codec={handle.codec!r} if you trust "
-            f"its writer, instead of {codec.name!r}"
-        )
-    longest = handle.max_message_bytes
-    if rank in handle.local_reader_ranks:
-        if handle.buffer_handle is None:
-            raise ConfigurationError(f"the handle has no ring for local rank {rank}")
-        with ExitStack() as opened:  # closed again if something goes wrong
-            ring = opened.enter_context(ShmRingBuffer(*handle.buffer_handle))
-            place = handle.local_reader_ranks.index(rank)
-            receiver = RingReceiver(ring, place, waiting=waiting, max_message_bytes=longest)
-            opened.pop_all()
-        return receiver
-    if handle.remote_address is None or handle.remote_curve_key is None:
-        raise ConfigurationError(
-            f"rank {rank} is none of the queue's local ranks {handle.local_reader_ranks}, and it "
-            "has no remote readers"
-        )
-    keys = curve or Curve.generate(handle.remote_curve_key)
-    return RemoteReader(
-        handle.remote_address, rank, max_message_bytes=longest, curve=keys, waiting=waiting
-    )

@@ -6,15 +6,7 @@ Read first: `engine.py` and `cache.py`, then `link.py`.
 May import: `kvindex.wire`, `kvindex.publish`, `kvindex.subscribe`, `kvindex.index` and the root.
 """
 
-from kvindex.testing.cache import PagedCache, Running
-from kvindex.testing.clock import ManualClock
-from kvindex.testing.engine import FakeEngine
-from kvindex.testing.faults import Faults, LaneFaults
-from kvindex.testing.http_engine import HttpEngine
-from kvindex.testing.http_service import HttpOptions
-from kvindex.testing.http_stream import HttpFaults
-from kvindex.testing.link import FaultyLink
-from kvindex.testing.values import (
+from kvindex.testing.blocks import (
     CacheKey,
     CacheOptions,
     Group,
@@ -22,6 +14,13 @@ from kvindex.testing.values import (
     ResidentPrefix,
     Served,
 )
+from kvindex.testing.cache import PagedCache, Running
+from kvindex.testing.clock import ManualClock
+from kvindex.testing.engine import FakeEngine
+from kvindex.testing.faults import Faults, LaneFaults
+from kvindex.testing.http_engine import HttpEngine, HttpOptions
+from kvindex.testing.http_server import HttpFaults
+from kvindex.testing.link import FaultyLink
 from kvindex.testing.workload import Request, Workload
 
 __all__ = [

@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvindex.testing.announce import Announcer
-from kvindex.testing.chain import Chain, Hasher, HashForm, Link, Namespace
-from kvindex.testing.pool import BlockPool, CpuTier
-from kvindex.testing.values import (
+from kvindex.testing.blocks import (
+    BlockPool,
     CacheKey,
     CacheOptions,
+    Chain,
+    CpuTier,
+    Hasher,
+    HashForm,
+    Link,
     Lookup,
+    Namespace,
     PromptKeys,
     ResidentPrefix,
     Served,
 )
-from kvindex.wire import Event
+from kvindex.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvindex.wire.errors import ClosedError, ConfigurationError, TokenError
 
 if TYPE_CHECKING:
@@ -144,10 +148,23 @@ class PagedCache:
 
         Complexity: O(blocks * prefix length).
         """
-        return [
-            self._resident(group, link, copies, medium)
-            for group, link, copies, medium in self._contents()
-        ]
+        prefixes: list[ResidentPrefix] = []
+        for group, link, copies, medium in self._contents():
+            path = list(link.path())[::-1]
+            prefixes.append(
+                ResidentPrefix(
+                    block_hash=link.block_hash,
+                    medium=medium,
+                    group_idx=self._announcer.group_idx(group),
+                    copies=copies,
+                    prefix=[token for block in path for token in block.token_ids],
+                    lookahead=list(link.lookahead),
+                    lora=link.namespace.lora,
+                    salt=link.namespace.salt,
+                    extra_keys=[block.content for block in path],
+                )
+            )
+        return prefixes
 
     def check(self) -> None:
         """Assert that the physical blocks add up.
@@ -268,14 +285,12 @@ class PagedCache:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _present(self, group: int, link: Link) -> bool:
-        return self._pool.find(group, link) is not None or self._cpu.has(group, link)
-
     def _hit_blocks(self, chain: Chain) -> int:
         return self._leading(chain.links[: (len(chain.token_ids) - 1) // self.block_size])
 
     def _leading(self, links: Sequence[Link]) -> int:
         """How many leading blocks every group can serve."""
+        # A cut that one group makes may leave another one short of its window: until all agree.
         blocks, before = len(links), -1
         while blocks != before:
             before = blocks
@@ -286,7 +301,7 @@ class PagedCache:
     def _fitting(self, group: int, links: Sequence[Link]) -> int:
         """The longest cut that this group can serve."""
         reach = self.options.groups[group].reach(self.block_size)
-        present = [self._present(group, link) for link in links]
+        present = [self._pool.find(group, x) is not None or self._cpu.has(group, x) for x in links]
         if reach is None:
             return present.index(False) if False in present else len(links)
         cut = len(links)
@@ -329,6 +344,7 @@ class PagedCache:
             for position in positions:
                 running.tables[group][position] = self._take()
         self._grow(running)
+        # As in vLLM all blocks are allocated before any is stored: removals come first.
         for group, positions in enumerate(loads):
             self._store(running, group, positions)
         running.loaded_tokens = len(set().union(*loads)) * self.block_size
@@ -424,16 +440,94 @@ class PagedCache:
         for group, link, copies in self._cpu.contents():
             yield group, link, copies, self._announcer.cpu
 
-    def _resident(self, group: int, link: Link, copies: int, medium: str) -> ResidentPrefix:
-        path = list(link.path())[::-1]
-        return ResidentPrefix(
-            block_hash=link.block_hash,
-            medium=medium,
-            group_idx=self._announcer.group_idx(group),
-            copies=copies,
-            prefix=[token for block in path for token in block.token_ids],
-            lookahead=list(link.lookahead),
-            lora=link.namespace.lora,
-            salt=link.namespace.salt,
-            extra_keys=[block.content for block in path],
+
+class Announcer:
+    """The events that the cache announces, in the habits of the engine it plays, until drained."""
+
+    def __init__(self, block_size: int, options: CacheOptions) -> None:
+        self._block_size = block_size
+        self._options = options
+        self._vllm = options.engine == "vllm"
+        self._pending: list[Event] = []
+        self._lora_ids: dict[str, int] = {}
+        self.gpu = "GPU"
+        self.cpu = "CPU" if self._vllm else "CPU_PINNED"
+
+    def group_idx(self, group: int) -> int | None:
+        """Return how events name the group."""
+        return group if self._vllm else None
+
+    def drain(self) -> list[Event]:
+        """Return the events since the last call and forget them."""
+        events, self._pending = self._pending, []
+        return events
+
+    def cleared(self) -> None:
+        """Announce that everything is gone."""
+        self._pending.append(AllBlocksCleared())
+
+    def stored(self, group: int, links: Sequence[Link], medium: str) -> None:
+        """Announce consecutive blocks of one prompt."""
+        if self._options.single_hashes:
+            for link in links:
+                self._pending.append(self._stored(group, [link], medium))
+        elif links:
+            self._pending.append(self._stored(group, links, medium))
+
+    def moved(self, group: int, link: Link, medium: str) -> None:
+        """Announce a further place of a block by its hash alone."""
+        self._pending.append(
+            BlockStored(
+                block_hashes=[link.block_hash],
+                token_ids=[],
+                block_size=0,
+                medium=medium,
+                group_idx=self.group_idx(group),
+            )
         )
+
+    def removed(self, group: int, link: Link, medium: str) -> None:
+        """Announce that one copy of a block is gone."""
+        # SGLang names all that one step removes in one event.
+        last = self._pending[-1] if self._pending else None
+        together = not self._vllm and not self._options.single_hashes
+        if together and isinstance(last, BlockRemoved) and last.medium == medium:
+            last.block_hashes.append(link.block_hash)
+            return
+        self._pending.append(
+            BlockRemoved(
+                block_hashes=[link.block_hash], medium=medium, group_idx=self.group_idx(group)
+            )
+        )
+
+    def _stored(self, group: int, links: Sequence[Link], medium: str) -> BlockStored:
+        first, namespace = links[0], links[0].namespace
+        lora_id = None
+        if namespace.lora is not None and self._vllm:  # vLLM numbers adapters as it loads them
+            lora_id = self._lora_ids.setdefault(namespace.lora, len(self._lora_ids) + 1)
+        lookahead = self._options.lookahead
+        kind = self._options.groups[group]
+        return BlockStored(
+            block_hashes=[link.block_hash for link in links],
+            parent_block_hash=None if first.parent is None else first.parent.block_hash,
+            token_ids=[token for link in links for token in link.token_ids],
+            block_size=self._block_size,
+            lora_id=lora_id,
+            medium=medium,
+            lora_name=namespace.lora,
+            extra_keys=[self._extra_keys(link) for link in links] if self._vllm else None,
+            group_idx=self.group_idx(group),
+            kv_cache_spec_kind=kind.kind if self._vllm else None,
+            kv_cache_spec_sliding_window=kind.sliding_window,
+            lookahead_token_ids=[list(link.lookahead) for link in links] if lookahead else None,
+            cache_salt=None if self._vllm else namespace.salt,
+        )
+
+    @staticmethod
+    def _extra_keys(link: Link) -> tuple[Any, ...] | None:
+        namespace = link.namespace
+        keys: tuple[Any, ...] = () if namespace.lora is None else (namespace.lora,)
+        keys += link.content or ()
+        if namespace.salt is not None and link.depth == 0:
+            keys += (namespace.salt,)
+        return keys or None

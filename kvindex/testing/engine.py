@@ -10,17 +10,17 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from kvindex.publish import ZmqEventPublisher
-from kvindex.testing.cache import PagedCache
-from kvindex.testing.chain import HashForm
-from kvindex.testing.ports import Outlet
-from kvindex.testing.values import (
+from kvindex.testing.blocks import (
     CacheKey,
     CacheOptions,
+    HashForm,
     Lookup,
     PromptKeys,
     ResidentPrefix,
     Served,
 )
+from kvindex.testing.cache import PagedCache
+from kvindex.testing.ports import Outlet
 from kvindex.testing.workload import Request
 from kvindex.wire import LATEST, Dialect, Event, EventBatch
 from kvindex.wire import dialect as dialect_named
@@ -95,12 +95,14 @@ class FakeEngine:
         self.dialect = dialect_named(dialect) if isinstance(dialect, str) else dialect
         options = _habits(self.dialect) if options is None else options
         _check(self.dialect, options, cpu_blocks)
+        vllm = self.dialect.engine == "vllm"
+        natural_form: HashForm = "u64" if vllm and self.dialect.has_bytes_hashes else "i64"
         self._make_cache = partial(
             PagedCache,
             num_blocks=num_blocks,
             block_size=block_size,
             cpu_blocks=cpu_blocks,
-            hash_form=hash_form or _hash_form(self.dialect),
+            hash_form=hash_form or natural_form,
             options=options,
         )
         self.topic = topic
@@ -318,11 +320,7 @@ class FakeEngine:
 
 
 def _tokens(token_ids: Iterable[Any]) -> list[int]:
-    """Return token ids as plain ints, whatever integers they were.
-
-    Raises:
-        TokenError: one is no integer, or does not fit into 64 bits.
-    """
+    """Return token ids as plain ints, whatever integers they were (numpy's, torch's)."""
     try:
         tokens = [index(token) for token in token_ids]
     except TypeError as error:
@@ -342,10 +340,6 @@ def _habits(dialect: Dialect) -> CacheOptions:
         placeholders=not sglang,
         single_hashes=sglang and not coalesces,
     )
-
-
-def _hash_form(dialect: Dialect) -> HashForm:
-    return "u64" if dialect.engine == "vllm" and dialect.has_bytes_hashes else "i64"
 
 
 def _check(dialect: Dialect, options: CacheOptions, cpu_blocks: int) -> None:

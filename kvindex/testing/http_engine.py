@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal
 
+import msgspec
+
+from kvindex.testing.blocks import Served
 from kvindex.testing.engine import FakeEngine
-from kvindex.testing.http_routes import Routes, metrics_text
-from kvindex.testing.http_server import Server
-from kvindex.testing.http_service import EngineKind, EngineService, HttpOptions
-from kvindex.testing.http_stream import HttpFaults
-from kvindex.wire.errors import ConfigurationError
+from kvindex.testing.http_requests import (
+    Completion,
+    RequestError,
+    completions,
+    new_tokens,
+    read_body,
+    text_of,
+    tokenized,
+)
+from kvindex.testing.http_server import JSON, HttpFaults, Response, Server, Streamed
+from kvindex.wire.errors import ConfigurationError, KVIndexError, TokenError
+
+EngineKind = Literal["vllm", "sglang"]
+
+SourcesShape = Literal["ranks", "list", "sources"]
+"""Of `/kv_event_sources`: an object by rank (vLLM 0.33), a list, or `{"sources": [...]}`."""
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """An `HttpEngine`'s report about itself, and its faults.
+
+    Attributes:
+        version: its release; None for the release of the engines' dialect.
+        loras: LoRA adapters: `model` in a request may name one.
+        max_model_len: tokens of the longest request.
+        sources: shape of vLLM's `/kv_event_sources`; None for no such route (before 0.31).
+        announce: fields to replace in `/kv_event_sources`, or in SGLang's `kv_events`.
+        prefix_caching: False caches nothing, and so publishes nothing.
+        reads_cache: False computes every prompt anew, though what it stores is published.
+        silent: True keeps back what it should publish.
+        cached_tokens: whether `usage` has how many tokens were cached.
+        render: whether vLLM's routes that show how a request is tokenized answer, as with its
+            --enable-scale-out; else they refuse.
+        metrics: whether there is `/metrics`.
+        drops_blocks: hit so many blocks less than are cached; EAGLE makes vLLM drop one.
+        prepends: True puts a token before prompts that are token ids already.
+        keeps_rank: False lets the ranks serve in turn, whatever rank a request asks for.
+        salt: cache salt of requests that have none, as a gateway may add it.
+        external_hits: tokens hit, by its metrics, in a cache elsewhere that publishes nothing.
+        role: SGLang's `disaggregation_mode`: "null", "prefill" or "decode".
+        api_key: if not empty, what `Authorization: Bearer` must have: with vLLM for routes under
+            `/v1`, with SGLang for all but `/health`.
+    """
+
+    version: str | None = None
+    loras: tuple[str, ...] = ()
+    max_model_len: int = 2_048
+    sources: SourcesShape | None = "ranks"
+    announce: Mapping[str, Any] = {}
+    prefix_caching: bool = True
+    reads_cache: bool = True
+    silent: bool = False
+    cached_tokens: bool = True
+    render: bool = False
+    metrics: bool = True
+    drops_blocks: int = 0
+    prepends: bool = False
+    keeps_rank: bool = True
+    salt: str = ""
+    external_hits: int = 0
+    role: str = "null"
+    api_key: str = ""
 
 
 class HttpEngine:
@@ -121,3 +186,352 @@ class HttpEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class EngineService:
+    """Serves prompts on the ranks in turn, counts, and reports what the engine reports of itself.
+
+    Any thread may use it.
+    """
+
+    def __init__(
+        self, ranks: Sequence[FakeEngine], *, kind: EngineKind, model: str, options: HttpOptions
+    ) -> None:
+        self.ranks: Final = {engine.rank.dp_rank: engine for engine in ranks}
+        self.kind: Final[EngineKind] = kind
+        self.model: Final = model
+        self.options: Final = options
+        dialect = next(iter(self.ranks.values())).dialect.name
+        self.version: Final = options.version or dialect.split("-")[1]
+        self._lock = threading.Lock()
+        self._turns = itertools.cycle(sorted(self.ranks))
+        self.counters: dict[int, Counter[str]] = {rank: Counter() for rank in self.ranks}
+
+    def serve(self, prompt: Completion) -> tuple[Served, list[int]]:
+        """Serve one prompt; return what it cost and what was generated, or raise RequestError."""
+        lora = None if prompt.model == self.model else prompt.model
+        if lora is not None and lora not in self.options.loras:
+            raise RequestError(404, f"The model `{prompt.model}` does not exist.")
+        if self.options.prepends:
+            prompt = msgspec.structs.replace(prompt, token_ids=[0, *prompt.token_ids])
+        length = len(prompt.token_ids) + prompt.max_tokens
+        if length > self.options.max_model_len:
+            raise RequestError(
+                400, f"{length} tokens are more than max_model_len, {self.options.max_model_len}"
+            )
+        with self._lock:
+            named = prompt.dp_rank if self.options.keeps_rank else None
+            rank = next(self._turns) if named is None else named
+            if rank not in self.ranks:
+                raise RequestError(400, f"there is no data-parallel rank {rank}")
+            tokens = new_tokens(prompt)
+            served = self._served(self.ranks[rank], prompt, lora, tokens)
+            counters = self.counters[rank]
+            counters["requests"] += 1
+            counters["prompt_tokens"] += served.prompt_tokens
+            counters["generation_tokens"] += served.new_tokens
+            counters["hits"] += served.hit_tokens
+            if prompt.reads_cache and self.options.prefix_caching:
+                counters["queries"] += served.prompt_tokens
+        return served, tokens
+
+    def sources(self) -> dict[int, dict[str, Any]]:
+        """Return vLLM's configuration of each rank's publisher, with the announced changes."""
+        return {
+            rank: {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": engine.endpoint,
+                "replay_endpoint": engine.replay_endpoint,
+                "buffer_steps": engine.buffer_steps,
+                "hwm": engine.hwm,
+                "max_queue_size": 100_000,
+                "topic": engine.topic,
+                **self.options.announce,
+            }
+            for rank, engine in sorted(self.ranks.items())
+            if engine.publishes
+        }
+
+    def server_info(self) -> dict[str, Any]:
+        """Return SGLang's server info."""
+        first = self.ranks[min(self.ranks)]
+        info: dict[str, Any] = {
+            "model_path": self.model,
+            "served_model_name": self.model,
+            "version": self.version,
+            "page_size": first.block_size,
+            "dp_size": len(self.ranks),
+            "max_total_num_tokens": first.num_blocks * first.block_size,
+            "max_req_input_len": self.options.max_model_len,
+            "disable_radix_cache": not self.options.prefix_caching,
+            "enable_cache_report": self.options.cached_tokens,
+            "enable_metrics": self.options.metrics,
+            "disaggregation_mode": self.options.role,
+            "speculative_algorithm": "EAGLE" if first.dialect.bigrams else None,
+        }
+        if first.publishes:
+            # SGLang states rank 0's ports, from which those of the others follow.
+            host, port = _host_and_port(first.endpoint)
+            described = {
+                "publisher": "zmq",
+                "endpoint_host": host,
+                "endpoint_port_base": port - first.rank.dp_rank,
+                "topic": first.topic,
+                "block_size": first.block_size,
+                "dp_size": len(self.ranks),
+            }
+            if first.replay_endpoint is not None:
+                replay_port = _host_and_port(first.replay_endpoint)[1]
+                described["replay_endpoint_port_base"] = replay_port - first.rank.dp_rank
+            info["kv_events"] = {**described, **self.options.announce}
+        return info
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return what `/v1/models` lists: the model, then its adapters."""
+        base = {"object": "model", "created": 0, "owned_by": self.kind}
+        length = {"max_model_len": self.options.max_model_len}
+        return [
+            {"id": self.model, **base, "root": self.model, "parent": None, **length},
+            *({"id": x, **base, "root": x, "parent": self.model} for x in self.options.loras),
+        ]
+
+    def _served(
+        self, engine: FakeEngine, prompt: Completion, lora: str | None, tokens: list[int]
+    ) -> Served:
+        length = len(prompt.token_ids)
+        if not self.options.prefix_caching:
+            return Served(prompt_tokens=length, hit_tokens=0, new_tokens=len(tokens))
+        try:
+            served = engine.serve(
+                prompt.token_ids,
+                lora=lora,
+                salt=prompt.salt or self.options.salt or None,
+                extra_keys=_extra_keys(prompt, engine.block_size),
+                new_tokens=tokens,
+                flush=not self.options.silent,
+            )
+        except (ConfigurationError, TokenError) as error:
+            raise RequestError(400, str(error)) from None
+        hit = max(0, served.hit_tokens - self.options.drops_blocks * engine.block_size)
+        if not (self.options.reads_cache and prompt.reads_cache):
+            hit = 0
+        return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))
+
+
+def _extra_keys(prompt: Completion, block_size: int) -> list[tuple[Any, ...] | None] | None:
+    """The extra keys of blocks with images: as in vLLM, (digest, offset) pairs."""
+    if not prompt.images:
+        return None
+    keys: list[tuple[Any, ...] | None] = [None] * (max(prompt.images) // block_size + 1)
+    for position, digest in sorted(prompt.images.items()):
+        block, offset = divmod(position, block_size)
+        keys[block] = (*(keys[block] or ()), (digest, offset))
+    return keys
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+class Routes:
+    """The answers of each path of the engine."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+        self._options = service.options
+        self._get: dict[str, Callable[[], Response]] = {
+            "/health": lambda: Response(200, b""),
+            "/v1/models": lambda: Response.of_json({"object": "list", "data": service.models()}),
+        }
+        self._post: dict[str, Callable[[Mapping[str, Any], str], Response | Streamed]] = {
+            "/v1/completions": partial(self._complete, False),
+            "/v1/chat/completions": partial(self._complete, True),
+            "/tokenize": self._tokenize,
+        }
+        if service.options.metrics:
+            self._get["/metrics"] = self._metrics
+        if service.kind == "vllm":
+            self._get["/version"] = lambda: Response.of_json({"version": service.version})
+            if service.options.sources is not None:
+                self._get["/kv_event_sources"] = self._sources
+            self._post["/v1/completions/render"] = partial(self._render, False)
+            self._post["/v1/chat/completions/render"] = partial(self._render, True)
+        else:
+            self._get["/server_info"] = lambda: Response.of_json(service.server_info())
+            self._get["/get_server_info"] = self._get["/server_info"]
+            self._get["/model_info"] = lambda: Response.of_json({"model_path": service.model})
+
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Response | Streamed:
+        """Return the answer to one request, whatever it is."""
+        try:
+            self._check(method, path, headers)
+            if method == "GET":
+                return self._get[path]()
+            # As vLLM and SGLang do: with 400, though what they say is the text of 415.
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+                raise RequestError(
+                    400, "Unsupported Media Type: Only 'application/json' is allowed"
+                )
+            return self._post[path](read_body(body), headers.get("x-data-parallel-rank", ""))
+        except RequestError as error:
+            return Response.of_error(error)
+        except KVIndexError as error:  # the engine was closed, or its publisher has failed
+            return Response.of_error(RequestError(503, str(error)))
+
+    def _check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
+        key = self._options.api_key
+        guarded = path.startswith("/v1") if self._service.kind == "vllm" else path != "/health"
+        if key and guarded and headers.get("authorization") != f"Bearer {key}":
+            raise RequestError(401, "Unauthorized")
+        routes: Mapping[str, object] = self._get if method == "GET" else self._post
+        if path not in routes:
+            if path in self._get or path in self._post:
+                raise RequestError(405, "Method Not Allowed")
+            raise RequestError(404, "Not Found")
+
+    def _sources(self) -> Response:
+        sources = self._service.sources()
+        if self._options.sources == "ranks":
+            return Response.of_json({str(rank): source for rank, source in sources.items()})
+        names = ("endpoint", "replay_endpoint", "topic")
+        listed = [
+            {"data_parallel_rank": rank, **{name: source[name] for name in names}}
+            for rank, source in sources.items()
+        ]
+        return Response.of_json(listed if self._options.sources == "list" else {"sources": listed})
+
+    def _metrics(self) -> Response:
+        text = metrics_text(self._service).encode()
+        return Response(200, text, "text/plain; version=0.0.4; charset=utf-8")
+
+    def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response | Streamed:
+        many = body.get("n") or 1
+        if not isinstance(many, int) or not 1 <= many <= 128:
+            raise RequestError(400, f"n is {many!r}, not a number from 1 to 128")
+        prompts = [x for x in self._prompts(chat, body, rank) for _ in range(many)]
+        results = [self._service.serve(prompt) for prompt in prompts]
+        reported = self._usage([served for served, _ in results], many)
+        if body.get("stream"):
+            options = body.get("stream_options")
+            usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            return Streamed(results, chat, prompts[0].model, usage, reported)
+        choices = []
+        for number, (_, tokens) in enumerate(results):
+            text = text_of(tokens)
+            content = (
+                {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            )
+            end = {"logprobs": None, "finish_reason": "length"}
+            choices.append({"index": number, **content, **end})
+        return Response.of_json(
+            {
+                "id": "chatcmpl-fake" if chat else "cmpl-fake",
+                "object": "chat.completion" if chat else "text_completion",
+                "created": 0,
+                "model": prompts[0].model,
+                "choices": choices,
+                "usage": reported,
+            }
+        )
+
+    def _usage(self, served: list[Served], choices: int) -> dict[str, Any]:
+        prompt = sum(request.prompt_tokens for request in served[::choices])
+        generated = sum(request.new_tokens for request in served)
+        cached = sum(request.hit_tokens for request in served[::choices])
+        details = {"cached_tokens": cached} if self._options.cached_tokens else None
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": details,
+        }
+
+    def _prompts(self, chat: bool, body: Mapping[str, Any], rank: str) -> list[Completion]:
+        if chat and "messages" not in body:
+            raise RequestError(400, "/v1/chat/completions needs messages")
+        if "messages" in body and not chat:
+            raise RequestError(400, "/v1/completions needs a prompt, not messages")
+        return completions(body, default_model=self._service.model, header_rank=rank)
+
+    def _tokenize(self, body: Mapping[str, Any], _: str) -> Response:
+        tokens = tokenized(body)
+        length = self._options.max_model_len
+        return Response.of_json(
+            {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": None}
+        )
+
+    def _render(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response:
+        if not self._options.render:
+            raise RequestError(
+                403,
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
+                "enable them.",
+            )
+        rendered = [_generate_request(prompt) for prompt in self._prompts(chat, body, rank)]
+        return Response.of_json(rendered[0] if chat else rendered)
+
+
+def _generate_request(prompt: Completion) -> dict[str, Any]:
+    """The answer of vLLM's render routes for one prompt: the request that the engine would get."""
+    placed = sorted(prompt.images.items())
+    features = {
+        "mm_hashes": {"image": [digest for _, digest in placed]},
+        "mm_placeholders": {"image": [{"offset": at, "length": 1} for at, _ in placed]},
+    }
+    return {
+        "request_id": "render-fake",
+        "token_ids": prompt.token_ids,
+        "features": features if placed else None,
+        "sampling_params": {"max_tokens": prompt.max_tokens},
+        "model": prompt.model,
+        "stream": False,
+        "cache_salt": prompt.salt,
+    }
+
+
+# Metrics -----------------------------------------------------------------------------------------
+
+# Counter here -> the engine's series, and what it counts.
+_COUNTERS = {
+    "vllm": {
+        "queries": ("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache."),
+        "hits": ("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache."),
+        "prompt_tokens": ("vllm:prompt_tokens_total", "Prompt tokens."),
+        "generation_tokens": ("vllm:generation_tokens_total", "Generated tokens."),
+        "requests": ("vllm:request_success_total", "Requests that ended."),
+    },
+    "sglang": {
+        "hits": ("sglang:cached_tokens_total", "Prompt tokens found in the cache."),
+        "prompt_tokens": ("sglang:prompt_tokens_total", "Prompt tokens."),
+        "generation_tokens": ("sglang:generation_tokens_total", "Generated tokens."),
+        "requests": ("sglang:num_requests_total", "Requests that ended."),
+    },
+}
+
+
+def metrics_text(service: EngineService) -> str:
+    """Return the engine's metrics in Prometheus' text format."""
+    lines: list[str] = []
+    label = "engine" if service.kind == "vllm" else "dp_rank"
+    for counter, (name, what) in _COUNTERS[service.kind].items():
+        lines += [f"# HELP {name} {what}", f"# TYPE {name} counter"]
+        for rank, counts in sorted(service.counters.items()):
+            labels = f'{label}="{rank}",model_name="{service.model}"'
+            lines.append(f"{name}{{{labels}}} {float(counts[counter])}")
+    if service.kind == "vllm":
+        name = "vllm:cache_config_info"
+        lines += [f"# HELP {name} Information of the LLMEngine CacheConfig", f"# TYPE {name} gauge"]
+        for rank, engine in sorted(service.ranks.items()):
+            labels = (
+                f'block_size="{engine.block_size}",'
+                f'enable_prefix_caching="{service.options.prefix_caching}",engine="{rank}",'
+                f'num_gpu_blocks="{engine.num_blocks}",sliding_window="None"'
+            )
+            lines.append(f"{name}{{{labels}}} 1.0")
+        name = "vllm:external_prefix_cache_hits_total"
+        lines += [f"# TYPE {name} counter", f"{name} {float(service.options.external_hits)}"]
+    return "\n".join([*lines, ""])

@@ -33,7 +33,7 @@ _HWM: Final = 100_000
 _MAX_CLIENTS: Final = 256
 _BURST: Final = 200  # messages read from one socket before the others get their turn
 _COMMAND_TIMEOUT: Final = 10.0
-_FOREIGN_CLOCK_POLL: Final = 0.02  # a clock that is not the system's cannot wake the thread
+_FOREIGN_CLOCK_POLL: Final = 0.02  # seconds
 
 Socket = zmq.Socket[bytes]
 
@@ -171,6 +171,7 @@ class FaultyLink:
         done: Future[None] = Future()
         self._commands.put((command, done))
         self._waker.wake()
+        # The thread may have ended just before: then nobody else takes the command.
         if self._ended.is_set():
             self._refuse_commands()
         try:
@@ -210,9 +211,12 @@ class FaultyLink:
         ready = {item for item, _ in poller.poll(self._timeout())}
         if wires is not None:
             self._relay(wires, ready)
-            self._send_due(wires)
+            now = self._clock()
+            _send(wires.xpub, self._live.due(now))
+            _send(wires.router, self._replay.due(now))
         if self._waker.fileno() in ready:
             self._waker.clear()
+            # After what had arrived: a command holds for messages that come after it.
             for command, done in self._pending():
                 try:
                     command()
@@ -228,51 +232,36 @@ class FaultyLink:
         if due is None or self._wires is None:
             return None
         wait = max(0.0, due - self._clock())
-        if self._clock is not time.monotonic:
+        if self._clock is not time.monotonic:  # what a test sets, nothing here hears of
             wait = min(wait, _FOREIGN_CLOCK_POLL)
         return math.ceil(wait * 1000)
 
     def _relay(self, wires: _Wires, ready: set[object]) -> None:
         if wires.xpub in ready:
             for (frame,) in _drain(wires.xpub):
-                self._subscription(wires, frame)
+                # Remembered: after `retarget` the new publisher must hear of them too.
+                if frame[:1] == b"\x01":
+                    self._topics.add(frame[1:])
+                elif frame[:1] == b"\x00":
+                    self._topics.discard(frame[1:])
+                wires.xsub.send(frame)
         if wires.xsub in ready:
             for frames in _drain(wires.xsub):
                 _send(wires.xpub, self._live.push(frames, self._clock()))
         if wires.router is not None and wires.router in ready:
             for identity, *request in _drain(wires.router):
-                self._request(wires, identity, request)
+                self._counters["replay.requests"] += 1
+                if self._silent:
+                    self._counters["replay.silenced"] += 1
+                elif (dealer := wires.dealer(identity, self._target[1])) is not None:
+                    dealer.send_multipart(request, flags=zmq.DONTWAIT)
         for identity, dealer in list(wires.dealers.items()):
             if dealer in ready:
                 for reply in _drain(dealer):
-                    self._reply(wires, identity, reply)
-
-    def _subscription(self, wires: _Wires, frame: bytes) -> None:
-        if frame[:1] == b"\x01":
-            self._topics.add(frame[1:])
-        elif frame[:1] == b"\x00":
-            self._topics.discard(frame[1:])
-        wires.xsub.send(frame)
-
-    def _request(self, wires: _Wires, identity: bytes, request: Frames) -> None:
-        self._counters["replay.requests"] += 1
-        if self._silent:
-            self._counters["replay.silenced"] += 1
-            return
-        dealer = wires.dealer(identity, self._target[1])
-        if dealer is not None:
-            dealer.send_multipart(request, flags=zmq.DONTWAIT)
-
-    def _reply(self, wires: _Wires, identity: bytes, reply: Frames) -> None:
-        if self._silent:
-            self._counters["replay.silenced"] += 1
-            return
-        _send(wires.router, self._replay.push([identity, *reply], self._clock()))
-
-    def _send_due(self, wires: _Wires) -> None:
-        now = self._clock()
-        _send(wires.xpub, self._live.due(now))
-        _send(wires.router, self._replay.due(now))
+                    if self._silent:
+                        self._counters["replay.silenced"] += 1
+                        continue
+                    _send(wires.router, self._replay.push([identity, *reply], self._clock()))
 
     # -- commands, on the link's thread ------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvindex.publish.loop import BatchQueue
+from kvindex.publish.zmq_publisher import BatchQueue
 from kvindex.subscribe.event_stream import _Waiting
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.tools.cli.fake_engine import _Ending

@@ -139,9 +139,6 @@ class RemoteEnd(ABC):
     """A socket that refuses a second thread, and forked children; any thread may close it.
 
     ZeroMQ's sockets break when two threads use them, and in a forked child they wait for ever.
-
-    Its queues have no limit: a reader's window limits what is in them. If ZeroMQ's thread stopped
-    reading at a slow reader, the system would take this reader for one that vanished.
     """
 
     def __init__(
@@ -159,6 +156,8 @@ class RemoteEnd(ABC):
             self._socket = self._context.socket(kind)
         except zmq.ZMQError as error:
             raise ConfigurationError(f"ZeroMQ has no socket for {endpoint!r}: {error}") from error
+        # Queues without a limit: a reader's window limits what is in them. If ZeroMQ's thread
+        # stopped reading at a slow reader, the system would take this reader for one that vanished.
         self._socket.linger = self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + _OVERHEAD)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -173,7 +172,7 @@ class RemoteEnd(ABC):
         """End the wait of the thread that uses this end, then close. Idempotent, any thread."""
         if os.getpid() != self._pid:
             return  # it is the parent's
-        self._closing.set()
+        self._closing.set()  # before the lock: the thread that has it gives it back when it looks
         with self._using:
             if not self._closed:
                 self._closed = True

@@ -44,19 +44,9 @@ class RemoteReader(RemoteEnd):
     """Receives each message of a writer on another machine once, in order.
 
     The constructor sends the hello. The first message is the one that the writer sends next after
-    it admitted the reader.
-
-    A reader never reconnects: messages under way on the old connection would be lost. A connection
-    that breaks is an error, which is raised after every message that had arrived was returned.
-
-    Args:
-        address: from the queue's handle.
-        rank: this reader's; a rank has one reader at a time.
-        max_message_bytes: a larger message ends the connection.
-        curve: keys, if the writer has them.
-        waiting: how to wait.
-
-    Thread safety: one thread at a time, but `statistics` and `close` from any.
+    it admitted the reader. An error that ends the queue for this reader is raised after the
+    messages that arrived before it, and by each later call. One thread at a time uses it;
+    `statistics` and `close` may be called by any.
     """
 
     def __init__(
@@ -87,7 +77,8 @@ class RemoteReader(RemoteEnd):
         self._connected = False
         self._lost_at = math.inf
         self._end: KVIndexError | None = None  # what every call raises from now on
-        # Connects once. Not -1: with that, libzmq 4.3.5 drops received messages that are unread.
+        # It connects once: messages under way on an old connection would be lost. Not by -1: with
+        # that, libzmq 4.3.5 drops received messages that are unread.
         self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._monitor.rcvhwm = 0  # a full monitor would stop ZeroMQ's thread
@@ -111,12 +102,6 @@ class RemoteReader(RemoteEnd):
         """Return `decode` of the next message's kind and body; `quiet`: warn of no long wait.
 
         The body of a message with buffers is the list of its frames, whose memory is the caller's.
-
-        If no other message waits, the reader acknowledges this one at once: the writer can close
-        while the reader is busy with it.
-
-        Raises: as `MessageQueue.dequeue`. An error that ends the queue for this reader is raised
-            after the messages that arrived before it, and by each later call.
         """
         kind, frames = self._receive(timeout, cancel, quiet)
         return decode(kind, frames if kind == BUFFERS else _joined(frames))
@@ -125,15 +110,12 @@ class RemoteReader(RemoteEnd):
     def message(
         self, timeout: float | None, cancel: threading.Event | None, *, quiet: bool
     ) -> Iterator[memoryview]:
-        """Give the next message's bytes, read-only, until the `with` ends; raises as `receive`."""
+        """Give the next message's bytes, read-only, until the `with` ends."""
         _, frames = self._receive(timeout, cancel, quiet)
         yield memoryview(_joined(frames)).toreadonly()
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Wait until the writer reports that all readers have joined, or sends a message.
-
-        Raises: as `receive`.
-        """
+        """Wait until the writer reports that all readers have joined, or sends a message."""
         with self._one_user():
             patience = Patience(self._waiting, timeout)
             self._wait_until(lambda: self._next_message() or self._ready, patience, None)
@@ -165,7 +147,9 @@ class RemoteReader(RemoteEnd):
                 self._wait_until(self._next_message, patience, cancel)
             message = self._consume()
             if not isinstance(self._next_packet(), Message):
-                self._acknowledge()  # the caller may never call again
+                # At once: the caller may never call again, and the writer can close while the
+                # caller is busy with this one.
+                self._acknowledge()
             self._messages += 1
             return message
 
@@ -220,8 +204,15 @@ class RemoteReader(RemoteEnd):
         """Return the next message's kind and frames, and count it as consumed."""
         message, self._ahead = self._ahead, None
         assert isinstance(message, Message)
+        large = False
         try:
-            frames = message.frames or self._receive_frames()
+            frames = message.frames
+            if not frames:  # those of a large message arrived with its header
+                while self._socket.getsockopt(zmq.RCVMORE):
+                    frames.append(self._socket.recv(NOBLOCK, copy=False).buffer)
+                if not frames:
+                    raise Malformed("a message without frames")
+                large = True
             size = sum(frame.nbytes for frame in frames)
             if size > self._max_message_bytes:
                 raise Malformed(
@@ -234,19 +225,10 @@ class RemoteReader(RemoteEnd):
             raise self._end from None
         self._next_seq += 1
         self._ready = True
-        large = not message.frames
+        # A large one at once: its bytes, not its number, may be what the writer waits for.
         if large or self._next_seq - self._acknowledged >= self._acknowledge_every:
             self._acknowledge()
         return message.kind, frames
-
-    def _receive_frames(self) -> list[memoryview]:
-        """Return the frames of a large message, which arrived with its header."""
-        frames: list[memoryview] = []
-        while self._socket.getsockopt(zmq.RCVMORE):
-            frames.append(self._socket.recv(NOBLOCK, copy=False).buffer)
-        if not frames:
-            raise Malformed("a message without frames")
-        return frames
 
     def _acknowledge(self) -> None:
         if self._next_seq is not None and self._next_seq != self._acknowledged:
@@ -270,18 +252,20 @@ class RemoteReader(RemoteEnd):
             if reached():
                 return
             if lost:
-                self._end = WriterDiedError(self._how_lost())
+                self._end = WriterDiedError(
+                    f"no connection to {self._address} while waiting for {self._obstacle}"
+                    if self._next_seq is None
+                    else f"the connection to {self._address} broke before message "
+                    f"{self._next_seq}: the writer died, cannot be reached, or sent a message of "
+                    f"more than max_message_bytes ({self._max_message_bytes})"
+                )
                 raise self._end
             self._acknowledge()
             writer = f"the writer at {self._address}: {self._obstacle}"
             self._pause(patience, cancel, "a message" if self._ready else writer)
 
     def _is_lost(self) -> bool:
-        """Return whether the connection has ended, and every packet from it can be received.
-
-        ZeroMQ announces this by CONNECT_RETRIED (it never connects again). After an error of
-        protocol it only announces DISCONNECTED, a moment too early.
-        """
+        """Return whether the connection has ended, and every packet from it can be received."""
         while int(self._monitor.get(zmq.EVENTS)) & _POLLIN:
             event, _ = _EVENT.unpack(self._monitor.recv_multipart(NOBLOCK)[0])
             if event == zmq.EVENT_CONNECTED:
@@ -291,23 +275,15 @@ class RemoteReader(RemoteEnd):
                     "(enqueue, wait_until_ready)"
                 )
             elif event == zmq.EVENT_DISCONNECTED:
+                # After an error of protocol ZeroMQ announces only this, a moment too early.
                 self._lost_at = min(self._lost_at, time.monotonic() + _DRAIN)
-            else:
+            else:  # CONNECT_RETRIED, though it never connects again, or a handshake that failed
                 self._lost_at = -math.inf
                 if event & _HANDSHAKE_FAILED:
                     self._obstacle = (
                         "a handshake, which failed: do both sides have the right CURVE keys?"
                     )
         return time.monotonic() >= self._lost_at
-
-    def _how_lost(self) -> str:
-        if self._next_seq is None:
-            return f"no connection to {self._address} while waiting for {self._obstacle}"
-        return (
-            f"the connection to {self._address} broke before message {self._next_seq}: the "
-            "writer died, cannot be reached, or sent a message of more than max_message_bytes "
-            f"({self._max_message_bytes})"
-        )
 
     def _broken(self, why: object) -> WriterDiedError:
         return WriterDiedError(f"{self._address}: {why}")

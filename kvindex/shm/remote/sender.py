@@ -41,29 +41,14 @@ _FLUSH = 0.1  # seconds in which ZeroMQ may send the last packets
 class RemoteSender(RemoteEnd):
     """Sends each message to every remote reader, and loses none silently.
 
-    Without credit `send` waits. There is no thread but ZeroMQ's: readers are admitted, and their
-    acknowledgements read, during the calls of this class.
+    `send` waits until each of the `n_remote` readers has joined once, and without credit. There is
+    no thread but ZeroMQ's: readers are admitted, and their acknowledgements read, during the calls
+    of this class. Without keys everyone is admitted, and messages travel in the clear.
 
     ROUTER refuses to send to a connection that has ended. So a reader's death is noticed by the
     next message or, where the writer waits, by a probe each second.
 
-    Args:
-        n_remote: how many readers are expected; `send` waits until each of them has joined once.
-        connect_ip: the address to listen on.
-        window, max_window_bytes: the messages and bytes that a reader may have unread; 1 to 4096
-            messages.
-        curve: the writer's keys: only readers that know the public one are admitted. Without keys,
-            everyone is, and messages travel in the clear.
-        linger: seconds that `close` waits at most for readers to read the rest.
-        waiting: how to wait.
-
-    Raises:
-        ConfigurationError: a value cannot work, or the address cannot be listened on.
-
-    Attributes:
-        address: where readers connect; the system chose the port.
-
-    Thread safety: one thread at a time, but `statistics`, `connected` and `close` from any.
+    One thread at a time uses it; `statistics`, `connected` and `close` may be called by any.
     """
 
     def __init__(
@@ -116,13 +101,7 @@ class RemoteSender(RemoteEnd):
         return frozenset(self._ranks.values())
 
     def wait_ready(self, timeout: float | None) -> frozenset[int]:
-        """Wait until all readers are connected, and notify them, and those that join later.
-
-        Returns:
-            The ranks that died meanwhile.
-
-        Raises: as `send`.
-        """
+        """Wait until all readers are connected, and notify them; return the ranks that died."""
         with self._one_user():
             self._wait_until(lambda: len(self._ranks) == self._n_remote, timeout)
             self._ready = True
@@ -136,11 +115,6 @@ class RemoteSender(RemoteEnd):
 
         The frames are copied. Either every living reader is sent the message or, if an error is
         raised, none is.
-
-        Raises:
-            QueueTimeoutError: for `timeout` seconds a reader had no credit, or had never joined.
-            ClosedError: the sender was closed, or an exception (such as KeyboardInterrupt)
-                interrupted an earlier call that had sent a message to some readers only.
         """
         with self._one_user():
             size = sum(map(len, frames))
@@ -149,7 +123,15 @@ class RemoteSender(RemoteEnd):
             if not self._has_credit(size):
                 self._counters["waits"] += 1
                 self._wait_until(lambda: self._has_credit(size), timeout)
-            parts = self._parts(kind, frames, size)
+            seq = self._window.next_seq
+            parts: list[bytes | zmq.Frame]
+            if size + 8 * len(frames) <= protocol.SMALL_BYTES:
+                views = cast("list[memoryview]", frames)  # to msgpack all buffers are the same
+                parts = [encode(Message(seq, kind, views))]
+            else:  # one copy, which the connections of all readers share
+                copies = [zmq.Frame(frame, copy=True) for frame in frames]
+                parts = [encode(Message(seq, kind, [])), *copies]
+            # From here on an interrupt leaves some readers with the message and others without.
             self._interrupted = True
             for routing_id in self._ranks:
                 self._transmit_parts(routing_id, parts)
@@ -192,13 +174,13 @@ class RemoteSender(RemoteEnd):
         }
 
     def _close(self) -> None:
-        """Notify the readers that no message follows, and wait until all is read.
+        """Notify the readers that no message follows, and wait `linger` seconds until all is read.
 
-        It waits `linger` seconds at most. A slower reader still reads the rest, if all of it has
-        reached the reader's machine by then; otherwise the reader gets an error.
+        A slower reader still reads the rest, if all of it has reached the reader's machine by then;
+        otherwise the reader gets an error.
         """
         try:
-            if not self._interrupted:
+            if not self._interrupted:  # else no reader may take what it has for the whole
                 self._send_to_all(protocol.Closed(self._window.next_seq))
                 self._wait_until(lambda: not self._window.unread, self._linger)
         except QueueTimeoutError:
@@ -214,15 +196,6 @@ class RemoteSender(RemoteEnd):
 
     def _has_credit(self, size: int) -> bool:
         return len(self._joined) == self._n_remote and self._window.admits(size)
-
-    def _parts(self, kind: int, frames: Sequence[Buffer], size: int) -> Sequence[bytes | zmq.Frame]:
-        seq = self._window.next_seq
-        if size + 8 * len(frames) <= protocol.SMALL_BYTES:
-            views = cast("list[memoryview]", frames)  # to msgpack all buffers are the same
-            return [encode(Message(seq, kind, views))]
-        # One copy, which the connections of all readers share.
-        copies = [zmq.Frame(frame, copy=True) for frame in frames]
-        return [encode(Message(seq, kind, [])), *copies]
 
     def _send_to_all(self, packet: protocol.Packet) -> None:
         for routing_id in self._ranks:
@@ -254,18 +227,16 @@ class RemoteSender(RemoteEnd):
             self._serve()
             if reached():
                 return
-            self._pause(patience, None, self._obstacle())
-
-    def _obstacle(self) -> str:
-        """Return what a wait is for."""
-        window = self._window
-        if len(self._joined) == self._n_remote and window.unread:
-            return (
-                f"remote reader {window.slowest} to read: {window.unread} messages of "
-                f"{window.unread_bytes} bytes are unread"
-            )
-        absent = self._n_remote - len(self._ranks)
-        return f"{absent} remote readers to join; connected: ranks {sorted(self.connected)}"
+            if len(self._joined) == self._n_remote and self._window.unread:
+                awaited = (
+                    f"remote reader {self._window.slowest} to read: {self._window.unread} messages "
+                    f"of {self._window.unread_bytes} bytes are unread"
+                )
+            else:
+                absent = self._n_remote - len(self._ranks)
+                ranks = sorted(self.connected)
+                awaited = f"{absent} remote readers to join; connected: ranks {ranks}"
+            self._pause(patience, None, awaited)
 
     def _check_open(self) -> None:
         super()._check_open()
@@ -287,7 +258,15 @@ class RemoteSender(RemoteEnd):
             self._send_to_all(protocol.Probe(self._ready))
         if self._unreachable:
             self._receive()  # the last packet of a reader may be a Bye
-            self._remove_dead()
+            unreachable, self._unreachable = self._unreachable, set()
+            for routing_id in unreachable & self._ranks.keys():
+                rank = self._ranks[routing_id]
+                unread = self._window.unread_by(rank)
+                # Where nothing is lost, only the caller's policy for dead readers reports it.
+                level = logging.WARNING if unread else logging.INFO
+                logger.log(level, "remote reader %d died, %d messages unread", rank, unread)
+                self._dead.add(rank)
+                self._remove(routing_id, "died")
         for routing_id in list(self._hellos):  # last, as other readers may have left by now
             self._answer(routing_id)
 
@@ -327,7 +306,7 @@ class RemoteSender(RemoteEnd):
             reason = f"the writer speaks version {protocol.VERSION}, the reader {hello.version}"
         elif rank in self._ranks.values() and not self._closed:
             if time.monotonic() < received_at + _HANDOVER:
-                return
+                return  # the one before it may be about to leave, or to be found dead
             reason = f"rank {rank} has another reader: attach again when it has left or is dead"
         elif rank not in self._joined and len(self._joined) == self._n_remote:
             reason = f"rank {rank} is none of its remote readers': other ranks have joined"
@@ -338,30 +317,18 @@ class RemoteSender(RemoteEnd):
         elif self._closed:
             self._transmit(routing_id, protocol.Closed(self._window.next_seq))
         else:
-            self._admit(routing_id, rank)
-
-    def _admit(self, routing_id: bytes, rank: int) -> None:
-        window = self._window
-        welcome = protocol.Welcome(window.next_seq, window.messages, self._ready)
-        self._interrupted = True
-        if self._transmit(routing_id, welcome):  # else it has left again
-            self._joined.add(rank)
-            self._ranks = {**self._ranks, routing_id: rank}
-            window.join(rank)
-            self._counters["joined"] += 1
-            logger.debug("remote reader %d joined at message %d", rank, window.next_seq)
-        self._interrupted = False
-
-    def _remove_dead(self) -> None:
-        unreachable, self._unreachable = self._unreachable, set()
-        for routing_id in unreachable & self._ranks.keys():
-            rank = self._ranks[routing_id]
-            unread = self._window.unread_by(rank)
-            # Where nothing is lost, only the caller's policy for dead readers reports the death.
-            level = logging.WARNING if unread else logging.INFO
-            logger.log(level, "remote reader %d died, %d messages unread", rank, unread)
-            self._dead.add(rank)
-            self._remove(routing_id, "died")
+            # Sent in part, or sent and not counted, the reader would be in the queue and not in the
+            # window: an interrupt here ends the queue.
+            window = self._window
+            self._interrupted = True
+            welcome = protocol.Welcome(window.next_seq, window.messages, self._ready)
+            if self._transmit(routing_id, welcome):  # else it has left again
+                self._joined.add(rank)
+                self._ranks = {**self._ranks, routing_id: rank}
+                window.join(rank)
+                self._counters["joined"] += 1
+                logger.debug("remote reader %d joined at message %d", rank, window.next_seq)
+            self._interrupted = False
 
     def _remove(self, routing_id: bytes, fate: str) -> None:
         self._counters[fate] += 1
@@ -384,22 +351,15 @@ class SendWindow:
     """Which messages are unread, and whether another one may be sent.
 
     A reader acknowledges with the seq of the message that it wants next. So the next one makes up
-    for an acknowledgement that was lost or repeated.
-
-    Args:
-        messages: how many messages each reader may have unread.
-        size: the same in bytes; a larger message is sent when nothing else is unread.
-
-    Attributes:
-        next_seq: the seq of the next message; a reader that joins now begins with it.
-        sent_bytes: the bytes of all messages before it.
+    for an acknowledgement that was lost or repeated. Each reader may have so many `messages` of so
+    many bytes (`size`) unread; a larger message is sent when nothing else is unread.
     """
 
     def __init__(self, *, messages: int, size: int) -> None:
         self.messages = messages
         self.size = size
-        self.next_seq = 0
-        self.sent_bytes = 0
+        self.next_seq = 0  # of the next message, with which a reader that joins now begins
+        self.sent_bytes = 0  # of all messages before it
         self._wanted: dict[int, int] = {}  # rank -> the seq that this reader wants next
         self._starts: deque[int] = deque()  # for each unread message, the bytes sent before it
 

@@ -74,16 +74,10 @@ class RingReceiver(RingEnd["RingReader"]):
         *,
         quiet: bool = False,
     ) -> Any:
-        """Return `decode` of the next message's kind and body.
+        """Return `decode` of the next message's kind and body; `quiet`: warn of no long wait.
 
-        Args:
-            decode: it must keep nothing of the body, unless the body is bytes.
-            timeout: longest wait in seconds; None waits for ever.
-            cancel: ends the wait when set, within the `look` of the settings.
-            quiet: never warn of a long wait.
-
-        Raises: as `MessageQueue.dequeue`, and
-            SegmentError: the ring's memory is damaged.
+        `decode` must keep nothing of the body, unless the body is bytes. Raises as
+        `MessageQueue.dequeue`, and SegmentError if the ring's memory is damaged.
         """
         patience: Patience | None = None
         got = None
@@ -113,8 +107,8 @@ class RingReceiver(RingEnd["RingReader"]):
     ) -> Iterator[memoryview]:
         """Give the next message's bytes, read-only, where they are if they are in one chunk.
 
-        Raises: as `receive`; at the end of the `with` ReaderEvictedError, if the bytes may have
-            been overwritten meanwhile.
+        Raises as `receive`; at the end of the `with` ReaderEvictedError, if the bytes may have been
+        overwritten meanwhile.
         """
         for got in self._chunks(0, timeout, cancel, None, quiet=quiet):
             with self._body(got) as message:
@@ -124,12 +118,7 @@ class RingReceiver(RingEnd["RingReader"]):
                     return
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Return once the writer reports that all readers are there.
-
-        Raises:
-            QueueTimeoutError: it did not report it in time.
-            WriterDiedError, QueueClosedError, ClosedError: it never will.
-        """
+        """Return once the writer reports that all readers are there; raise if it never will."""
         patience = Patience(self._waiting, timeout)
         sleep = 0.0  # the writer's death may be known already
         while not self._party.wait_state(READY | CLOSED, sleep):
@@ -309,14 +298,27 @@ class Assembly:
     def add(self, kind: int, piece: Buffer) -> tuple[int, Buffer] | None:
         """Add a chunk; return a message's kind and body if the chunk completes it.
 
-        Raises:
-            DecodeError: a fragment that cannot belong where it is; the message is dropped.
+        A fragment that cannot belong where it is raises DecodeError, and the message is dropped.
         """
         if not kind & CONTINUED:
             self.give_up()
             if not kind & MORE:
                 return kind, piece
-            self._begin(kind & _KIND, memoryview(piece))
+            first = memoryview(piece)[LENGTH_BYTES:]
+            if len(piece) < LENGTH_BYTES:
+                raise DecodeError("a first fragment without a length", size=len(piece))
+            (total,) = TOTAL.unpack_from(piece)
+            # Checked before memory is taken for it: the length is another process's word.
+            if not len(first) < total <= self._max_bytes:
+                raise DecodeError(
+                    f"a message of {total} bytes that begins with {len(first)}; at most "
+                    f"{self._max_bytes} are accepted (max_message_bytes)",
+                    size=total,
+                )
+            self._body = bytearray(total)
+            self._body[: len(first)] = first
+            self._kind = kind & _KIND
+            self._filled = len(first)
             return None
         body = self._body
         if body is None:
@@ -343,19 +345,3 @@ class Assembly:
         if self._body is not None:
             self._body = None
             self.given_up += 1
-
-    def _begin(self, kind: int, piece: memoryview) -> None:
-        if len(piece) < LENGTH_BYTES:
-            raise DecodeError("a first fragment without a length", size=len(piece))
-        (total,) = TOTAL.unpack_from(piece)
-        first = len(piece) - LENGTH_BYTES
-        if not first < total <= self._max_bytes:
-            raise DecodeError(
-                f"a message of {total} bytes that begins with {first}; at most {self._max_bytes} "
-                "are accepted (max_message_bytes)",
-                size=total,
-            )
-        self._body = bytearray(total)
-        self._body[:first] = piece[LENGTH_BYTES:]
-        self._kind = kind
-        self._filled = first

@@ -241,7 +241,7 @@ class ShmRingBuffer:
     def get_metadata(self, current_idx: int) -> Iterator[memoryview]:
         """Give a chunk's flags, writable: one byte "written", then one "read" for each reader.
 
-        Raises: as `get_data`.
+        Raises as `get_data`.
         """
         at = self.layout.flags(self._checked(current_idx))
         with memoryview(self.segment.memory)[at : at + 1 + self.layout.n_reader] as view:
@@ -250,7 +250,7 @@ class ShmRingBuffer:
     def writer(self) -> RingWriter:
         """Return the writing party; only the ring's maker has it."""
         segment = self._attached()
-        if not self.is_maker:
+        if not self.is_maker:  # in a forked child, too: its parent still writes
             raise SegmentError(f"only the maker of ring {self.name} writes to it")
         from kvindex.wire._native import RingWriter
 

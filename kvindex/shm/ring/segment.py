@@ -98,9 +98,11 @@ class Segment:
         try:
             descriptor = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             os.fchmod(descriptor, 0o600)
+            # All memory now: on a full file system a later write would end the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, size)
             os.pwrite(descriptor, header, 0)
             segment = cls(name, os.dup(descriptor), size, maker=True)
+            # Before it has a name: a sweep by another process removes what nobody holds.
             if not segment.hold(MAKER):
                 raise SegmentError(f"the maker's lock of {name} is held already")
             _link(descriptor, name)
@@ -133,6 +135,7 @@ class Segment:
                 getattr(error, "errno", errno.EINVAL),
                 f"shared memory {name!r} cannot be attached: is its maker closed? {error}",
             ) from error
+        # Of the descriptor, not of the name: that may be another file by now.
         status = os.fstat(descriptor)
         if (
             not stat.S_ISREG(status.st_mode)
@@ -268,7 +271,6 @@ def _lock_command(descriptor: int, command: int, kind: int, party: int, count: i
 
 
 def _map(descriptor: int, size: int) -> tuple[mmap.mmap, _Locks]:
-    """Open both or none."""
     memory = mmap.mmap(descriptor, size)
     try:
         return memory, _Locks(_open_again(descriptor))
@@ -278,7 +280,9 @@ def _map(descriptor: int, size: int) -> tuple[mmap.mmap, _Locks]:
 
 
 def _open_again(descriptor: int) -> int:
-    """Open a descriptor's file anew: mmap keeps a duplicate, and with it the duplicate's locks."""
+    """Open a descriptor's file anew."""
+    # mmap keeps a duplicate of its descriptor, and with it the locks that were taken through it:
+    # they would outlive `close` for as long as a view of the memory does.
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -303,10 +307,10 @@ def _no_room(size: int, error: OSError | OverflowError) -> str:
 
 
 def _end(memory: mmap.mmap, locks: _Locks, made: str | None, pid: int) -> None:
-    """Close what a segment opened; its name goes first, so that no process finds it half gone."""
-    if os.getpid() != pid:
+    """Close what a segment opened."""
+    if os.getpid() != pid:  # at a forked child's exit: it is the parent's
         return
-    if made is not None:
+    if made is not None:  # first, so that no process finds a segment half gone
         with suppress(OSError):
             os.unlink(f"{_FOLDER}/{made}")
     locks.close()

@@ -90,22 +90,17 @@ class RingSender(RingEnd["RingWriter"]):
     def send(
         self, kind: int, body: Buffer | Sequence[Buffer], size: int, timeout: float | None
     ) -> None:
-        """Publish a message to every reader.
+        """Publish a message of a kind from 0 to 15 to every reader.
 
-        Args:
-            kind: of the message, 0 to 15.
-            body: its bytes, in one buffer or several; free again when this returns.
-            size: their number.
-            timeout: longest wait for room in seconds.
-
-        Raises: as `MessageQueue.enqueue`, but for errors of the encoding.
+        Its body, in one buffer or several, has `size` bytes in all, and is free again when this
+        returns. Raises as `MessageQueue.enqueue`, but for errors of the encoding.
         """
         self._party.admit()
         if size > self._chunk_bytes:
             patience = Patience(self._waiting, timeout)
             self._put(*self._put_beginning(kind, body, size, patience), patience)
             self._counters["fragments"] += 1
-        elif not self._party.write(kind, body, 0.0, 0.0):
+        elif not self._party.write(kind, body, 0.0, 0.0):  # there mostly is room: no clock is read
             self._put(kind, body, Patience(self._waiting, timeout))
         if self._dead:
             check_dead(self.take_dead())
@@ -116,15 +111,15 @@ class RingSender(RingEnd["RingWriter"]):
     ) -> Iterator[None]:
         """Publish a message without its end when the `with` begins, and the end when it ends well.
 
-        There is room for the end when the `with` begins. If the `with` ends by an exception, no
-        reader will see the message.
-
-        Raises: as `send`, but `take_dead` returns the dead.
+        If the `with` ends by an exception, no reader will see the message. Raises as `send`, but
+        leaves the dead to `take_dead`.
         """
         patience = Patience(self._waiting, timeout)
         self._party.admit()
         if size > self._chunk_bytes:
             kind, body = self._put_beginning(kind, body, size, patience)
+        # There is room for the end when the `with` begins: what happens in it, such as sending to
+        # others, cannot be undone.
         self._wait_room(patience)
         yield
         self._put(kind, body, patience)
@@ -134,7 +129,7 @@ class RingSender(RingEnd["RingWriter"]):
     def chunk(self, length: int, timeout: float | None) -> Iterator[memoryview]:
         """Give the next chunk's first `length` bytes to write; published when the `with` ends well.
 
-        Raises: as `send`, but leaves the dead to `take_dead`.
+        Raises as `send`, but leaves the dead to `take_dead`.
         """
         self._party.admit()
         self._wait_room(Patience(self._waiting, timeout))
