@@ -146,6 +146,7 @@ class KVEventsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             self.publisher = "zmq" if self.enable_kv_cache_events else "null"
         if self.enable_kv_cache_events is None:
             self.enable_kv_cache_events = self.publisher != "null"
+        # msgspec checks types where it decodes; here also what a constructor was given.
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             try:

@@ -53,6 +53,7 @@ class ReplayBuffer:
 
     def append(self, seq: int, payload: bytes) -> None:
         """Hold one more batch; the oldest leaves if `steps` are held. O(1)."""
+        # It grows as it fills: a publisher with nothing to replay holds no ring of 10,000.
         if len(self._ring) < self._steps:
             self._ring.append((seq, payload))
         elif self._steps:
@@ -124,6 +125,7 @@ class ReplayService:
     def ask(self, identity: bytes, start_seq: int, now: float) -> None:
         """Begin a replay, behind those that this asker already waits for."""
         self._counters["replays_asked"] += 1
+        # Refused without a word, as the engines have none for it; the asker's time-out asks again.
         if self._replays >= MAX_REPLAYS:
             self._counters["replays_refused"] += 1
             return
@@ -142,7 +144,7 @@ class ReplayService:
         """Send a slice of the replay of the next asker that may have room."""
         for identity, asker in self._askers.items():
             if asker.retry_at <= now:
-                self._askers.move_to_end(identity)
+                self._askers.move_to_end(identity)  # so that the next slice is another's
                 self._advance(identity, asker, now)
                 return
 
@@ -159,7 +161,7 @@ class ReplayService:
                 return
             frames = replay_frames(identity, self._topic, seq, payload, with_topic=self._with_topic)
             if not self._sent(identity, asker, frames, now):
-                return
+                return  # the same reply is sent again when the asker has room
             asker.position = position + 1
             size += len(payload)
             self._counters["replayed_batches"] += 1
@@ -176,7 +178,7 @@ class ReplayService:
         result = self._send(frames)
         if result is SendResult.SENT:
             asker.moved_at = asker.retry_at = now
-            asker.retry_after = _FIRST_RETRY
+            asker.retry_after = _FIRST_RETRY  # it reads again: the next wait starts short
             return True
         if result is SendResult.UNREACHABLE:
             self._give_up(identity, asker, "replays_unreachable")

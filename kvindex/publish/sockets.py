@@ -69,6 +69,7 @@ class PublisherSockets:
         if self.router is None:
             return None
         try:
+            # Frame by frame: a message of a million frames must not become a list of as many.
             frames = [self.router.recv(zmq.NOBLOCK)]
             while self.router.getsockopt(zmq.RCVMORE):
                 frame = self.router.recv(zmq.NOBLOCK)
@@ -124,7 +125,7 @@ def open_sockets(
     opened: list[zmq.Socket[bytes]] = []
     try:
         pub = _open(context, zmq.PUB, endpoint, curve, opened)
-        pub.set_hwm(config.hwm)
+        pub.set_hwm(config.hwm)  # before it is bound: a subscriber gets the limit that holds then
         _attach(pub, endpoint, bind, "live", rank)
         if not config.replay_endpoint:
             return PublisherSockets(pub, None)
@@ -242,6 +243,7 @@ def binds_endpoint(endpoint: str, dialect: Dialect) -> bool:
         True
     """
     scheme, address = _split(endpoint)
+    # The engines look for these characters in the whole endpoint, a `::` of IPv6 among them.
     if scheme != "tcp" or "*" in endpoint or "::" in endpoint:
         return True
     host, _, port = address.rpartition(":")

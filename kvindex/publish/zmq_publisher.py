@@ -218,6 +218,7 @@ class ZmqEventPublisher(EventPublisher):
                 f"publish takes an EventBatch, not {type(events).__name__}; wrap events as "
                 "EventBatch(ts=time.time(), events=[...])"
             )
+        # A copy: the caller may publish the same batch through another rank's publisher.
         if events.data_parallel_rank is None:
             events = msgspec.structs.replace(events, data_parallel_rank=self._data_parallel_rank)
         self._loop.queue.put(events)
@@ -234,7 +235,7 @@ class ZmqEventPublisher(EventPublisher):
         timeout = self.SHUTDOWN_TIMEOUT if timeout is None else timeout
         if not timeout >= 0:
             raise ConfigurationError(f"timeout is {timeout!r}; it must be 0 seconds or more")
-        self._finish.detach()
+        self._finish.detach()  # at exit it would wait once more
         self._loop.close(timeout)
 
     def statistics(self) -> dict[str, int]:
@@ -317,11 +318,12 @@ class PublisherLoop:
 
     def discard(self) -> None:
         """Free the constructor's resources: at the thread's end, or if it never starts."""
-        self.queue.stop_waking()
+        self.queue.stop_waking()  # first: a late `put` would write to a descriptor of another's
         self._waker.close()
 
     def close(self, timeout: float) -> bool:
         """Accept no more batches, send waiting ones; False if not all went out within timeout."""
+        # The first call decides: a later one, at exit perhaps, must not prolong it.
         if self._deadline == float("inf"):
             self._deadline = time.monotonic() + timeout
         self.queue.close("the publisher is closed")
@@ -341,6 +343,7 @@ class PublisherLoop:
                 self._send_live()
                 if has_requests:
                     self._receive_requests()
+                # One slice in each turn: live batches that came meanwhile go first.
                 self.replays.serve_slice(time.monotonic())
         except zmq.ContextTerminated:
             self._fail("its ZeroMQ context was terminated")
@@ -364,13 +367,14 @@ class PublisherLoop:
     def _wait(self) -> bool:
         """Sleep until there may be work; return whether a replay request waits."""
         now = time.monotonic()
+        # The queue wakes this thread only when it was empty: what a slice left is nobody's news.
         wait = 0.0 if len(self.queue) else self.replays.wait_time(now)
         if self.queue.closed:
             left = max(0.0, self._deadline - now)
             wait = left if wait is None else min(wait, left)
         # Rounded up, so that it does not wake just before the time and poll again for nothing.
         ready = dict(self._poller.poll(None if wait is None else math.ceil(wait * 1000)))
-        if self._waker.fileno() in ready:
+        if self._waker.fileno() in ready:  # cleared before the queue is read: no wake-up is lost
             self._waker.clear()
         return self._sockets.router in ready
 
@@ -463,6 +467,7 @@ class BatchQueue:
                 return False
             self.accepted += 1
             self._batches.append((seq, batch))
+            # A system call: for a burst one is enough, as the thread takes all that it finds.
             if len(self._batches) == 1:
                 self._wake()
         return True

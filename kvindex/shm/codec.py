@@ -159,7 +159,7 @@ def choose_codec(codec: str | Codec) -> Codec:
 
 def body_of(obj: Any, codec: Codec) -> tuple[int, Buffer | list[Buffer], int]:
     """Return an object's kind, its body as a buffer or as several, and the body's length."""
-    if type(obj) is bytes:
+    if type(obj) is bytes:  # whatever the codec: already what is sent
         return RAW, obj, len(obj)
     data, buffers = codec.encode(obj)
     if not buffers:
@@ -195,6 +195,7 @@ def decoder_of(codec: Codec) -> Callable[[int, Any], Any]:
 def _split(body: memoryview) -> list[memoryview]:
     """Return the encoded object and the buffers beside it."""
     size = len(body)
+    # All lengths are checked against the body before a part is cut: they are a stranger's words.
     if size < _COUNT.size:
         raise DecodeError("a message with buffers that does not say how many", size=size)
     (count,) = _COUNT.unpack_from(body)

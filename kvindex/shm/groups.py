@@ -133,6 +133,7 @@ class TorchProcessGroup:
         """Return at every rank the `obj` of rank `source`. Collective."""
         check_rank("source", source, self.world_size)
         is_source = self._rank == source
+        # Packed before anything is sent: what cannot be carried fails here, not at the others.
         data = bytearray(pack_object(obj, self._max_object_bytes) if is_source else b"")
         with self._collective(f"broadcast_object(source={source})"):
             length = self._torch.tensor([len(data)], dtype=self._torch.int64)

@@ -187,11 +187,7 @@ class Link(msgspec.Struct, frozen=True, eq=False):
 
 
 class Hasher:
-    """Name blocks: chained SHA-256 from a root that differs for each seed.
-
-    Without a seed the root is drawn anew, as restarted engines do. The hash of a block covers
-    `lookahead` tokens after it, too.
-    """
+    """Name blocks: chained SHA-256 from a root that differs for each seed."""
 
     def __init__(
         self, block_size: int, *, form: HashForm = "u64", seed: int | None = 0, lookahead: int = 0
@@ -201,11 +197,13 @@ class Hasher:
         self.block_size = block_size
         self.lookahead = lookahead
         self._form = form
+        # vLLM draws its root anew at each start, unless PYTHONHASHSEED is set.
         start = os.urandom(32) if seed is None else str(seed).encode()
         self._root = hashlib.sha256(b"kvindex fake engine" + start).digest()
 
     def count(self, tokens: int) -> int:
         """Return how many blocks of so many tokens can be hashed."""
+        # A full block waits for the tokens after it that its hash covers.
         return max(0, tokens - self.lookahead) // self.block_size
 
     def link(self, token_ids: Sequence[int], namespace: Namespace, parent: Link | None) -> Link:
@@ -217,17 +215,16 @@ class Hasher:
         ahead = tuple(token_ids[stop : stop + self.lookahead])
         keys = namespace.extra_keys
         content = keys[depth] if depth < len(keys) else None
+        # The salt in the first block alone, as in vLLM: the chain carries it on.
         covered = (own, ahead, namespace.lora, content, namespace.salt if depth == 0 else None)
         before = self._root if parent is None else parent.digest
         digest = hashlib.sha256(before + msgspec.msgpack.encode(covered)).digest()
-        return Link(digest, self._wire(digest), parent, depth, own, ahead, namespace)
-
-    def _wire(self, digest: bytes) -> BlockHash:
-        if self._form == "bytes":
-            return digest
-        if self._form == "i64":
-            return int.from_bytes(digest[:8], "big", signed=True)
-        return int.from_bytes(digest[-8:], "big")
+        block_hash: BlockHash = digest
+        if self._form == "i64":  # SGLang takes the first eight bytes, vLLM the last
+            block_hash = int.from_bytes(digest[:8], "big", signed=True)
+        elif self._form == "u64":
+            block_hash = int.from_bytes(digest[-8:], "big")
+        return Link(digest, block_hash, parent, depth, own, ahead, namespace)
 
 
 class Chain:
@@ -255,15 +252,12 @@ Held = tuple[int, Link]
 
 
 class BlockPool:
-    """Physical blocks as vLLM keeps them.
-
-    A block that nobody uses waits in the free queue, and can be hit until it leaves the
-    queue's head for something else. One (group, block) may have several physical copies.
-    """
+    """Physical blocks as vLLM keeps them: one (group, block) may have several copies."""
 
     def __init__(self, num_blocks: int) -> None:
         self._references = [0] * num_blocks
         self._held: list[Held | None] = [None] * num_blocks
+        # What nobody uses keeps its contents, and can be hit until it leaves the queue's head.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._copies: dict[tuple[int, bytes], dict[int, Link]] = {}
 
@@ -285,7 +279,11 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         held = self._held[block]
         if held is not None:
-            self._forget(block, held)
+            copies = self._copies[held[0], held[1].digest]
+            del copies[block]
+            if not copies:  # `contents` names one copy of each entry
+                del self._copies[held[0], held[1].digest]
+            self._held[block] = None
         self._references[block] = 1
         return block, held
 
@@ -295,6 +293,7 @@ class BlockPool:
 
     def touch(self, block: int) -> None:
         """Add one user of a block that holds something."""
+        # Out of the queue while it is used: vLLM evicts nothing that a request reads.
         self._free.pop(block, None)
         self._references[block] += 1
 
@@ -333,14 +332,6 @@ class BlockPool:
                 raise InvariantError(f"block {block} is missing among the copies of what it holds")
         if sum(map(len, self._copies.values())) != sum(x is not None for x in self._held):
             raise InvariantError("more copies than physical blocks that hold something")
-
-    def _forget(self, block: int, held: Held) -> None:
-        group, link = held
-        copies = self._copies[group, link.digest]
-        del copies[block]
-        if not copies:
-            del self._copies[group, link.digest]
-        self._held[block] = None
 
 
 class CpuTier:

@@ -192,12 +192,11 @@ class PagedCache:
     ) -> Served:
         """Serve one request from beginning to end.
 
-        The last generated token never enters the cache: nothing was computed after it.
-
         Raises:
             TokenError: there are no tokens.
             ConfigurationError: it needs more blocks than are free; nothing was changed.
         """
+        # The last generated token never enters the cache: nothing was computed after it.
         fed = list(new_tokens[:-1])
         chain = self._chain(token_ids, **keys)
         self._check_room(chain, len(chain.token_ids) + len(fed))
@@ -231,6 +230,7 @@ class PagedCache:
         needed = sum(self._blocks(total) - len(table) for table in running.tables)
         if needed > self._pool.free:
             raise self._full(needed, self._pool.free)
+        # Before the new blocks are allocated, as in vLLM: they may take those that leave.
         self._leave_window(running)
         running.chain.extend(token_ids)
         self._grow(running)
@@ -242,6 +242,7 @@ class PagedCache:
             return
         running.finished = True
         self._running.discard(running)
+        # The end of the prompt first: it is evicted first, and what others share stays longest.
         for table in running.tables:
             self._pool.release([block for block in reversed(table) if block is not None])
             table.clear()
@@ -256,6 +257,7 @@ class PagedCache:
         Raises:
             ConfigurationError: requests are running.
         """
+        # vLLM refuses, too, to reset a cache of which requests hold blocks.
         if self._running:
             raise ConfigurationError(f"{len(self._running)} requests are running; finish them")
         self._pool.clear()
@@ -286,6 +288,7 @@ class PagedCache:
         return -(-tokens // self.block_size)
 
     def _hit_blocks(self, chain: Chain) -> int:
+        # Never the whole prompt: the engine must compute its last token.
         return self._leading(chain.links[: (len(chain.token_ids) - 1) // self.block_size])
 
     def _leading(self, links: Sequence[Link]) -> int:
@@ -300,6 +303,7 @@ class PagedCache:
 
     def _fitting(self, group: int, links: Sequence[Link]) -> int:
         """The longest cut that this group can serve."""
+        # With a window only the blocks just before the cut are read: from the end, as vLLM looks.
         reach = self.options.groups[group].reach(self.block_size)
         present = [self._pool.find(group, x) is not None or self._cpu.has(group, x) for x in links]
         if reach is None:
@@ -383,6 +387,7 @@ class PagedCache:
 
     def _take(self) -> int:
         """Allocate a physical block; its old contents are offloaded or gone."""
+        # The CPU tier takes it over before it is gone: no moment in which it is nowhere.
         evicted = self._pool.next_evicted()
         if evicted is not None and self._cpu and self.options.offload == "evict":
             self._offload(*evicted)
@@ -404,10 +409,12 @@ class PagedCache:
         run: list[Link] = []
         for position in positions:
             link, block = running.chain.links[position], running.tables[group][position]
+            # SGLang's tree has a place for each page; vLLM stores what is there already again.
             one_copy = self.options.engine == "sglang"
             if block is None or (one_copy and self._pool.find(group, link) is not None):
                 continue
             self._pool.store(block, group, link)
+            # An event names one parent: a gap in the chain begins another event.
             if run and run[-1] is not link.parent:
                 self._announce(group, run)
                 run = []
@@ -422,7 +429,7 @@ class PagedCache:
 
     def _offload(self, group: int, link: Link) -> None:
         if self._cpu.has(group, link):
-            self._cpu.touch(group, link)
+            self._cpu.touch(group, link)  # a second copy there is no event
             return
         evicted = self._cpu.store(group, link)
         if evicted is not None:
@@ -526,6 +533,7 @@ class Announcer:
     @staticmethod
     def _extra_keys(link: Link) -> tuple[Any, ...] | None:
         namespace = link.namespace
+        # In vLLM's order: the adapter, what the block shows, the salt in the first block.
         keys: tuple[Any, ...] = () if namespace.lora is None else (namespace.lora,)
         keys += link.content or ()
         if namespace.salt is not None and link.depth == 0:

@@ -215,7 +215,7 @@ class FakeEngine:
             self._check_open()
             events = self._cache.take_events()
             self._events = tuple(events)
-            if not events:
+            if not events:  # engines publish a step only if it changed something
                 return None
             batch = EventBatch(self._clock(), events, self.rank.dp_rank)
             if self._outlet is not None:
@@ -277,7 +277,7 @@ class FakeEngine:
                 self._outlet.stop(hard=hard)
                 if not keep_ports:
                     self._outlet.forget_ports()
-            if new_hash_seed and self._seed is not None:
+            if new_hash_seed and self._seed is not None:  # None draws one each time
                 self._seed += 1
             self._cache = self._make_cache(seed=self._seed)
             self._batches, self._events = 0, ()
@@ -290,6 +290,7 @@ class FakeEngine:
                 return
             self._closed = True
             if self._outlet is not None:
+                # The ports last: others may have them once the sockets are gone.
                 self._outlet.stop(hard=False)
                 self._outlet.forget_ports()
 
@@ -333,6 +334,7 @@ def _tokens(token_ids: Iterable[Any]) -> list[int]:
 def _habits(dialect: Dialect) -> CacheOptions:
     """The cache that an engine of this dialect has."""
     sglang = dialect.engine == "sglang"
+    # Since 0.5.18 SGLang names several pages in one event.
     coalesces = dialect.form == "map" or dialect.has_salt_metadata
     return CacheOptions(
         engine=dialect.engine,

@@ -99,7 +99,7 @@ class Lane:
 
     def push(self, frames: Frames, now: float) -> list[Frames]:
         """Accept a message; return the messages to send now, in order."""
-        if self._to_drop:
+        if self._to_drop:  # before all draws: a `drop_next` shifts no later decision
             self._to_drop -= 1
             self._count("dropped")
             return []
@@ -109,10 +109,12 @@ class Lane:
         if self._hit(faults.corrupt, "corrupted"):
             frames = self._corrupt(frames)
         copies = [frames, frames] if self._hit(faults.duplicate, "duplicated") else [frames]
+        # Of a duplicate one copy leaves now: both late would be no duplicate to see.
         if self._hit(faults.reorder, "reordered"):
             self._hold(copies.pop(), now + faults.max_delay, self._random.randint(1, 3))
         elif self._hit(faults.delay, "delayed"):
             self._hold(copies.pop(), now + self._random.uniform(0, faults.max_delay), -1)
+        # Only what leaves now overtakes: a message that is held back itself passes nobody.
         out = copies + self._overtaken() if copies else []
         while len(self._held) > self._max_held:
             self._count("overflowed")
@@ -144,6 +146,7 @@ class Lane:
         self._counters[f"{self._name}.{what}"] += 1
 
     def _hit(self, probability: float, what: str) -> bool:
+        # Without the fault no number is drawn: others' decisions stay those of the seed.
         if probability == 0 or self._random.random() >= probability:
             return False
         self._count(what)

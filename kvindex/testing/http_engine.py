@@ -219,6 +219,7 @@ class EngineService:
             raise RequestError(
                 400, f"{length} tokens are more than max_model_len, {self.options.max_model_len}"
             )
+        # One at a time over all ranks: whose turn it is, and what a test expects of it, stay exact.
         with self._lock:
             named = prompt.dp_rank if self.options.keeps_rank else None
             rank = next(self._turns) if named is None else named
@@ -313,6 +314,7 @@ class EngineService:
             )
         except (ConfigurationError, TokenError) as error:
             raise RequestError(400, str(error)) from None
+        # vLLM computes the last hit block again for EAGLE, and reports the hit without it.
         hit = max(0, served.hit_tokens - self.options.drops_blocks * engine.block_size)
         if not (self.options.reads_cache and prompt.reads_cache):
             hit = 0
@@ -368,7 +370,16 @@ class Routes:
     ) -> Response | Streamed:
         """Return the answer to one request, whatever it is."""
         try:
-            self._check(method, path, headers)
+            # Who has no key does not learn which routes there are. vLLM guards /v1 alone.
+            key = self._options.api_key
+            guarded = path.startswith("/v1") if self._service.kind == "vllm" else path != "/health"
+            if key and guarded and headers.get("authorization") != f"Bearer {key}":
+                raise RequestError(401, "Unauthorized")
+            routes: Mapping[str, object] = self._get if method == "GET" else self._post
+            if path not in routes:
+                if path in self._get or path in self._post:
+                    raise RequestError(405, "Method Not Allowed")
+                raise RequestError(404, "Not Found")
             if method == "GET":
                 return self._get[path]()
             # As vLLM and SGLang do: with 400, though what they say is the text of 415.
@@ -381,17 +392,6 @@ class Routes:
             return Response.of_error(error)
         except KVIndexError as error:  # the engine was closed, or its publisher has failed
             return Response.of_error(RequestError(503, str(error)))
-
-    def _check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
-        key = self._options.api_key
-        guarded = path.startswith("/v1") if self._service.kind == "vllm" else path != "/health"
-        if key and guarded and headers.get("authorization") != f"Bearer {key}":
-            raise RequestError(401, "Unauthorized")
-        routes: Mapping[str, object] = self._get if method == "GET" else self._post
-        if path not in routes:
-            if path in self._get or path in self._post:
-                raise RequestError(405, "Method Not Allowed")
-            raise RequestError(404, "Not Found")
 
     def _sources(self) -> Response:
         sources = self._service.sources()
@@ -409,6 +409,7 @@ class Routes:
         return Response(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
     def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response | Streamed:
+        # Each choice is served anew, as the engines do: the second hits what the first stored.
         many = body.get("n") or 1
         if not isinstance(many, int) or not 1 <= many <= 128:
             raise RequestError(400, f"n is {many!r}, not a number from 1 to 128")
@@ -439,6 +440,7 @@ class Routes:
         )
 
     def _usage(self, served: list[Served], choices: int) -> dict[str, Any]:
+        # A prompt counts once, however many choices it has.
         prompt = sum(request.prompt_tokens for request in served[::choices])
         generated = sum(request.new_tokens for request in served)
         cached = sum(request.hit_tokens for request in served[::choices])

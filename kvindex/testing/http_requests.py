@@ -65,7 +65,13 @@ def completions(
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise RequestError(400, "cache_salt must be text that is not empty")
+    # vLLM, and SGLang from 0.5.10 on, read the header; the fields are SGLang's, older and newer.
     rank = header_rank or body.get("data_parallel_rank", body.get("routed_dp_rank"))
+    if rank is not None:
+        try:
+            rank = int(str(rank))
+        except ValueError:
+            raise RequestError(400, f"{rank!r} is no data-parallel rank") from None
     token_lists = _token_lists(body)
     images = chat_images(body["messages"]) if "messages" in body else {}
     return [
@@ -74,7 +80,7 @@ def completions(
             max_tokens=limit,
             model=str(body.get("model") or default_model),
             salt=salt,
-            dp_rank=None if rank is None else _rank(rank),
+            dp_rank=rank,
             images=images,
             reads_cache=not field_against_cache(body),
         )
@@ -105,6 +111,7 @@ def _token_lists(body: Mapping[str, Any]) -> list[list[int]]:
             return [chat_tokens(messages, answer=bool(body.get("add_generation_prompt", True)))]
         except ConfigurationError as error:
             raise RequestError(400, str(error)) from None
+    # A list of ints is one prompt, a list of anything else several, as in OpenAI's protocol.
     prompt = body.get("prompt")
     many = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
     return [_tokens(item, begin=bool(body.get("add_special_tokens", True))) for item in many]
@@ -120,13 +127,6 @@ def _tokens(prompt: object, *, begin: bool) -> list[int]:
 
 def _are_tokens(values: Sequence[object]) -> bool:
     return all(type(value) is int and 0 <= value < 1 << 31 for value in values)
-
-
-def _rank(value: object) -> int:
-    try:
-        return int(str(value))
-    except ValueError:
-        raise RequestError(400, f"{value!r} is no data-parallel rank") from None
 
 
 # Tokens ------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ class Server:
         pairs = (line.partition(":") for line in lines if line)
         headers = {name.lower(): value.strip() for name, _, value in pairs}
         body = await _body(reader, headers)
-        if body is None:
+        if body is None:  # the rest of it is still to come: the connection cannot be used again
             refusal = RequestError(413, f"a body has at most {_MAX_BODY} bytes")
             _write(writer, Response.of_error(refusal), keep=False)
             await writer.drain()
@@ -243,6 +243,7 @@ class Server:
     async def _goes_on(
         self, faults: HttpFaults, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
+        # What a front must survive before it has an answer's head.
         if faults.kind == "503":
             _write(writer, Response.of_error(RequestError(503, "overloaded")), keep=False)
         elif faults.kind == "reset":
@@ -272,6 +273,7 @@ class Server:
             writer.transport.abort()
             return False
         self.counters["open"] += 1
+        # Engines abort a request whose client has left, and free its blocks.
         sending = asyncio.ensure_future(self._send(answer, faults, writer))
         leaving = asyncio.ensure_future(reader.read(1))  # no client sends a second request now
         try:
@@ -304,7 +306,7 @@ class Server:
             while sent == faults.after and faults.kind == "endless":
                 writer.write(_chunk(b"x" * _PIECE))
                 await writer.drain()
-            if sent:
+            if sent:  # before the first, `ttft` was waited
                 await asyncio.sleep(faults.gap)
             writer.write(_chunk(event))
             await writer.drain()

@@ -271,6 +271,7 @@ class FaultyLink:
     def _set_silent(self, silent: bool) -> None:
         self._silent = silent
         if silent:
+            # Answers under way too: those held back here, and those still to come.
             self._replay.lose()
             if self._wires is not None:
                 self._wires.drop_dealers()
@@ -283,7 +284,7 @@ class FaultyLink:
         if self._wires is not None:
             self._counters["cuts"] += 1
         self._disconnect()
-        self._topics.clear()
+        self._topics.clear()  # subscribers that connect again send theirs again
         self._live.lose()
         self._replay.lose()
 
@@ -344,7 +345,7 @@ class _Wires:
         self.dealers.clear()
 
     def retarget(self, target: str, topics: set[bytes]) -> None:
-        fresh = self._connected(zmq.XSUB, target)
+        fresh = self._connected(zmq.XSUB, target)  # first: if it fails, the old one stays
         self._drop(self.xsub)
         self.xsub = fresh
         self.drop_dealers()
@@ -357,7 +358,7 @@ class _Wires:
     def _socket(self, kind: int) -> Socket:
         made: Socket = self._context.socket(kind)
         made.linger = 0
-        made.set_hwm(_HWM)
+        made.set_hwm(_HWM)  # the link must lose nothing by itself
         self.poller.register(made, zmq.POLLIN)
         return made
 

@@ -49,6 +49,7 @@ class Outlet:
 
     def start(self) -> None:
         """Start a publisher, at the ports of the one before if they were not forgotten."""
+        # Reserved once: between two processes of the engine nobody else gets its ports.
         if self._kept is None:
             live, replay = self._endpoints
             self._kept = (self._keep(live), None if replay is None else self._keep(replay))
@@ -87,6 +88,7 @@ class Outlet:
 
     def _keep(self, endpoint: str) -> str:
         """The endpoint of rank 0 with which this rank gets a port that stays its own."""
+        # A fixed port, ipc and inproc, and IPv6, for which no port is reserved, stay as they are.
         address, _, port = endpoint.rpartition(":")
         host = address.removeprefix("tcp://")
         if host == address or port not in ("0", "*") or host.startswith("["):

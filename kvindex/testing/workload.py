@@ -121,6 +121,7 @@ class Workload:
     def _again(self, rng: random.Random, sent: list[Request]) -> Request | None:
         if not sent or rng.random() >= self._resend:
             return None
+        # Cut to whole blocks: the case in which an engine must compute a cached last block again.
         old = rng.choice(sent[-20:])
         cut = len(old.token_ids) // self._align * self._align or len(old.token_ids)
         new = self._text(rng, rng.randint(1, self._new_tokens))
@@ -133,6 +134,7 @@ class Workload:
         conversations: list[_Conversation],
     ) -> _Conversation:
         most = self._max_tokens - self._turn_tokens - self._new_tokens
+        # The oldest of many and those that became too long end, as users leave.
         conversations[:] = [item for item in conversations[-16:] if len(item.token_ids) <= most]
         if conversations and rng.random() < 0.6:
             return rng.choice(conversations)

@@ -125,6 +125,7 @@ class RemoteReader(RemoteEnd):
         return {"messages": self._messages}
 
     def _close(self) -> None:
+        # Without a connection nothing is to be sent, and waiting for it would take its full time.
         usable = not self._is_lost() and self._connected
         try:
             if usable and self._end is None:
@@ -173,7 +174,7 @@ class RemoteReader(RemoteEnd):
             try:
                 self._apply(packet)
             except KVIndexError as error:
-                self._end = error
+                self._end = error  # kept: every later call raises it again
         if self._end is not None:
             raise type(self._end)(*self._end.args)
         return None
@@ -224,7 +225,7 @@ class RemoteReader(RemoteEnd):
             self._end = self._broken(error)
             raise self._end from None
         self._next_seq += 1
-        self._ready = True
+        self._ready = True  # the writer sends to nobody before all have joined
         # A large one at once: its bytes, not its number, may be what the writer waits for.
         if large or self._next_seq - self._acknowledged >= self._acknowledge_every:
             self._acknowledge()

@@ -85,7 +85,7 @@ class RemoteSender(RemoteEnd):
         self._interrupted = False  # something is sent in part, or to some readers only
         self._counters = dict.fromkeys(("waits", "joined", "left", "died", "evicted", "refused"), 0)
         self._log_rate = LogRate()
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to the dead is dropped
         self._socket.rcvhwm = _MAX_QUEUED  # strangers have no window
         try:
             self._socket.bind(endpoint)
@@ -118,6 +118,7 @@ class RemoteSender(RemoteEnd):
         """
         with self._one_user():
             size = sum(map(len, frames))
+            # Not at each message: a look at the socket costs more than a small message's sending.
             if len(self._ranks) < self._n_remote or self._unserved >= self._serve_every:
                 self._serve()
             if not self._has_credit(size):
@@ -333,6 +334,7 @@ class RemoteSender(RemoteEnd):
     def _remove(self, routing_id: bytes, fate: str) -> None:
         self._counters[fate] += 1
         self._window.leave(self._ranks[routing_id])
+        # A new dict: a loop that sends to all may be going through the old one.
         self._ranks = {key: rank for key, rank in self._ranks.items() if key != routing_id}
 
     def _take_dead(self) -> frozenset[int]:

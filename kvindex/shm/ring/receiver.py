@@ -79,6 +79,7 @@ class RingReceiver(RingEnd["RingReader"]):
         `decode` must keep nothing of the body, unless the body is bytes. Raises as
         `MessageQueue.dequeue`, and SegmentError if the ring's memory is damaged.
         """
+        # A burst is read without a clock, and an idle reader looks around before its first sleep.
         patience: Patience | None = None
         got = None
         if timeout is None and cancel is None:  # the usual call, by the shortest way
@@ -178,7 +179,7 @@ class RingReceiver(RingEnd["RingReader"]):
     def _read(self, limit: int, spin: float, sleep: float) -> tuple[int, Any] | None:
         try:
             return self._party.read(limit, spin, sleep)
-        except ValueError as error:
+        except ValueError as error:  # a record that no writer of ours makes
             raise SegmentError(f"ring {self.ring.name}: {error}; attach anew") from None
 
     def _look_around(self, patience: Patience, cancel: threading.Event | None) -> None:
@@ -196,7 +197,7 @@ class RingReceiver(RingEnd["RingReader"]):
         try:
             self._check_end(cancel, thoroughly=thoroughly)
         except WriterDiedError:
-            self._glance_at = 0.0
+            self._glance_at = 0.0  # the next call, too, hears of it before any sleep
             raise
 
     def _check_end(self, cancel: threading.Event | None, *, thoroughly: bool) -> None:
@@ -231,7 +232,7 @@ class RingReceiver(RingEnd["RingReader"]):
         elif kind & (MORE | CONTINUED):
             yield self._add_in_place(kind, data)
         else:
-            self._assembly.give_up()
+            self._assembly.give_up()  # a whole message: the fragments before it have no end
             try:
                 with self.ring.get_data(self._party.index) as chunk, chunk[:data] as body:
                     yield kind, body

@@ -130,6 +130,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     def check_header(self, memory: memoryview, name: str) -> None:
         """Raise SegmentError unless the memory is a ring of this layout."""
+        # The magic and the version first: of another version the rest may mean something else.
         if len(memory) < HEADER_BYTES:
             raise SegmentError(f"shared memory {name} of {len(memory)} bytes is no ring")
         magic, version, *geometry = _HEADER.unpack_from(memory)
@@ -268,6 +269,7 @@ class ShmRingBuffer:
         from kvindex.wire._native import RingReader
 
         party = RingReader(segment.memory, *self._geometry, slot)
+        # The lock before the slot is touched: a living reader of this place would be in it.
         if not segment.hold(_lock_of(slot)):
             raise SegmentError(f"place {slot} of ring {self.name} has a living reader already")
         party.attach()
@@ -304,6 +306,7 @@ class ShmRingBuffer:
 
     def _attached(self) -> Segment:
         """Return the mapping; in a forked child attach one of its own first."""
+        # What a child inherits has no locks, by which others see that it lives.
         if self.segment.inherited:
             self.segment, self.is_maker = Segment.attach(self.name), False
         return self.segment
@@ -338,6 +341,7 @@ class RingEnd(Generic[Party]):
     def __init__(self, ring: ShmRingBuffer, party: Party) -> None:
         self.ring = ring
         self._party = party
+        # A child's use of its parent's party would be a second writer, or move a reader on.
         ring.segment.on_fork = self._disown
 
     def close(self) -> None:
@@ -348,6 +352,7 @@ class RingEnd(Generic[Party]):
         party = self._party
         if isinstance(party, _Gone):  # closed already, or in a forked child the parent's
             return
+        # Before anything else: another thread's next call must not touch memory that is unmapped.
         gone: Any = _Gone("this end of the queue is closed")
         counted = party.statistics()
         gone.seq, gone.behind, gone.statistics = party.seq, 0, lambda: counted
@@ -355,7 +360,7 @@ class RingEnd(Generic[Party]):
         self.ring.segment.on_fork = None
         if not self.ring.segment.closed:
             self._leave(party)
-            party.interrupt()
+            party.interrupt()  # so that a thread of ours that sleeps inside finds it closed
         del party  # and with it the memory, unless a thread is still inside
         self.ring.close()
 
@@ -372,7 +377,7 @@ class RingEnd(Generic[Party]):
 
 def check_native() -> None:
     """Raise SegmentError where rings are unavailable, with what is missing."""
-    check_platform()
+    check_platform()  # first: elsewhere no build of the native module would help
     try:
         from kvindex.wire._native import RingReader, RingWriter  # noqa: F401
     except ImportError as error:

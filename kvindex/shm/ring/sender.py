@@ -95,6 +95,7 @@ class RingSender(RingEnd["RingWriter"]):
         Its body, in one buffer or several, has `size` bytes in all, and is free again when this
         returns. Raises as `MessageQueue.enqueue`, but for errors of the encoding.
         """
+        # Joiners come in here, between two messages: inside one they would begin with its middle.
         self._party.admit()
         if size > self._chunk_bytes:
             patience = Patience(self._waiting, timeout)
@@ -142,7 +143,7 @@ class RingSender(RingEnd["RingWriter"]):
         patience = Patience(self._waiting, timeout)
         while not self._party.wait_attached(patience.slice()):
             missing = self._named(self._slots(SlotState.RESERVED))
-            if missing:
+            if missing:  # else the last one has come, or was removed, just now
                 patience.check(f"the readers {missing} to attach")
         self._party.admit()
 
@@ -197,6 +198,7 @@ class RingSender(RingEnd["RingWriter"]):
         self, kind: int, body: Buffer | Sequence[Buffer], size: int, patience: Patience
     ) -> tuple[int, Sequence[Buffer]]:
         """Publish a long message's fragments but for the last, which is returned."""
+        # The last one makes the message whole, for all readers at once: the caller decides when.
         parts = [body] if isinstance(body, bytes | bytearray | memoryview) else body
         pieces = fragments(kind, parts, size, self._chunk_bytes)
         piece = next(pieces)
@@ -218,6 +220,7 @@ class RingSender(RingEnd["RingWriter"]):
     def _look_around(self, patience: Patience) -> None:
         """Between two waits for room: check whether it can still come."""
         awaited = self._party.awaited()
+        # A time-out is for the living: without the dead there may be room at once.
         dead = self._remove(awaited)
         late = self._named(slot for slot in awaited if slot not in dead)
         if self._on_dead_reader == "raise":
@@ -227,6 +230,7 @@ class RingSender(RingEnd["RingWriter"]):
             patience.check(f"the readers {late}, which are {behind} chunks behind, to read")
 
     def _remove(self, slots: Sequence[int]) -> list[int]:
+        # A place that is kept for a reader to come has no lock yet, and looks as if it were dead.
         dead = [
             slot
             for slot in slots

@@ -64,6 +64,7 @@ class Patience:
 
     def slice(self) -> float:
         """Return how long to sleep before the next look, in seconds; 0 if the time is up."""
+        # At most a look: a peer that dies wakes nobody.
         until = self._warn_at if self._deadline is None else min(self._deadline, self._warn_at)
         return max(0.0, min(self._look, until - time.monotonic()))
 
@@ -73,6 +74,7 @@ class Patience:
 
     def check(self, awaited: str) -> None:
         """Raise QueueTimeoutError if the time is up; log a warning if the wait has become long."""
+        # The time-out before the warning: a wait that ends now is not long.
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             raise QueueTimeoutError(
