@@ -7,26 +7,24 @@ router.select(token_ids).reason                     # why this rank, in words
 
 A router queries a `Client`, a `Replica` or an `Index`. It has no sockets and no threads of its own.
 
-`fleet.py` has the ranks, `load.py` their load, `policies.py` the choice and its reasons,
-`bookings.py` the requests that are under way. `shared_load.py` counts the load of other gateways,
-which it exchanges over NATS: the only thread and socket here. `adapters/` plugs a router into Ray,
-LiteLLM and verl.
+`fleet.py` has the ranks and the filters, `load.py` their load, `policies.py` the choice and its
+reasons, `bookings.py` the requests that are under way, `funnel.py` what they found cached.
+`shared_load.py` counts the load of other gateways, which it exchanges over NATS: the only thread
+and socket here. `adapters/` plugs a router into Ray, LiteLLM and verl.
 Read first: `router.py`, then `policies.py` and `bookings.py`.
 May import: `kvindex.wire` and `kvindex.index`; `adapters/` also `kvindex.subscribe`.
 """
 
 from kvindex.routing.bookings import Booking, Stage
-from kvindex.routing.filters import (
+from kvindex.routing.fleet import (
     Capacity,
     Filter,
     FilterRequest,
+    Followed,
     Labels,
     LoraLoaded,
     OnlyLive,
     Prefer,
-)
-from kvindex.routing.fleet import (
-    Followed,
     PromptOptions,
     RequestOptions,
     Source,

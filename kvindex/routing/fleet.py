@@ -1,14 +1,17 @@
-"""The ranks that a router chooses among: their rows, and their streams' states."""
+"""The ranks that a router chooses among: their rows and states, and which a request may go to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol, TypeAlias, TypedDict
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
 import msgspec
 
 from kvindex.index import ExtraKeys, Index, Lora, Match, RankRows, TokenIds
-from kvindex.wire.errors import ConfigurationError, UnknownRankError
+from kvindex.routing.load import LoadColumns
+from kvindex.wire.errors import ConfigurationError, NoCandidateError, UnknownRankError
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, RankNames
 
@@ -207,3 +210,251 @@ class Fleet:
             for rank in self._names.find(name):
                 mask[self.row_of[rank]] = 1
         return mask
+
+
+# Filters ------------------------------------------------------------------------------------------
+
+
+class FilterRequest(NamedTuple):
+    """A request, and the ranks that a filter judges for it.
+
+    Attributes:
+        ranks: the ranks, sorted.
+        live: a byte for each rank: 0 if it is not live.
+        loads: each rank's load.
+        prompt_tokens: tokens of the prompt.
+        lora: the request's adapter.
+        labels: the labels that the request wants.
+    """
+
+    ranks: Sequence[Rank]
+    live: bytes | bytearray
+    loads: LoadColumns
+    prompt_tokens: int
+    lora: Lora
+    labels: Mapping[str, str]
+
+
+class Filter(Protocol):
+    """Decides which ranks may be chosen. Called under the router's lock, so it must be quick."""
+
+    @property
+    def name(self) -> str:
+        """Its name in errors and statistics."""
+
+    def keeps(self, request: FilterRequest, /) -> Iterable[object]:
+        """Return for each rank whether it may be chosen (by its truth)."""
+
+
+_Value = TypeVar("_Value")
+ByRank: TypeAlias = Mapping[Rank, _Value] | Mapping[str, _Value]
+
+
+def _values_of(rank: Rank, table: ByRank[_Value]) -> list[_Value]:
+    """Return the values given for a rank's worker and for the rank, by any of its names."""
+    entries: Mapping[Any, _Value] = table
+    return [entries[name] for name in _names(rank) if name in entries]
+
+
+@lru_cache(maxsize=4_096)
+def _names(rank: Rank) -> tuple[str, str, Rank]:
+    return rank.worker, str(rank), rank
+
+
+class Labels:
+    """Keeps the ranks that have all labels that the request asks for (`labels=`).
+
+    Args:
+        labels: the labels of ranks, read at each request. A rank may be given as text; a worker's
+            name stands for all its ranks, and each may have labels of its own, too.
+
+    Examples:
+        >>> zones = Labels({"vllm-0": {"gpu": "h100"}, "vllm-0/1": {"zone": "b"}})
+    """
+
+    name = "labels"
+
+    def __init__(self, labels: ByRank[Mapping[str, str]]) -> None:
+        self._labels = labels
+
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
+        if not (wanted := request.labels.items()):
+            return _all(request)
+        return (wanted <= self._of(rank).items() for rank in request.ranks)
+
+    def _of(self, rank: Rank) -> Mapping[str, str]:
+        tables = _values_of(rank, self._labels)
+        if len(tables) == 1:
+            return tables[0]
+        return dict(pair for table in tables for pair in table.items())
+
+
+class LoraLoaded:
+    """Keeps the ranks that have loaded the request's LoRA adapter; all, for a request without one.
+
+    Args:
+        loaded: the adapters of ranks, by the names that `Labels` accepts; read at each request.
+    """
+
+    name = "lora"
+
+    def __init__(self, loaded: ByRank[Collection[str | int]]) -> None:
+        self._loaded = loaded
+
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
+        if (lora := request.lora) is None:
+            return _all(request)
+        return (
+            any(lora == loras or lora in loras for loras in _values_of(rank, self._loaded))
+            for rank in request.ranks
+        )
+
+
+class Capacity:
+    """Keeps the ranks that have room for one more request.
+
+    Args:
+        open_requests: most open requests of a rank.
+        queued_tokens: most tokens to prefill of a rank, this prompt's not among them.
+        decode_blocks: most blocks of a rank's open requests.
+
+    Raises:
+        ConfigurationError: no limit is given.
+    """
+
+    name = "capacity"
+
+    def __init__(
+        self,
+        *,
+        open_requests: int | None = None,
+        queued_tokens: int | None = None,
+        decode_blocks: int | None = None,
+    ) -> None:
+        limits = (queued_tokens, open_requests, decode_blocks)
+        if limits == (None, None, None):
+            raise ConfigurationError("give Capacity at least one limit")
+        self._limits = [limit if limit is not None else float("inf") for limit in limits]
+
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
+        queued, opened, decode = self._limits
+        columns = zip(*request.loads[:3], strict=True)
+        return (q <= queued and o < opened and d <= decode for q, o, d in columns)
+
+
+class OnlyLive:
+    """Keeps the live ranks.
+
+    Without it, a rank that is not live may be chosen, as one that holds nothing.
+    """
+
+    name = "live"
+
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
+        return request.live
+
+
+class Prefer:
+    """Keeps the ranks that another filter keeps, unless the router would have no rank left.
+
+    It comes last, so it is a preference among the eligible and connected ranks.
+
+    Examples:
+        >>> nearby = Prefer(Labels({"vllm-0": {"zone": "a"}}))
+        >>> nearby.name
+        'prefer labels'
+    """
+
+    def __init__(self, preferred: Filter) -> None:
+        self._preferred = preferred
+        self.name = f"prefer {preferred.name}"
+
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
+        return self._preferred.keeps(request)
+
+
+def _all(request: FilterRequest) -> bytes:
+    return b"\1" * len(request.ranks)
+
+
+class Eligible:
+    """Decides which ranks may be chosen, and counts the refused ones, by reason.
+
+    A rank may be chosen if it is among the wanted ones, not drained, and kept by all filters.
+    Preferences come last, and one that would leave no rank is ignored: first that the publisher is
+    connected, then those of `Prefer`.
+
+    Attributes:
+        filters: all of them must agree.
+        drained: ranks that get no more requests.
+        refused: ranks refused so far, by the reason.
+
+    Thread safety: a router calls it under its lock.
+    """
+
+    def __init__(self, filters: Iterable[Filter]) -> None:
+        self.filters = tuple(filters)
+        self.drained: frozenset[Rank] = frozenset()
+        self.refused: Counter[str] = Counter()
+
+    def rows(self, routed: RoutedRequest, fleet: Fleet, loads: LoadColumns) -> bytearray:
+        """Return a byte for each rank: whether it may be chosen for a request. At least one may.
+
+        Raises:
+            NoCandidateError, UnknownRankError: as `Router.select`.
+            ConfigurationError: a filter does not answer for each rank.
+        """
+        rows, prompt_tokens = bytearray(b"\1") * len(fleet.ranks), routed.length
+        request = FilterRequest(
+            fleet.ranks, fleet.live, loads, prompt_tokens, routed.lora, routed.labels or {}
+        )
+        rules: list[tuple[str, Iterable[object]]] = []
+        if routed.ranks is not None:
+            rules.append(("ranks", fleet.mask(routed.ranks)))
+        if routed.exclude:
+            rules.append(("excluded", fleet.mask(routed.exclude).translate(_FALSITY)))
+        if self.drained:
+            undrained = rows[:]
+            for rank in self.drained:
+                undrained[fleet.row_of[rank]] = 0
+            rules.append(("drained", undrained))
+        rules += [(f.name, f.keeps(request)) for f in self.filters if not isinstance(f, Prefer)]
+        refused: Counter[str] = Counter()
+        for reason, keeps in rules:
+            rows, lost = _narrow(rows, reason, keeps)
+            if lost:
+                refused[reason] += lost
+        self.refused += refused
+        if 1 not in rows:
+            raise NoCandidateError(len(rows), dict(refused))
+        wishes: list[tuple[str, Iterable[object]]] = []
+        if fleet.connected is not None:
+            wishes.append(("disconnected", fleet.connected))
+        wishes += [(f.name, f.keeps(request)) for f in self.filters if isinstance(f, Prefer)]
+        for reason, keeps in wishes:
+            left, lost = _narrow(rows, reason, keeps)
+            if lost and 1 in left:
+                self.refused[reason] += lost
+                rows = left
+        return rows
+
+
+_TRUTH: Final = bytes([0] + 255 * [1])
+_FALSITY: Final = bytes([1] + 255 * [0])
+
+
+def _narrow(rows: bytearray, reason: str, keeps: Iterable[object]) -> tuple[bytearray, int]:
+    """Return 1 in each row where both have it, and how many rows of the first are lost by that."""
+    if isinstance(keeps, (bytes, bytearray)):
+        mask: bytes | bytearray = keeps.translate(_TRUTH)
+    else:
+        mask = bytes(map(bool, keeps))
+    if len(mask) != len(rows):
+        raise ConfigurationError(
+            f"filter {reason!r} returned {len(mask)} values for {len(rows)} ranks: one for each is "
+            "needed, true for those that may be chosen"
+        )
+    # As two long numbers, without a loop over the rows.
+    both = int.from_bytes(rows, "little") & int.from_bytes(mask, "little")
+    left = bytearray(both.to_bytes(len(rows), "little"))
+    return left, rows.count(1) - left.count(1)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvindex.index import Hits, Index, Match, TokenIds
-from kvindex.routing.bookings import OTHER_ROUTER, Booking, Bookings
-from kvindex.routing.filters import Eligible, Filter
+from kvindex.routing.bookings import OTHER_ROUTER, Booking, Bookings, Predictions
 from kvindex.routing.fleet import (
+    Eligible,
+    Filter,
     Fleet,
     PromptOptions,
     RequestOptions,
@@ -25,7 +26,6 @@ from kvindex.routing.fleet import (
 )
 from kvindex.routing.load import GAUGE_LIFE, Load, LoadBoard, LocalLoadBoard
 from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_policy
-from kvindex.routing.predictions import Predictions
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.forks import PARENTS, disown_in_children
 from kvindex.wire.options import check_options

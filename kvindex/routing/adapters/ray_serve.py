@@ -20,8 +20,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from kvindex.client import connect
 from kvindex.routing import Router, reads_cache
-from kvindex.routing.adapters.ray_bookings import RequestBookings
-from kvindex.routing.adapters.ray_replicas import Replicas, keep, routers
+from kvindex.routing.adapters.ray_replicas import Replicas, RequestBookings, keep, routers
 from kvindex.wire.log_rate import LogRate
 
 __all__ = ["KVIndexRouter", "routers", "token_ids_of"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvindex.routing import Load
-from kvindex.routing.adapters.ray_bookings import RequestBookings
+from kvindex.routing.adapters.ray_replicas import RequestBookings
 from kvindex.testing import ManualClock
 from tests.routing.fleet import router_of
 
