@@ -28,8 +28,7 @@ from kvindex.subscribe import (
     Worker,
 )
 from kvindex.subscribe.following import checked_timeout
-from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError
-from kvindex.wire.options import check_options
+from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError, check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 

@@ -29,8 +29,7 @@ from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.views import TreeView, Viewed
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.backend import Backend
-from kvindex.wire.errors import ConfigurationError
-from kvindex.wire.options import check_options
+from kvindex.wire.errors import ConfigurationError, check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName, find_rank
 

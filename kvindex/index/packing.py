@@ -10,8 +10,8 @@ from kvindex.index.keys import Lora, event_lora, lora_tag, pack_extra
 from kvindex.index.tokens import pack_tokens
 from kvindex.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, EventBatch
 from kvindex.wire._native import PackedBatch
+from kvindex.wire.decode import copy_counts, informational_int
 from kvindex.wire.errors import ConfigurationError
-from kvindex.wire.fields import copy_counts, informational_int
 from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash
 
 _MAX_UNSIGNED = 2**32 - 1

@@ -44,7 +44,7 @@ from kvindex.routing.policies import (
 from kvindex.routing.router import Router
 from kvindex.routing.shared_load import SharedLoad
 from kvindex.wire.errors import DuplicateBookingError, NoCandidateError, UnknownBookingError
-from kvindex.wire.requests import reads_cache
+from kvindex.wire.quirks import reads_cache
 
 __all__ = [
     "POLICIES",

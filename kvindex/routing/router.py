@@ -26,9 +26,8 @@ from kvindex.routing.fleet import (
 )
 from kvindex.routing.load import GAUGE_LIFE, Load, LoadBoard, LocalLoadBoard
 from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_policy
-from kvindex.wire.errors import ConfigurationError
+from kvindex.wire.errors import ConfigurationError, check_options
 from kvindex.wire.forks import PARENTS, disown_in_children
-from kvindex.wire.options import check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 

@@ -21,8 +21,13 @@ from kvindex.shm.remote import IN_USE, RemoteReader
 from kvindex.shm.ring import DeadReaderPolicy, RingReceiver, ShmRingBuffer, Waiting
 from kvindex.shm.writing import Handle, QueueOptions, WritingEnd, open_writing_end
 from kvindex.wire.curve import Curve
-from kvindex.wire.errors import ConfigurationError, EncodeError, InUseError, ReaderDiedError
-from kvindex.wire.options import check_options
+from kvindex.wire.errors import (
+    ConfigurationError,
+    EncodeError,
+    InUseError,
+    ReaderDiedError,
+    check_options,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,9 +12,8 @@ from kvindex.subscribe.following import Following, LoopBell, checked_timeout
 from kvindex.subscribe.sequencer import RankBatch
 from kvindex.subscribe.subscriber import StreamOptions, Subscriber
 from kvindex.subscribe.worker import Worker
-from kvindex.wire.errors import ClosedError, ConfigurationError
+from kvindex.wire.errors import ClosedError, ConfigurationError, check_options
 from kvindex.wire.forks import FORKED, disown_in_children
-from kvindex.wire.options import check_options
 from kvindex.wire.rank import Rank
 
 if TYPE_CHECKING:  # no dependency: editors and type checkers have it

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from kvindex.wire.errors import ConfigurationError
-from kvindex.wire.requests import field_against_cache
+from kvindex.wire.quirks import field_against_cache
 
 _DEFAULT_MAX_TOKENS: Final = 16
 _SPECIAL: Final = ("<begin>", "<end>", "<system>", "<user>", "<assistant>", "<tool>", "<image>")

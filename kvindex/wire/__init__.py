@@ -7,32 +7,34 @@ May import: no other room.
 """
 
 from kvindex.wire.decode import decode_batch
-from kvindex.wire.dialect import DIALECTS, LATEST, Dialect, dialect
-from kvindex.wire.encode import encode_batch
+from kvindex.wire.dialect import DIALECTS, LATEST, Dialect, dialect, encode_batch
 from kvindex.wire.events import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
+    CacheSettings,
     Event,
     EventBatch,
+    GroupSpec,
 )
 from kvindex.wire.fingerprints import Fingerprints
 from kvindex.wire.frames import (
     END_SEQ,
     LiveFrame,
+    RecordedMessage,
+    RecordingWriter,
     ReplayReply,
     live_frames,
     parse_live,
     parse_replay,
     parse_replay_request,
+    read_recording,
     replay_end,
     replay_frames,
     replay_request,
 )
-from kvindex.wire.group_spec import CacheSettings, GroupSpec
 from kvindex.wire.quirks import text_token
-from kvindex.wire.recording import RecordedMessage, RecordingWriter, read_recording
 
 __all__ = [
     "DIALECTS",

@@ -7,7 +7,7 @@ versions disagree about a position, the value's type decides. The rules for what
 
 - New things are ignored: unknown fields, further elements, unknown tags (`EventBatch.skipped`).
 - A missing end has its defaults.
-- Too many values (`kvindex.wire.extra_keys.MAX_VALUES`) refuses the whole batch.
+- Too many extra keys of a block (`MAX_VALUES`) refuse the whole batch.
 - A fault in a known event refuses the whole batch: half a batch could leave blocks
   in the index that the engine has removed.
 
@@ -24,15 +24,21 @@ the tokens becomes ints (`kvindex.wire.quirks.text_token`); images of TensorRT-L
 from __future__ import annotations
 
 import gc
-from math import isfinite
-from typing import Any, Final
+from math import isfinite, isnan
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from kvindex.wire import extra_keys as keys
-from kvindex.wire import fields
 from kvindex.wire.errors import DecodeError
-from kvindex.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvindex.wire.events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+)
+from kvindex.wire.quirks import text_token
 
 MAX_RARE_BYTES: Final = 1 << 20
 """How long a payload may be that is not of the common forms."""
@@ -53,6 +59,18 @@ MAX_SKIPPED: Final = 256
 MAX_TAG: Final = 64
 """How many characters of an unknown tag are reported."""
 
+MAX_HASH_BYTES: Final = 64
+"""Longest accepted block hash: engines send 16 or 32 bytes."""
+
+MAX_DEPTH: Final = 4
+"""Deepest accepted nesting of arrays within one block's keys; vLLM nests once."""
+
+MAX_VALUES: Final = 4096
+"""How many values one block's keys may hold, those in nested arrays included; vLLM sends a few."""
+
+Lookahead: TypeAlias = list[list[int]]
+ExtraKeys: TypeAlias = list[tuple[Any, ...] | None]
+
 _STORED_FIELDS: Final = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
     *("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
@@ -60,6 +78,11 @@ _STORED_FIELDS: Final = (
 )
 _REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 
+_MAX_SMALL: Final = 2**31 - 1
+_MAX_TEXT: Final = 1024
+_INTS = list[int]
+_ARRAYS: Final = (list, tuple)
+_LEAVES: Final = frozenset({str, int, bytes, float, bool, type(None)})
 _LONG = 1 << 16  # bytes of a payload that may hold very many values
 _MM_INFOS: Final = _STORED_FIELDS.index("group_idx")
 
@@ -212,7 +235,7 @@ def _batch(raw: Any, rare: _Rare) -> EventBatch:
             skipped.append(event)
         else:
             events.append(event)
-    dp_rank = fields.optional_small_int(dp_rank, "dp_rank")
+    dp_rank = optional_small_int(dp_rank, "dp_rank")
     skipped[MAX_SKIPPED:] = ["(more)"] * (len(skipped) > MAX_SKIPPED)
     return EventBatch(_timestamp(ts), events, dp_rank, tuple(skipped))
 
@@ -274,55 +297,317 @@ def _required(raw: dict[str, Any], name: str) -> Any:
 
 def _stored(raw: dict[str, Any], rare: _Rare) -> BlockStored:
     get = raw.get
-    hashes = fields.block_hashes(_required(raw, "block_hashes"))
-    block_size = fields.small_int(_required(raw, "block_size"), "block_size")
+    hashes = block_hashes(_required(raw, "block_hashes"))
+    block_size = small_int(_required(raw, "block_size"), "block_size")
     raw_tokens = _required(raw, "token_ids")
-    lookahead = fields.tokens_per_block(get("lookahead_token_ids"))
-    token_ids, texts = fields.tokens(raw_tokens)
+    lookahead = tokens_per_block(get("lookahead_token_ids"))
+    token_ids, texts = tokens(raw_tokens)
     if texts:
         rare.note(texts)
     if token_ids is None:
-        token_ids, lookahead = fields.split_bigrams(raw_tokens, len(hashes), block_size)
+        token_ids, lookahead = split_bigrams(raw_tokens, len(hashes), block_size)
     if get("mm_keys") is not None or get("block_mm_infos") is not None:
         rare.note()
-    medium = fields.optional_text(get("medium"), "medium")
+    medium = optional_text(get("medium"), "medium")
     rare.note_medium(medium)
     return BlockStored(
         block_hashes=hashes,
-        parent_block_hash=fields.optional_hash(get("parent_block_hash"), "parent_block_hash"),
+        parent_block_hash=optional_hash(get("parent_block_hash"), "parent_block_hash"),
         token_ids=token_ids,
         block_size=block_size,
-        lora_id=fields.optional_int(get("lora_id"), "lora_id"),
+        lora_id=optional_int(get("lora_id"), "lora_id"),
         medium=medium,
-        lora_name=fields.optional_text(get("lora_name"), "lora_name"),
+        lora_name=optional_text(get("lora_name"), "lora_name"),
         extra_keys=_extra_keys(raw),
-        group_idx=fields.optional_small_int(get("group_idx"), "group_idx"),
-        kv_cache_spec_kind=fields.informational_text(get("kv_cache_spec_kind")),
-        kv_cache_spec_sliding_window=fields.informational_int(get("kv_cache_spec_sliding_window")),
-        locality=fields.informational_text(get("locality")),
-        ownership=fields.informational_text(get("ownership")),
-        session_id=fields.informational_text(get("session_id")),
+        group_idx=optional_small_int(get("group_idx"), "group_idx"),
+        kv_cache_spec_kind=informational_text(get("kv_cache_spec_kind")),
+        kv_cache_spec_sliding_window=informational_int(get("kv_cache_spec_sliding_window")),
+        locality=informational_text(get("locality")),
+        ownership=informational_text(get("ownership")),
+        session_id=informational_text(get("session_id")),
         lookahead_token_ids=lookahead,
-        cache_salt=fields.optional_text(get("cache_salt"), "cache_salt"),
+        cache_salt=optional_text(get("cache_salt"), "cache_salt"),
     )
 
 
-def _extra_keys(raw: dict[str, Any]) -> keys.ExtraKeys | None:
-    own = keys.extra_keys(raw.get("extra_keys"))
-    own = keys.join(own, keys.mm_keys(raw.get("mm_keys")))
-    return keys.join(own, keys.mm_infos(raw.get("block_mm_infos")))
+def _extra_keys(raw: dict[str, Any]) -> ExtraKeys | None:
+    own = extra_keys(raw.get("extra_keys"))
+    own = join(own, mm_keys(raw.get("mm_keys")))
+    return join(own, mm_infos(raw.get("block_mm_infos")))
 
 
 def _removed(raw: dict[str, Any], rare: _Rare) -> BlockRemoved:
     get = raw.get
-    medium = fields.optional_text(get("medium"), "medium")
+    medium = optional_text(get("medium"), "medium")
     rare.note_medium(medium)
-    hashes = fields.block_hashes(_required(raw, "block_hashes"))
+    hashes = block_hashes(_required(raw, "block_hashes"))
     return BlockRemoved(
         block_hashes=hashes,
         medium=medium,
-        group_idx=fields.optional_small_int(get("group_idx"), "group_idx"),
-        locality=fields.informational_text(get("locality")),
-        ownership=fields.informational_text(get("ownership")),
-        remaining_copy_counts=fields.copy_counts(get("remaining_copy_counts"), len(hashes)),
+        group_idx=optional_small_int(get("group_idx"), "group_idx"),
+        locality=informational_text(get("locality")),
+        ownership=informational_text(get("ownership")),
+        remaining_copy_counts=copy_counts(get("remaining_copy_counts"), len(hashes)),
     )
+
+
+# Single fields ----------------------------------------------------------------------------------
+
+# Each function returns a value of msgpack in its one normal form, or raises DecodeError. What
+# decides a block's identity or place must be right; what only informs becomes None when it is odd,
+# so that a label of no consequence never costs a batch.
+
+
+def block_hash(value: Any, name: str) -> BlockHash:
+    """Return one block hash: an int (msgpack has 64 bits of it) or 1 to 64 bytes."""
+    kind = type(value)
+    if kind is int:
+        return value  # type: ignore[no-any-return]
+    if kind is bytes:
+        if 1 <= len(value) <= MAX_HASH_BYTES:
+            return value  # type: ignore[no-any-return]
+        raise DecodeError(f"{name} has {len(value)} bytes, not 1 to {MAX_HASH_BYTES}")
+    raise DecodeError(f"{name} is {kind.__name__}, not int or bytes")
+
+
+def optional_hash(value: Any, name: str) -> BlockHash | None:
+    """Return one block hash or None."""
+    return None if value is None else block_hash(value, name)
+
+
+def block_hashes(value: Any) -> list[BlockHash]:
+    """Return the block hashes of an event, each an int or bytes."""
+    try:
+        # A conversion is the fastest check of a list; it never changes an int.
+        hashes: list[BlockHash] = msgspec.convert(value, _INTS)
+    except msgspec.ValidationError:
+        if type(value) is not list:
+            raise DecodeError(f"block_hashes is {type(value).__name__}, not an array") from None
+        return [block_hash(item, "block_hashes[]") for item in value]
+    return hashes
+
+
+def copy_counts(value: Any, blocks: int) -> list[int] | None:
+    """Return how many copies of each of so many blocks are left, or None."""
+    if value is None:
+        return None
+    if type(value) is not list:
+        raise DecodeError(f"remaining_copy_counts is {type(value).__name__}, not an array")
+    if len(value) != blocks:
+        raise DecodeError(f"remaining_copy_counts has {len(value)} counts for {blocks} blocks")
+    return [small_int(count, "remaining_copy_counts[]") for count in value]
+
+
+def optional_text(value: Any, name: str) -> str | None:
+    """Return a str of at most 1,024 characters, or None."""
+    if value is None:
+        return None
+    if type(value) is str:
+        if len(value) > _MAX_TEXT:
+            raise DecodeError(f"{name} has {len(value)} characters, over {_MAX_TEXT}")
+        return value
+    raise DecodeError(f"{name} is {type(value).__name__}, not str")
+
+
+def optional_int(value: Any, name: str) -> int | None:
+    """Return an int or None."""
+    if value is None or type(value) is int:
+        return value
+    raise DecodeError(f"{name} is {type(value).__name__}, not int")
+
+
+def small_int(value: Any, name: str) -> int:
+    """Return an int from 0 to 2**31 - 1."""
+    if type(value) is not int:
+        raise DecodeError(f"{name} is {type(value).__name__}, not int")
+    if 0 <= value <= _MAX_SMALL:
+        return value
+    raise DecodeError(f"{name} is {value}, not 0 to {_MAX_SMALL}")
+
+
+def optional_small_int(value: Any, name: str) -> int | None:
+    """Return an int from 0 to 2**31 - 1, or None."""
+    return None if value is None else small_int(value, name)
+
+
+def informational_text(value: Any) -> str | None:
+    """Return a str of at most 1,024 characters, or None for anything else."""
+    return value if type(value) is str and len(value) <= _MAX_TEXT else None
+
+
+def informational_int(value: Any) -> int | None:
+    """Return an int of 64 bits with a sign, or None for anything else."""
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None
+
+
+def tokens(value: Any) -> tuple[list[int] | None, int]:
+    """Return the token ids, text among them as ints, and how many are text; None if bigrams."""
+    try:
+        return msgspec.convert(value, _INTS), 0
+    except msgspec.ValidationError:
+        if type(value) is not list:
+            raise DecodeError(f"token_ids is {type(value).__name__}, not an array") from None
+    kinds = set(map(type, value))
+    if kinds == {list}:
+        return None, 0
+    if kinds <= {int, str}:
+        texts = [token for token in value if type(token) is str]
+        ints = {text: text_token(text) for text in set(texts)}
+        return [ints[token] if type(token) is str else token for token in value], len(texts)
+    odd = ", ".join(sorted(kind.__name__ for kind in kinds - {int, str}))
+    raise DecodeError(f"token_ids holds {odd}, not int")
+
+
+def split_bigrams(
+    pairs: list[Any], n_blocks: int, block_size: int
+) -> tuple[list[int], Lookahead | None]:
+    """Return the first token of each bigram, and the token after each block.
+
+    The second value is None when the pairs are not whole blocks: then it is unknown which pair
+    ends a block.
+    """
+    if set(map(len, pairs)) != {2}:
+        raise DecodeError("token_ids holds arrays that are not pairs")
+    try:
+        firsts = msgspec.convert([pair[0] for pair in pairs], _INTS)
+        seconds = msgspec.convert([pair[1] for pair in pairs], _INTS)
+    except msgspec.ValidationError:
+        raise DecodeError("token_ids holds pairs that are not of ints") from None
+    if seconds[:-1] != firsts[1:]:
+        raise DecodeError("token_ids holds pairs that do not continue each other")
+    if block_size == 0 or len(pairs) != n_blocks * block_size:
+        return firsts, None
+    return firsts, [[token] for token in seconds[block_size - 1 :: block_size]]
+
+
+def tokens_per_block(value: Any) -> Lookahead | None:
+    """Return the lookahead tokens of each block, or None."""
+    if value is None:
+        return None
+    try:
+        return msgspec.convert(value, Lookahead)
+    except msgspec.ValidationError as error:
+        raise DecodeError(f"lookahead_token_ids: {error}") from None
+
+
+# Extra keys -------------------------------------------------------------------------------------
+
+# The parts of a block's identity besides its tokens. vLLM sends `extra_keys`: for each block an
+# array of mixed values (LoRA name, image digest with offset, cache salt, …) or nil. TensorRT-LLM
+# sends images in `mm_keys`; Dynamo's TensorRT-LLM wrapper in `block_mm_infos`. All become, for each
+# block, a hashable tuple or None.
+
+
+def extra_keys(value: Any) -> ExtraKeys | None:
+    """Return the keys of each block, arrays as tuples and an empty array as None."""
+    if value is None:
+        return None
+    blocks = _array(value, "extra_keys")
+    if blocks.count(None) == len(blocks):
+        return blocks
+    return [
+        None if block is None else _tuple(_array(block, "extra_keys[]"), MAX_DEPTH) or None
+        for block in blocks
+    ]
+
+
+def _tuple(items: list[Any], depth: int) -> tuple[Any, ...]:
+    _check_count(len(items))
+    kinds = set(map(type, items))
+    if float in kinds and any(type(item) is float and isnan(item) for item in items):
+        raise DecodeError("extra_keys holds NaN, which equals nothing")
+    if kinds <= _LEAVES:
+        return tuple(items)
+    if depth == 1:
+        raise DecodeError(f"extra_keys is nested deeper than {MAX_DEPTH}")
+    made = tuple(
+        _tuple(item, depth - 1) if type(item) in _ARRAYS else _leaf(item) for item in items
+    )
+    _check_count(_count(made))
+    return made
+
+
+def _count(items: tuple[Any, ...]) -> int:
+    return sum(1 + _count(item) if type(item) is tuple else 1 for item in items)
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_VALUES:
+        raise DecodeError(f"the extra keys of one block hold more than {MAX_VALUES} values")
+
+
+def _leaf(item: Any) -> Any:
+    if type(item) in _LEAVES:
+        return item
+    raise DecodeError(f"extra_keys holds {type(item).__name__}")
+
+
+def mm_keys(value: Any) -> ExtraKeys | None:
+    """Return TensorRT-LLM's images of each block as (hash, start offset) pairs."""
+    if value is None:
+        return None
+    return [
+        None if block is None else tuple(map(_mm_key, _few(block, "mm_keys[]"))) or None
+        for block in _array(value, "mm_keys")
+    ]
+
+
+def _mm_key(item: Any) -> tuple[Any, Any]:
+    if type(item) is not dict:
+        raise DecodeError(f"mm_keys holds {type(item).__name__}, not a map")
+    digest, offset = item.get("hash"), item.get("start_offset")
+    if type(digest) not in (str, int, bytes) or type(offset) is not int:
+        raise DecodeError("mm_keys holds a map without a hash and an int start_offset")
+    return digest, offset
+
+
+def mm_infos(value: Any) -> ExtraKeys | None:
+    """Return Dynamo's images of each block as (hash, start offset) pairs, offset None if unsaid."""
+    if value is None:
+        return None
+    return [
+        None if block is None else tuple(_mm_info(block)) or None
+        for block in _array(value, "block_mm_infos")
+    ]
+
+
+def _mm_info(block: Any) -> list[tuple[Any, Any]]:
+    if type(block) is not dict:
+        raise DecodeError(f"block_mm_infos holds {type(block).__name__}, not a map")
+    pairs: list[tuple[Any, Any]] = []
+    for item in _few(block.get("mm_objects"), "mm_objects"):
+        digest = item.get("mm_hash") if type(item) is dict else None
+        if type(digest) not in (int, str, bytes):
+            raise DecodeError("mm_objects holds something without an mm_hash")
+        spans = _few(item.get("offsets", []), "offsets")
+        pairs.extend((digest, _start(span)) for span in spans)
+        if not spans:
+            pairs.append((digest, None))
+    return pairs
+
+
+def _start(span: Any) -> int:
+    if type(span) is list and span and type(span[0]) is int:
+        return span[0]
+    raise DecodeError("offsets holds something that is not a [start, end] pair")
+
+
+def join(first: ExtraKeys | None, second: ExtraKeys | None) -> ExtraKeys | None:
+    """Return the keys of each block from both lists, those of the first before."""
+    if first is None or second is None:
+        return second if first is None else first
+    if len(first) != len(second):
+        raise DecodeError(f"extra_keys is of {len(first)} blocks, images are of {len(second)}")
+    return [(a or ()) + (b or ()) or None for a, b in zip(first, second, strict=True)]
+
+
+def _few(value: Any, name: str) -> list[Any]:
+    items = _array(value, name)
+    _check_count(len(items))
+    return items
+
+
+def _array(value: Any, name: str) -> list[Any]:
+    if type(value) in _ARRAYS:
+        return value  # type: ignore[no-any-return]
+    raise DecodeError(f"{name} is {type(value).__name__}, not an array")

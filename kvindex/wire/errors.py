@@ -14,6 +14,7 @@ PeerDiedError ── WriterDiedError, ReaderDiedError, ReaderEvictedError
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, ClassVar, Final
 
 from kvindex.wire.rank import Rank
@@ -60,6 +61,21 @@ msgspec's own errors are ValueErrors (from 0.21 on).
 def how_to_install(extra: str) -> str:
     """Return what brings the packages of an extra, for a message that names a missing one."""
     return f"in kvindex's checkout, `pip install -e '.[{extra}]'`"
+
+
+def check_options(function: str, options: Mapping[str, Any], known: Any) -> None:
+    """Raise TypeError in the name of the function that was called, not of one behind it.
+
+    Args:
+        function: its name.
+        options: that it was given, as `**options`.
+        known: a TypedDict of the options that there are.
+    """
+    for name in options:
+        if name not in known.__annotations__:
+            close = get_close_matches(name, known.__annotations__, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 class KVIndexError(Exception):

@@ -9,7 +9,7 @@
 namespace kvindex {
 namespace {
 
-// Of `kvindex.wire.extra_keys`; the block's own array counts.
+// Of `kvindex.wire.decode`; the block's own array counts.
 constexpr int kMaxDepth = 4;
 constexpr size_t kMaxValues = 4096;  // of one block, likewise
 

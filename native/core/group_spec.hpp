@@ -1,6 +1,6 @@
 // What kind of attention a KV cache group serves, and what a rank's events leave unsaid of its cache.
 //
-// The Python twin, kvindex/wire/group_spec.py, says what each of it means.
+// The Python twin, kvindex/wire/events.py, says what each of it means.
 #pragma once
 
 #include <cstdint>

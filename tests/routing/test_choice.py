@@ -9,7 +9,7 @@ import pytest
 
 from kvindex import ConfigurationError, Index, Rank, UnknownRankError
 from kvindex.routing import Candidates, Choice, CostPolicy, Load, NoCandidateError, Router, Weights
-from kvindex.wire.requests import reads_cache
+from kvindex.wire.quirks import reads_cache
 from tests.routing.fleet import BLOCK, PROMPT, A, B, C, Followed, fleet, hold, router_of
 
 pytestmark = pytest.mark.unit

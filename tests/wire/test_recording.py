@@ -10,7 +10,7 @@ import pytest
 
 from kvindex.wire import RecordedMessage, RecordingWriter, read_recording
 from kvindex.wire.errors import DecodeError, EncodeError
-from kvindex.wire.recording import MAX_FRAME_BYTES, MAX_FRAMES
+from kvindex.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from math import gcd, lcm
 from kvindex.index.reference.keys import stored_namespace
 from kvindex.index.spans import Spans, main_group, union
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
-from kvindex.wire.fields import informational_int
+from kvindex.wire.decode import informational_int
 from kvindex.wire.quirks import fold_medium, medium_tier
 
 # Bounds against a publisher that invents ever new names: each namespace costs every query a walk.

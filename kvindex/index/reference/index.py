@@ -20,8 +20,8 @@ from kvindex.index.tokens import Prompt, TokenIds
 from kvindex.index.views import ResidentBlock
 from kvindex.wire import BlockRemoved, CacheSettings, EventBatch, decode_batch
 from kvindex.wire.backend import warn_of_fallback
+from kvindex.wire.decode import copy_counts
 from kvindex.wire.errors import InvariantError, UnknownRankError
-from kvindex.wire.fields import copy_counts
 from kvindex.wire.forks import PARENTS, disown_in_children
 from kvindex.wire.rank import Rank
 

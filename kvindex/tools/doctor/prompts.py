@@ -10,7 +10,7 @@ import msgspec
 from kvindex import Client, Ending, Explanation, RankExplanation
 from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.report import Finding, finding_of
-from kvindex.wire.requests import field_against_cache
+from kvindex.wire.quirks import field_against_cache
 
 
 class UserPrompt(msgspec.Struct, frozen=True, kw_only=True):
