@@ -20,7 +20,7 @@ Renaming in between would move positions from name to name: the server then begi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvindex.client.feeding import follow_item
 from kvindex.index import Index, read_batch
@@ -34,7 +34,7 @@ from kvindex.replicas.messages import (
     decode_entry,
     follow_names,
 )
-from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed, RankStatus
+from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed, RankStatus, StreamItem
 from kvindex.subscribe.status_board import under_new_name
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
@@ -80,21 +80,20 @@ class Catchup:
 
     def due(self, number: int, entries: list[Entry]) -> list[Entry]:
         """Return those of a message's entries that count, if not all do; raises DecodeError."""
-        due = [] if number < self._begin else list(self._select(number, entries))
-        self.passed += len(entries) - len(due)
-        return due
-
-    def _select(self, number: int, entries: list[Entry]) -> Iterator[Entry]:
         positions, end = self._positions, self._end
         assert end is not None
-        for entry in entries:
+        due: list[Entry] = []
+        for entry in entries if number >= self._begin else ():
             if isinstance(entry, RanksRenamed):
                 raise DecodeError(f"ranks were renamed in message {number}, within a snapshot")
             rank = entry.status.rank if isinstance(entry, StatusChanged) else entry.rank
             if isinstance(entry, (RankAdded, SectionRestored)):
+                # Unless it has a section: that was taken later, and holds what came from here on.
                 positions.setdefault(rank, number)
             if positions.get(rank, end) <= number:
-                yield entry
+                due.append(entry)
+        self.passed += len(entries) - len(due)
+        return due
 
 
 class Copy:
@@ -114,6 +113,7 @@ class Copy:
     def begin(self, number: int) -> None:
         """Forget all: a snapshot begins, or begins again."""
         self.catchup.begin(number)
+        # Emptied, not replaced: the relay's seed and limit stay.
         for rank in self.index.ranks:
             self.index.remove(rank)
         self.statuses.clear()
@@ -129,16 +129,11 @@ class Copy:
 
     def apply(self, message: ReceivedMessage) -> None:
         """Apply the next message; DecodeError or SnapshotError if that is impossible."""
-        for entry in self._due(message):
-            self._apply(entry)
-        self.sent_at = message.sent_at
-
-    def _due(self, message: ReceivedMessage) -> list[Entry]:
-        """Return what is left to apply of a message, once native code has applied what it can."""
         number, encoded = message.number, memoryview(message.entries)
         is_whole = self.catchup.follow(number)
         applied = None
         if is_whole and self.index.backend == "native":
+            # Without an object for each entry: this sets how many replicas one core can feed.
             applied = self.index.apply_entries(encoded)
         if applied is None:
             entries = decode_entries(encoded)
@@ -147,43 +142,36 @@ class Copy:
             entries = [decode_entry(entry) for entry in applied[1]]
         if not is_whole:
             entries = self.catchup.due(number, entries)
-        if self.to_local is None:
-            return entries
-        return [
-            StatusChanged(self.to_local(entry.status))
-            if isinstance(entry, StatusChanged)
-            else entry
-            for entry in entries
-        ]
+        for entry in entries:
+            if isinstance(entry, BatchApplied):
+                self.index.apply(entry.rank, read_batch(entry.payload))
+                self.applied += 1
+            elif isinstance(entry, StatusChanged):
+                status = entry.status if self.to_local is None else self.to_local(entry.status)
+                self.statuses[status.rank] = status
+                self.changed.add(status.rank)
+            elif isinstance(entry, SectionRestored):
+                self.index.restore(entry.rank, entry.section)
+            else:
+                self._follow(entry)
+        self.sent_at = message.sent_at
+
+    def _follow(self, item: StreamItem) -> None:
+        """Follow an item between batches, as the server's index and board did."""
+        follow_item(self.index, item)
+        follow_names(self.names, item)
+        self.renewed = True
+        statuses = self.statuses
+        if isinstance(item, RankRemoved):
+            statuses.pop(item.rank, None)
+        elif isinstance(item, RanksRenamed):
+            # All are taken before any is placed: two ranks may change names with each other.
+            moved = [(new, statuses.pop(old)) for old, new in item.names if old in statuses]
+            for rank, status in moved:  # not live until the server has sent them anew
+                statuses[rank] = under_new_name(status, rank)
+                self.changed.add(rank)
 
     def take_changes(self) -> list[RankStatus]:
         """Return the statuses that are new since the last call."""
         changed, self.changed = self.changed, set()
         return [self.statuses[rank] for rank in changed if rank in self.statuses]
-
-    def _apply(self, entry: Entry) -> None:
-        if isinstance(entry, BatchApplied):
-            self.index.apply(entry.rank, read_batch(entry.payload))
-            self.applied += 1
-        elif isinstance(entry, StatusChanged):
-            self.statuses[entry.status.rank] = entry.status
-            self.changed.add(entry.status.rank)
-        elif isinstance(entry, SectionRestored):
-            self.index.restore(entry.rank, entry.section)
-        else:
-            follow_item(self.index, entry)
-            follow_names(self.names, entry)
-            self.renewed = True
-            if isinstance(entry, RankRemoved):
-                self.statuses.pop(entry.rank, None)
-            elif isinstance(entry, RanksRenamed):
-                self._rename(dict(entry.names))
-
-    def _rename(self, names: dict[Rank, Rank]) -> None:
-        """Move statuses to new names, as not live until the server has sent them anew."""
-        moved = [
-            (new, self.statuses.pop(old)) for old, new in names.items() if old in self.statuses
-        ]
-        for rank, status in moved:
-            self.statuses[rank] = under_new_name(status, rank)
-            self.changed.add(rank)

@@ -36,18 +36,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Listener:
-    """A listening socket at a path.
+    """A listening socket, non-blocking, at a path whose directory exists.
 
-    Args:
-        path: where; the directory must exist.
-
-    Attributes:
-        path: likewise.
-        socket: non-blocking.
-
-    Raises:
-        ConfigurationError: the path cannot be used: what is wrong, and what to do.
-        OSError: the operating system refuses it.
+    ConfigurationError: the path cannot be used: what is wrong, and what to do. OSError: the
+    operating system refuses it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -71,12 +63,18 @@ class Listener:
     async def accept(self) -> socket.socket:
         """Return the next connection of this user, non-blocking."""
         while True:
-            try:  # not the loop's own call: a connection would be lost in it if it is cancelled
+            # Not the loop's own call: a connection would be lost in it if it is cancelled.
+            try:
                 connection, _ = self.socket.accept()
             except ConnectionAbortedError:
                 continue
             except BlockingIOError:
-                await _readable(self.socket)
+                loop, ready = asyncio.get_running_loop(), asyncio.Event()
+                loop.add_reader(self.socket, ready.set)
+                try:
+                    await ready.wait()
+                finally:
+                    loop.remove_reader(self.socket)
                 continue
             if peer_uid(connection) == os.geteuid():
                 connection.setblocking(False)
@@ -92,27 +90,13 @@ class Listener:
                 self.path.unlink()
 
 
-async def _readable(waited_for: socket.socket) -> None:
-    """Return when a socket can be read."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(waited_for, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(waited_for)
-
-
 def connect_to(path: str | os.PathLike[str], timeout: float) -> socket.socket:
-    """Return a connection to the server at a path, whose operations time out.
-
-    Raises:
-        OSError: there is no server, or it is another user's.
-    """
+    """Return a connection to the server at a path, whose operations time out; raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
         connection.connect(os.fspath(path))
+        # Whoever may write to the directory could have put a socket of his there.
         owner = peer_uid(connection)
         if owner != os.geteuid():
             raise PermissionError(errno.EPERM, f"the server at {path} is user {owner}'s")
@@ -156,7 +140,8 @@ def _check_path(path: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside a path; a forked child does not have it, nor a killed process."""
+    """Hold the lock beside a path."""
+    # By `lockf`: a forked child does not have it, nor a killed process.
     descriptor = os.open(
         f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
     )
@@ -176,7 +161,7 @@ def _clear(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise ConfigurationError(f"{path} exists and is no socket: choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
-        tried.setblocking(False)
+        tried.setblocking(False)  # a living one whose backlog is full says EAGAIN
         if tried.connect_ex(os.fspath(path)) != errno.ECONNREFUSED:
             raise ConfigurationError(
                 f"a living server listens at {path}: join it, close it, or choose another path"

@@ -48,8 +48,6 @@ PROTOCOL = 3
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1 << 20
 MAX_SECTION_BYTES = 1 << 34
-AROUND_BYTES = 64  # of an entry around its payload, and of a name that is not unusual
-_OTHER_BYTES = 512
 
 
 # Through the ring -----------------------------------------------------------------------------
@@ -87,7 +85,7 @@ Entry: TypeAlias = (
 )
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
+class RingMessage(msgspec.Struct, frozen=True, array_like=True):
     """Entries that are sent together, in order."""
 
     number: int  # counts the messages from 0
@@ -96,19 +94,14 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReceivedMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A message whose entries are still encoded: native code applies most of them so.
-
-    `entries` refers to the bytes that were decoded.
-    """
+    """A message whose entries are still encoded: native code applies most of them so."""
 
     number: int
     sent_at: float
-    entries: msgspec.Raw
+    entries: msgspec.Raw  # refers to the bytes that were decoded
 
 
 encode_message = msgspec.msgpack.Encoder().encode
-"""Return a message as bytes."""
-
 _decode_message = msgspec.msgpack.Decoder(ReceivedMessage).decode
 _decode_entries = msgspec.msgpack.Decoder(list[Entry]).decode
 _decode_entry: Callable[[bytes], Entry] = msgspec.msgpack.Decoder(Entry).decode
@@ -142,20 +135,9 @@ def _no_message(error: Exception, size: int) -> DecodeError:
     return DecodeError(f"not a message of a fan-out: {error}", size=size)
 
 
-def size_of(entry: Entry) -> int:
-    """Return about how many bytes an entry takes in a message."""
-    if isinstance(entry, BatchApplied):
-        return len(entry.payload) + AROUND_BYTES
-    if isinstance(entry, SectionRestored):
-        return len(entry.section) + AROUND_BYTES
-    return _OTHER_BYTES
-
-
 def follow_names(names: dict[Rank, Rank], item: StreamItem | Entry) -> None:
-    """Update `names`, from the rank of a port to its present name, by an entry.
-
-    The server and its replicas keep the same names.
-    """
+    """Update `names`, from the rank of a port to its present name, by an entry."""
+    # The server's tap and every replica's copy do so by the same entries, and keep the same names.
     if isinstance(item, RankAdded):
         names.setdefault(item.rank, item.rank)
     elif isinstance(item, RanksRenamed):
@@ -199,7 +181,8 @@ class Admission(msgspec.Struct, frozen=True, tag=True):
     max_blocks_per_rank: int | None
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+# The tag is the frame's name on the wire, and stays as it was.
+class JoinRefusal(msgspec.Struct, frozen=True, tag="Refused"):
     """The joiner may not attach: why, what to do, and whether trying again is useless."""
 
     reason: str
@@ -225,6 +208,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The snapshot is whole."""
 
     number: int  # of the next message in the ring
+    # Pairs: msgpack's maps have no keys that are arrays.
     names: list[tuple[Rank, Rank]]  # the rank of a port, and its present name
 
 
@@ -235,7 +219,7 @@ class ServerReport(msgspec.Struct, frozen=True, tag=True):
 
 
 JoinersFrame: TypeAlias = JoinRequest | Attached | Leave | ReportRequest
-ServersFrame: TypeAlias = Admission | Refused | Begin | RankSection | End | ServerReport
+ServersFrame: TypeAlias = Admission | JoinRefusal | Begin | RankSection | End | ServerReport
 Frame: TypeAlias = JoinersFrame | ServersFrame
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -249,7 +233,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def decode_frame(body: bytes) -> Frame:
-    """Return a frame of either side, which the receiver checks; raises DecodeError."""
+    """Return a frame of either side; raises DecodeError."""
     try:
         return _decode_frame(body)
     except UNREADABLE as error:
@@ -258,6 +242,7 @@ def decode_frame(body: bytes) -> Frame:
 
 def frame_bytes(head: bytes | bytearray, most: int) -> int:
     """Return how long the frame is whose head this is; raises DecodeError beyond `most`."""
+    # Before any of it is received: a stranger may claim as much as he likes.
     (length,) = LENGTH.unpack(head)
     if length > most:
         raise DecodeError(f"a frame of {length} bytes: at most {most} are read", size=length)

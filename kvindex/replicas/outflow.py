@@ -1,9 +1,20 @@
-"""The server's end of the ring: all that the client's index receives, for every replica.
+"""What leaves the subscriber's thread: all that its index receives, and snapshots for joiners.
 
-Owned by the subscriber's thread, which no reader may block for long: every reader gets every
+The thread owns the ring's sending end, and no reader may block it for long: every reader gets every
 message, or is evicted for being slow. Each place has its own patience: the time that the thread
 waits for its reader reduces it, and it grows back slowly. So the thread waits for a reader that is
 late once, not for one that is late again and again.
+
+For a snapshot, each rank is copied in its turn. The thread is blocked for some milliseconds at a
+time, or for one rank's copy if that takes longer; the next ranks are copied when the last ones have
+been sent. Processes that join at the same time share the copies: a section counts from its own
+position, so it serves every joiner that began before the copy and still lacks the rank.
+
+```
+taken   A   B   C   D   A   B
+first   A   B   C   D
+second          C   D   A   B      came when two ranks had been taken
+```
 """
 
 from __future__ import annotations
@@ -13,23 +24,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from kvindex.index import Index
+from kvindex.client import Client
 from kvindex.replicas.messages import (
-    AROUND_BYTES,
     BatchApplied,
     Begin,
     End,
     Entry,
-    Message,
+    RingMessage,
     SectionRestored,
     StatusChanged,
     encode_message,
     follow_names,
-    size_of,
 )
 from kvindex.shm.ring import RAW, Buffer, RingHandle, RingSender, ShmRingBuffer, Waiting, fragments
 from kvindex.subscribe import RanksRenamed, RankStatus, StreamItem
@@ -39,16 +48,11 @@ from kvindex.wire.rank import Rank
 logger = logging.getLogger(__name__)
 
 _MAX_COUNT = 2**63 - 1  # the largest number that every reader of msgpack reads
-_NEEDED = [
-    "rank",
-    "state",
-    "complete",
-    "connected",
-    "endpoint",
-    "replay_endpoint",
-    "last_event_age",
-]
-"""What an answer needs of a status, beside its reason and numbers."""
+# What an answer needs of a status, beside its reason and numbers.
+_NEEDED = "rank", "state", "complete", "connected", "endpoint", "replay_endpoint", "last_event_age"
+_AROUND_BYTES = 64  # of an entry around its payload, and of a name that is not unusual
+_OTHER_BYTES = 512  # about what an entry without a payload takes
+_HOLD = 0.005  # seconds of copying ranks: a turn of the thread under load takes longer
 _REGAINED = 0.1  # of the time that passes without waiting
 
 
@@ -69,7 +73,7 @@ class Patience:
         return self._left
 
     def spend(self) -> bool:
-        """Take the time since `left` was called; return whether anything is left."""
+        """Take off the time since `left` was called; return whether anything is left."""
         now = self._clock()
         spent, self._since = now - self._since, now
         self._left = max(0.0, self._left - spent)
@@ -102,13 +106,7 @@ class MessageSink(Protocol):
 class Outflow:
     """Sends messages to every reader of a ring that it makes.
 
-    Args:
-        max_replicas: places for readers.
-        chunk_bytes, chunks: size of the ring.
-        patience: seconds for which a slow reader may hold the sending thread.
-        clock: monotonic seconds.
-
-    Thread safety: one thread, but `statistics`, `is_free` and `close` from any.
+    Owner: one thread, but `statistics`, `is_free` and `close` may be called from any.
     """
 
     def __init__(
@@ -125,9 +123,9 @@ class Outflow:
         self._blocked = 0.0  # seconds spent waiting for room
         self._ring = ring
         self._sender = RingSender(ring, waiting=Waiting(spin=0.0, look=0.05))
-        self._patience = patience
         self._clock = clock
-        self._patiences: dict[int, Patience] = {}
+        # By place, not by reader: one that joins anew does not get its patience refilled.
+        self._patiences = [Patience(patience, clock) for _ in range(max_replicas)]
         self._counters: Counter[str] = Counter()
 
     @property
@@ -187,32 +185,24 @@ class Outflow:
     def _put_in_time(self, kind: int, parts: list[Buffer], size: int) -> bool:
         """Wait as long as every late reader may; return whether it was sent."""
         late = self._sender.laggards()
-        timeout = min((self._patience_of(place).left() for place in late), default=0.0)
+        timeout = min((self._patiences[place].left() for place in late), default=0.0)
         try:
             self._sender.send(kind, parts, size, timeout)
         except QueueTimeoutError:
             for place in self._sender.laggards():
-                if place in late and not self._patience_of(place).spend():
-                    self._evict(place)
+                # One that became late meanwhile was not waited for yet: the next round does.
+                if place in late and not self._patiences[place].spend():
+                    self.evicted.add(place)
+                    if self._sender.evict(place):
+                        logger.warning(
+                            "the replica at place %d was too slow and was taken off; it joins "
+                            "anew by itself once it runs",
+                            place,
+                        )
             return False
         for place in late:
-            self._patience_of(place).spend()
+            self._patiences[place].spend()
         return True
-
-    def _patience_of(self, place: int) -> Patience:
-        """Return a place's patience; a reader that joins anew does not get it refilled."""
-        if place not in self._patiences:
-            self._patiences[place] = Patience(self._patience, self._clock)
-        return self._patiences[place]
-
-    def _evict(self, place: int) -> None:
-        self.evicted.add(place)
-        if self._sender.evict(place):
-            logger.warning(
-                "the replica at place %d was too slow and was taken off; it joins anew by itself "
-                "once it runs",
-                place,
-            )
 
 
 class StreamTap:
@@ -221,13 +211,9 @@ class StreamTap:
     At the end of each turn of the subscriber's thread a message goes out, empty if nothing
     happened: the thread turns at least once a second, and so replicas see that it lives.
 
-    Args:
-        outflow: where messages go: an `Outflow`, or another sink.
-        on_failure: called once, when nothing more can be sent.
-        clock: monotonic seconds.
-        patience: seconds for which batches may be kept back, to be sent together.
-
-    Thread safety: the subscriber's thread, but `failure` and `statistics` from any.
+    `on_failure` is called once, when nothing more can be sent. `patience`: seconds for which
+    batches may be kept back, to be sent together. Owner: the subscriber's thread; `failure` and
+    `statistics` may be read by any.
     """
 
     def __init__(
@@ -253,8 +239,9 @@ class StreamTap:
 
     def batch(self, rank: Rank, payload: bytes) -> None:
         """Receive a batch that was applied."""
-        if self._attended:  # as `_add`, without its two calls
-            size = len(payload) + AROUND_BYTES
+        if self._attended:
+            # As `_add`, without its call: this runs for each batch of each engine.
+            size = len(payload) + _AROUND_BYTES
             if self._bytes + size > self._room:
                 self.flush()
             self._entries.append(BatchApplied(rank, payload))
@@ -262,6 +249,7 @@ class StreamTap:
 
     def item(self, item: StreamItem) -> None:
         """Receive an item between two batches."""
+        # Also while nobody reads: a joiner gets the names, and snapshots begin again at a renaming.
         follow_names(self.names, item)
         if isinstance(item, RanksRenamed):
             self.renames += 1
@@ -290,6 +278,7 @@ class StreamTap:
         """Admit the readers that have attached to the ring: they get every message from now on."""
         if self.failure is not None:
             raise ClosedError(self.failure)
+        # What came before is not for those that are admitted now: their first message is `number`.
         self.flush()
         self._outflow.admit()
         self._attended = True
@@ -309,7 +298,9 @@ class StreamTap:
         return {"entries": 0, "heartbeats": 0, **self._counters}
 
     def _add(self, entry: Entry) -> None:
-        size = size_of(entry)
+        size = _OTHER_BYTES
+        if isinstance(entry, SectionRestored):
+            size = len(entry.section) + _AROUND_BYTES
         if self._bytes + size > self._room:
             self.flush()
         self._entries.append(entry)
@@ -318,22 +309,26 @@ class StreamTap:
     def _send(self) -> None:
         entries, self._entries = self._entries, []
         self._bytes = 0
+        message = RingMessage(self.number, self._clock(), entries)
         try:
-            self._outflow.send(self._encoded(entries))
+            try:
+                body = encode_message(message)
+            except Exception:  # one rank's status must not end the fan-out for all
+                kept = [self._encodable(e) if isinstance(e, StatusChanged) else e for e in entries]
+                body = encode_message(msgspec.structs.replace(message, entries=kept))
+            self._outflow.send(body)
         except Exception as error:
-            self._fail(error)
+            # Nothing more is sent, rather than a stream with a hole; the client goes on.
+            logger.error("the fan-out failed and ends; its client goes on", exc_info=error)
+            self._attended = False
+            self.failure = f"the fan-out failed: {error!r}"
+            self._counters["failures"] += 1
+            self._outflow.close()
+            self._on_failure()
             return
         self.number += 1
         self._counters["entries"] += len(entries)
         self._counters["heartbeats"] += not entries
-
-    def _encoded(self, entries: list[Entry]) -> bytes:
-        message = Message(self.number, self._clock(), entries)
-        try:
-            return encode_message(message)
-        except Exception:  # one rank's status must not end the fan-out for all
-            entries = [self._encodable(e) if isinstance(e, StatusChanged) else e for e in entries]
-            return encode_message(msgspec.structs.replace(message, entries=entries))
 
     def _encodable(self, changed: StatusChanged) -> StatusChanged:
         """Return a status as it is; if it cannot be encoded, only what an answer needs of it."""
@@ -350,78 +345,15 @@ class StreamTap:
             epoch, lag = min(status.epoch, _MAX_COUNT), min(status.lag, _MAX_COUNT)
             return StatusChanged(RankStatus(**kept, reason=reason, epoch=epoch, seq=None, lag=lag))
 
-    def _fail(self, error: Exception) -> None:
-        """End the fan-out, rather than leave a hole in it; the client goes on."""
-        logger.error("the fan-out failed and ends; its client goes on", exc_info=error)
-        self._attended = False
-        self.failure = f"the fan-out failed: {error!r}"
-        self._counters["failures"] += 1
-        self._outflow.close()
-        self._on_failure()
-
-
-# snapshot ----------------------------------------------------------------------------------
-#
-# The snapshots for joiners: each rank is copied in its turn, on the subscriber's thread.
-#
-# The thread is blocked for some milliseconds at a time, or for one rank's copy if that takes
-# longer; the next ranks are copied when the last ones have been sent. Processes that join at the
-# same time share the copies: a section counts from its own position, so it serves every joiner
-# that began before the copy and still lacks the rank.
-#
-# ```
-# taken   A   B   C   D   A   B
-# first   A   B   C   D
-# second          C   D   A   B      came when two ranks had been taken
-# ```
-
-
-_HOLD = 0.005  # seconds: a turn of the thread under load takes longer
-
-_Result = TypeVar("_Result")
-
-
-class Feeding(Protocol):
-    """What fills an index: a subscriber, or a follower."""
-
-    def call(self, function: Callable[[], _Result]) -> _Result:
-        """Call a function while nothing is applied; raises KVIndexError if that is impossible."""
-
-    def find(self, rank: Rank) -> RankStatus | None:
-        """Return a rank's status; within `call` it stands where the index does."""
-
-    def cursor(self, rank: Rank) -> bytes | None:
-        """Return up to where a rank's stream was applied, if it can be continued from there."""
-
-
-class Source(Protocol):
-    """An index that others get, and what fills it: a client, or the copy of a follower."""
-
-    @property
-    def index(self) -> Index:
-        """The index."""
-
-    @property
-    def subscriber(self) -> Feeding:
-        """What fills it."""
-
 
 class TakenRank(NamedTuple):
-    """A rank as it was just before a message.
-
-    Attributes:
-        rank: the rank.
-        number: of that message.
-        status: the rank's status then, if it was subscribed to.
-        section: its contents, of `Index.dump`.
-        cursor: up to where its stream was applied; None if it cannot be continued from there.
-    """
+    """A rank as it was just before a message."""
 
     rank: Rank
-    number: int
-    status: RankStatus | None
-    section: bytes
-    cursor: bytes | None
+    number: int  # of that message
+    status: RankStatus | None  # then, if it was subscribed to
+    section: bytes  # its contents, of `Index.dump`
+    cursor: bytes | None  # up to where its stream was applied; None: it cannot go on from there
 
 
 Part: TypeAlias = Begin | TakenRank | End
@@ -434,35 +366,25 @@ class _Order:
         self.lacks: dict[Rank, None] = {}  # in the order in which they are to be taken
         self.ready: deque[TakenRank] = deque()
 
-    def give(self, rank: Rank, taken: TakenRank | None) -> None:
-        if rank in self.lacks:
-            del self.lacks[rank]
-            if taken is not None:
-                self.ready.append(taken)
-
 
 class Snapshots:
     """Makes a snapshot for each joiner. Owner: one thread, which is not the subscriber's.
 
     For a slow joiner, the sections taken for faster ones wait: at most one snapshot, each section
-    in memory once for all joiners.
-
-    Args:
-        source: whose index is sent.
-        tap: the tap of its subscriber's thread.
-        hold: seconds for which the thread goes on with another rank.
+    in memory once for all joiners. `hold`: seconds for which the subscriber's thread goes on with
+    another rank.
     """
 
-    def __init__(self, source: Source, tap: StreamTap, *, hold: float = _HOLD) -> None:
+    def __init__(self, client: Client, tap: StreamTap, *, hold: float = _HOLD) -> None:
         self.counters: Counter[str] = Counter()
-        self._source = source
+        self._client = client
         self._tap = tap
         self._hold = hold
         self._orders: list[_Order] = []
 
     def parts(self) -> Generator[Part, None, None]:
         """Admit the readers that have attached to the ring; then yield the parts of a snapshot."""
-        call = self._source.subscriber.call
+        call = self._client.subscriber.call
         order = _Order()
         self._orders.append(order)
         try:
@@ -476,6 +398,7 @@ class Snapshots:
                         self._take_for(order)
                     else:
                         yield order.ready.popleft()
+                # None if ranks were renamed: positions would move from name to name.
                 end = call(partial(self._end, renames))
                 self.counters["snapshots_begun_again"] += end is None
             yield end
@@ -484,26 +407,30 @@ class Snapshots:
 
     def _take_for(self, order: _Order) -> None:
         """Copy the next ranks that a joiner lacks, for all joiners that lack them."""
-        taken = self._source.subscriber.call(partial(self._take, list(order.lacks)))
+        taken = self._client.subscriber.call(partial(self._take, list(order.lacks)))
         for rank, copy in taken:
             self.counters["sections_taken"] += copy is not None
-            for each in self._orders:
-                each.give(rank, copy)
+            for joiner in self._orders:
+                if rank in joiner.lacks:
+                    del joiner.lacks[rank]
+                    if copy is not None:
+                        joiner.ready.append(copy)
 
     # On the subscriber's thread ---------------------------------------------------------------
 
     def _begin(self) -> tuple[int, int, tuple[Rank, ...]]:
         self._tap.attend()
-        return self._tap.number, self._tap.renames, self._source.index.ranks
+        return self._tap.number, self._tap.renames, self._client.index.ranks
 
     def _take(self, ranks: Iterable[Rank]) -> list[tuple[Rank, TakenRank | None]]:
         """Return copies of as many ranks as the time is enough for, at least one; None: gone."""
+        # What the index has must be in messages below the number that the section gets.
         self._tap.flush()
         taken: list[tuple[Rank, TakenRank | None]] = []
-        subscriber, until = self._source.subscriber, time.monotonic() + self._hold
+        subscriber, until = self._client.subscriber, time.monotonic() + self._hold
         for rank in ranks:
             try:
-                section = self._source.index.dump(rank)
+                section = self._client.index.dump(rank)
             except UnknownRankError:  # removed: the messages say so
                 taken.append((rank, None))
                 continue

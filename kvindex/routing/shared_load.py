@@ -1,4 +1,7 @@
-"""What gateways send each other: the load that each has booked, in messages of bounded size.
+"""`SharedLoad`: several gateways before the same engines share their load over NATS.
+
+Each sends what it has booked itself, in messages of bounded size: changed rows every 10 ms, all
+rows each second. `SharedBoard` is that without I/O: what one publishes, and what a message changes.
 
 A message is a msgpack array: version, gateway, number, rows. A row is an array: worker, dp_rank,
 queued tokens, open requests, decode blocks, and tokens given lately as of the sending. The first
@@ -15,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast
 
 import msgspec
@@ -44,15 +47,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FLUSH_SECONDS: Final = 0.010  # changed rows are sent this often
+WHOLE_SECONDS: Final = 1.0  # and all rows this often
+ROW_LIFE: Final = 3.0  # seconds after its receipt for which another gateway's row counts
 VERSION: Final = 1
-MAX_ROWS: Final = 1_000
-"""Rows of one message."""
-MAX_BYTES: Final = 1 << 20
-"""Bytes of one message; a server's own limit may be lower."""
-MAX_NAME: Final = 256
-"""Characters of a worker's name."""
-MAX_LOAD: Final = 1 << 40
-"""The largest number in a row: doubles add 4,096 of these without an error."""
+MAX_ROWS: Final = 1_000  # of one message
+MAX_BYTES: Final = 1 << 20  # of one message; a server's own limit may be lower
+MAX_NAME: Final = 256  # characters of a worker's name
+MAX_LOAD: Final = 1 << 40  # in a row: doubles add 4,096 of these without an error
+MAX_GATEWAYS: Final = 1_024
+MAX_GATEWAY_ROWS: Final = 16_384
+MAX_ALL_ROWS: Final = 65_536
+_ZERO_LIFE: Final = 4.0  # seconds for which a row that became zero is sent
+_HELD_ROWS: Final = 64  # rows for which the router's lock is held at once
+_EXPIRY_SECONDS: Final = 0.25  # between looks for rows that were not renewed
+_RETRY_SECONDS: Final = 1.0
+_CLOSE_SECONDS: Final = 2.0  # for a server that no longer answers
+_PENDING_MESSAGES: Final = 16_384  # that wait to be read
+_PENDING_BYTES: Final = 16 << 20
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOAD)]
 LoadRow: TypeAlias = tuple[
@@ -66,18 +78,11 @@ LoadRow: TypeAlias = tuple[
 
 
 class LoadMessage(msgspec.Struct, array_like=True, frozen=True):
-    """A gateway's load on some ranks.
-
-    Attributes:
-        version: of this format.
-        gateway: the sender, by a name that it has drawn at random.
-        number: counts the sender's messages, from 1.
-        rows: the ranks' loads.
-    """
+    """A gateway's load on some ranks."""
 
     version: int
-    gateway: Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}\Z")]
-    number: Annotated[int, Meta(ge=1, le=1 << 53)]
+    gateway: Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}\Z")]  # drawn at random by the sender
+    number: Annotated[int, Meta(ge=1, le=1 << 53)]  # counts the sender's messages, from 1
     rows: Annotated[list[LoadRow], Meta(max_length=MAX_ROWS)]
 
 
@@ -113,46 +118,24 @@ def encode_load(
 def decode_load(data: bytes) -> LoadMessage:
     """Return a received message, every number of which is within its bounds.
 
-    Raises:
-        DecodeError: it is none; its text is the reason: "size", "version" or "malformed".
+    DecodeError: it is none; its text is the reason: "size", "version" or "malformed".
     """
     if len(data) > MAX_BYTES:
         raise DecodeError("size")
     try:
         message = _decode(data)
     except UNREADABLE:
-        raise DecodeError("version" if _is_foreign(data) else "malformed") from None
+        reason = "malformed"
+        with suppress(*UNREADABLE):  # another version may have other rows: its head says so
+            if _decode_head(data).version != VERSION:
+                reason = "version"
+        raise DecodeError(reason) from None
     if message.version != VERSION:
         raise DecodeError("version")
     return message
 
 
-def _is_foreign(data: bytes) -> bool:
-    """Return whether this is a message of another version."""
-    try:
-        return _decode_head(data).version != VERSION
-    except UNREADABLE:
-        return False
-
-
-# shared_board ------------------------------------------------------------------------------
-#
-# The load of several gateways, without I/O: what one publishes, and what a message changes.
-
-
-FLUSH_SECONDS: Final = 0.010
-"""Changed rows are sent this often."""
-WHOLE_SECONDS: Final = 1.0
-"""All rows are sent this often."""
-ROW_LIFE: Final = 3.0
-"""Seconds after its receipt for which another gateway's row counts."""
-
-MAX_GATEWAYS: Final = 1_024
-MAX_GATEWAY_ROWS: Final = 16_384
-MAX_ALL_ROWS: Final = 65_536
-_ZERO_LIFE: Final = 4.0  # seconds for which a row that became zero is sent
-_HELD_ROWS: Final = 64  # rows for which the router's lock is held at once
-
+# The board, without I/O -------------------------------------------------------------------------
 
 _Key: TypeAlias = tuple[str, int]  # equal to a `Rank`, and made faster
 # Another gateway's row as it counts here: queued, open, decode, given in this board's unit, that
@@ -180,9 +163,7 @@ class SharedBoard(LocalLoadBoard):
 
     Thread safety: the router calls `add`, `give` and so on under its lock; one other thread calls
     `changed_rows`, `all_rows`, `receive` and `expire`, which hold that lock for 64 rows at a time.
-
-    Args:
-        wake: called under the lock when there are rows to publish: it must not wait.
+    `wake` is called under the lock when there are rows to publish: it must not wait.
     """
 
     def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
@@ -275,28 +256,26 @@ class SharedBoard(LocalLoadBoard):
                 halvings = max(0.0, now - self._origin) / HALF_LIFE
                 decay = 2.0**-halvings
                 for rank in sent[first : first + _HELD_ROWS]:
-                    row = self._own_row(rank, decay)
-                    if row[3] or row[2] or row[4] or row[5] >= 1.0:
+                    place, given = self._rows.get(rank), 0.0
+                    if place is None:
+                        load = self._absent.get(rank, (0.0, 0.0, 0.0))
+                    else:
+                        own = self._own
+                        load = own.queued[place], own.open[place], own.decode[place]
+                        given = min(own.given[place] * decay, MAX_LOAD)
+                    if min(load) < 0.0 or max(load) > MAX_LOAD:
+                        # Who adds by hand may do so wrongly, and others refuse such a message.
+                        queued, opened, decode = (int(min(max(0.0, n), MAX_LOAD)) for n in load)
+                    else:
+                        queued, opened, decode = map(int, load)
+                    if queued or opened or decode or given >= 1.0:
                         self._published[rank] = now
                     elif not 0.0 <= now - self._published.setdefault(rank, now) < _ZERO_LIFE:
+                        # A zero is sent several times, since the first may be lost.
                         del self._published[rank]
                         continue
-                    rows.append(row)
+                    rows.append((*rank, queued, opened, decode, given))
         return rows
-
-    def _own_row(self, rank: Rank, decay: float) -> LoadRow:
-        place, given = self._rows.get(rank), 0.0
-        if place is None:
-            load = self._absent.get(rank, (0.0, 0.0, 0.0))
-        else:
-            own = self._own
-            load = own.queued[place], own.open[place], own.decode[place]
-            given = min(own.given[place] * decay, MAX_LOAD)
-        if min(load) < 0.0 or max(load) > MAX_LOAD:  # who adds by hand may do so wrongly
-            load = (_bounded(load[0]), _bounded(load[1]), _bounded(load[2]))
-        queued, opened, decode = map(int, load)
-        worker, dp_rank = rank
-        return worker, dp_rank, queued, opened, decode, given
 
     # What is received
 
@@ -309,7 +288,8 @@ class SharedBoard(LocalLoadBoard):
         if message.gateway == self.gateway:
             return self._refuse("own id")
         # Ranks that this router does not have are none of its memory. Those that it gets later
-        # count from their gateway's next whole message on. The router does not wait for this look.
+        # count from their gateway's next whole message on. Without the lock: the router does not
+        # wait for this look.
         known, sender = cast("dict[_Key, int]", self._rows), self._others.get(message.gateway)
         theirs = {} if sender is None else sender.rows
         rows = [row for row in message.rows if (key := row[:2]) in known or key in theirs]
@@ -321,8 +301,9 @@ class SharedBoard(LocalLoadBoard):
                 if len(self._others) >= MAX_GATEWAYS:
                     return self._refuse("too many gateways")
                 other = _Gateway()
-            if reason := self._lacks_room(other, rows):
-                return self._refuse(reason)
+            free = min(MAX_GATEWAY_ROWS - len(other.rows), MAX_ALL_ROWS - self._row_count())
+            if len(rows) > free and sum(row[:2] not in other.rows for row in rows) > free:
+                return self._refuse("too many rows")
             if other.number and message.number <= other.number:
                 self._counts["late"] += 1
                 return ""
@@ -337,33 +318,23 @@ class SharedBoard(LocalLoadBoard):
                     self._replace(other, rows[first : first + _HELD_ROWS])
         return ""
 
-    def _lacks_room(self, other: _Gateway, rows: Sequence[LoadRow]) -> str:
-        """Return why a gateway may have no more rows; "" if these fit."""
-        free = min(MAX_GATEWAY_ROWS - len(other.rows), MAX_ALL_ROWS - self._row_count())
-        if len(rows) <= free or sum(row[:2] not in other.rows for row in rows) <= free:
-            return ""
-        return "too many rows"
-
     def expire(self) -> None:
         """Drop rows that were not renewed, and gateways that are silent and have no rows."""
         with self._lock:
             others = list(self._others.items())
         for gateway, other in others:
-            while self._drop_stale(gateway, other):
-                pass
-
-    def _drop_stale(self, gateway: str, other: _Gateway) -> bool:
-        """Drop some stale rows of a gateway, or the gateway; return whether there may be more."""
-        with self._lock:
-            now = self._clock()
-            oldest = islice(other.rows.items(), _HELD_ROWS)
-            stale = [
-                rank for rank, _ in takewhile(lambda entry: _is_old(entry[1][-1], now), oldest)
-            ]
-            self._replace(other, [(*rank, 0, 0, 0, 0.0) for rank in stale])
-            if not other.rows and _is_old(other.heard_at, now):
-                self._others.pop(gateway, None)
-            return len(stale) == _HELD_ROWS
+            stale: list[_Key] | None = None
+            while stale is None or len(stale) == _HELD_ROWS:  # else the rest is younger
+                with self._lock:
+                    now = self._clock()
+                    stale = []
+                    for rank, row in islice(other.rows.items(), _HELD_ROWS):
+                        if not _is_old(row[-1], now):  # nor are those after it
+                            break
+                        stale.append(rank)
+                    self._replace(other, [(*rank, 0, 0, 0, 0.0) for rank in stale])
+                    if not other.rows and _is_old(other.heard_at, now):
+                        self._others.pop(gateway, None)
 
     def _replace(self, other: _Gateway, rows: Iterable[LoadRow]) -> None:
         """Let another gateway's rows count instead of those before; under the lock."""
@@ -380,7 +351,10 @@ class SharedBoard(LocalLoadBoard):
                 other.rows[rank] = (queued, opened, decode, given, origin, now)
             more = queued - was_queued, opened - was_open, decode - was_decode
             if place is None:
-                self._add_others_absent(Rank(*rank), more)
+                load = self._booked_absent.pop(Rank(*rank), (0.0, 0.0, 0.0))
+                load = load[0] + more[0], load[1] + more[1], load[2] + more[2]
+                if any(load):  # else the rank takes no memory
+                    self._booked_absent[Rank(*rank)] = load
                 continue
             queued_column[place] += more[0]
             open_column[place] += more[1]
@@ -390,13 +364,6 @@ class SharedBoard(LocalLoadBoard):
             given_column[place] = given if given > own_given[place] else own_given[place]
             if self._shown is not booked:
                 self._show_row(Rank(*rank), place)
-
-    def _add_others_absent(self, rank: Rank, more: tuple[int, int, int]) -> None:
-        loads = self._booked_absent
-        load = loads.pop(rank, (0.0, 0.0, 0.0))
-        load = load[0] + more[0], load[1] + more[1], load[2] + more[2]
-        if any(load):
-            loads[rank] = load
 
     def end_sharing(self) -> None:
         """Count own load only, from now on."""
@@ -426,20 +393,7 @@ def _is_old(received_at: float, now: float) -> bool:
     return not 0.0 <= now - received_at < ROW_LIFE
 
 
-def _bounded(number: float) -> float:
-    return min(max(0.0, number), MAX_LOAD)
-
-
-# shared_load -------------------------------------------------------------------------------
-#
-# `SharedLoad`: several gateways before the same engines share their load over NATS.
-
-
-_EXPIRY_SECONDS: Final = 0.25  # between looks for rows that were not renewed
-_RETRY_SECONDS: Final = 1.0
-_CLOSE_SECONDS: Final = 2.0  # for a server that no longer answers
-_PENDING_MESSAGES: Final = 16_384  # that wait to be read
-_PENDING_BYTES: Final = 16 << 20
+# Over NATS ---------------------------------------------------------------------------------------
 
 
 class SharedLoad(SharedBoard):
@@ -458,8 +412,8 @@ class SharedLoad(SharedBoard):
     Without a server, a gateway goes on with its own bookings, and connects when there is one;
     `statistics` says so. A forked child makes a router and a board of its own.
 
-    Messages have names of ranks and numbers, no prompts. Whoever
-    may publish on the pool's load subject can feign load: give that right to gateways only.
+    Messages have names of ranks and numbers, no prompts. Whoever may publish on the pool's load
+    subject can feign load: give that right to gateways only.
 
     Args:
         url: the pool's servers, as "nats://HOST[:PORT][,HOST…][/POOL]"; tls:// for TLS.
@@ -478,12 +432,12 @@ class SharedLoad(SharedBoard):
     def __init__(self, url: str, pool: str | None = None, **options: Unpack[NatsOptions]) -> None:
         nats_pool = parse_pool(url, pool, options)
         check_files(nats_pool)
-        link = _Link(self, nats_pool)
-        super().__init__(link.wake)
-        self._link = link
-        link.start()
+        courier = _Courier(self, nats_pool)
+        super().__init__(courier.wake)
+        self._courier = courier
+        courier.start()
         # The thread has no reference that lasts, so a board that is dropped ends it.
-        self._finalizer = weakref.finalize(self, link.thread.request_stop)
+        self._finalizer = weakref.finalize(self, courier.thread.request_stop)
         self._finalizer.atexit = False
         disown_in_children(self, SharedLoad._disown)
 
@@ -497,14 +451,14 @@ class SharedLoad(SharedBoard):
         were left out, of ranks that the router does not have; `unsent`: own rows that were left
         out, since others refuse a worker's name of over 256 characters; `refused`: by reason.
         """
-        return {**self._link.statistics(), **super().statistics()}
+        return {**self._courier.statistics(), **super().statistics()}
 
     def close(self) -> None:
         """Stop sharing: others' load counts no more, own load stays. Idempotent."""
         self._finalizer.detach()
-        self._link.thread.close()
+        self._courier.thread.close()
         self.end_sharing()
-        self._link.end("closed")
+        self._courier.end("closed")
 
     def __enter__(self) -> SharedLoad:
         return self
@@ -516,10 +470,10 @@ class SharedLoad(SharedBoard):
         """In a forked child, which lacks the thread."""
         self._finalizer.detach()
         self._lock = threading.RLock()  # another thread of the parent may hold the old one
-        self._link.end(FORKED)
+        self._courier.end(FORKED)
 
 
-class _Link:
+class _Courier:
     """The thread that connects a board with NATS; it ends when the board is dropped."""
 
     thread: NatsThread
@@ -552,39 +506,35 @@ class _Link:
         return {"connected": self._is_connected, "trouble": self._trouble, "sent": self._sent}
 
     async def _run(self) -> None:
-        while not self._is_ending:
-            await self._share()
-
-    async def _share(self) -> None:
-        """Share until the board is dropped, or the server closes the connection for good."""
-        client = await self._connect()
-        try:
-            await run_apart(
-                client.subscribe(
-                    self._pool.load_subject,
-                    cb=self._receive,
-                    pending_msgs_limit=_PENDING_MESSAGES,
-                    pending_bytes_limit=_PENDING_BYTES,
-                )
-            )
-            self._change("")
-            await self._exchange(client)
-        except Exception:
-            if not client.is_closed:
-                raise
-        finally:
-            self._is_ending = not client.is_closed  # else another one is opened
-            with suppress(Exception):
-                await asyncio.wait_for(client.close(), _CLOSE_SECONDS)
-
-    async def _connect(self) -> NatsClient:
+        """Connect and share until the board is dropped, anew if a server closes the connection."""
         name = f"kvindex load {self._pool.name}"
-        while True:
+        while not self._is_ending:
             try:
-                return await open_connection(self._pool, name, no_echo=True, on_change=self._change)
+                client = await open_connection(
+                    self._pool, name, no_echo=True, on_change=self._change
+                )
             except NatsError as error:
                 self._change(str(error))
                 await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            try:
+                await run_apart(
+                    client.subscribe(
+                        self._pool.load_subject,
+                        cb=self._receive,
+                        pending_msgs_limit=_PENDING_MESSAGES,
+                        pending_bytes_limit=_PENDING_BYTES,
+                    )
+                )
+                self._change("")
+                await self._exchange(client)
+            except Exception:
+                if not client.is_closed:  # for good, by the server, such as at expired credentials
+                    raise
+            finally:
+                self._is_ending = not client.is_closed  # else another one is opened
+                with suppress(Exception):
+                    await asyncio.wait_for(client.close(), _CLOSE_SECONDS)
 
     async def _exchange(self, client: NatsClient) -> None:
         """Send changed rows when there are some, all rows each second; drop what is old."""
@@ -598,29 +548,26 @@ class _Link:
                 return
             self._is_connected = client.is_connected
             if self._is_connected:
-                await self._publish(client, board, is_whole=is_whole)
+                rows = board.all_rows() if is_whole else board.changed_rows()
+                if rows or is_whole:  # each second also without any: a sign of life
+                    for data in board.encode(rows, min(client.max_payload, MAX_BYTES)):
+                        await run_apart(client.publish(self._pool.load_subject, data))
+                        self._sent += 1
+                if is_whole and client.is_connected:
+                    self._trouble = ""  # such as messages that were dropped since the last time
             if is_whole:
                 whole_at, self._send_all = now() + WHOLE_SECONDS, not self._is_connected
             if now() >= expire_at:
                 board.expire()
                 expire_at = now() + _EXPIRY_SECONDS
             others = board.has_others
-            del board
+            del board  # while this waits, the board may be dropped
             flush_at = now() + FLUSH_SECONDS
             timer = loop.call_at(min(whole_at, expire_at) if others else whole_at, self._bell.set)
             await self._bell.wait()
             timer.cancel()
+            # What changes meanwhile goes along: a busy router would send a message per request.
             await asyncio.sleep(flush_at - now())
-
-    async def _publish(self, client: NatsClient, board: SharedLoad, *, is_whole: bool) -> None:
-        rows = board.all_rows() if is_whole else board.changed_rows()
-        if not rows and not is_whole:
-            return
-        for data in board.encode(rows, min(client.max_payload, MAX_BYTES)):
-            await run_apart(client.publish(self._pool.load_subject, data))
-            self._sent += 1
-        if is_whole and client.is_connected:
-            self._trouble = ""  # such as messages that were dropped since the last time
 
     async def _receive(self, message: Msg) -> None:
         board = self._board()
@@ -632,6 +579,7 @@ class _Link:
             return
         self._trouble = trouble
         if not trouble:
+            # What was sent meanwhile is lost: others get all rows as soon as they can.
             self._send_all = True
             self._bell.set()
         else:

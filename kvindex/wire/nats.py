@@ -20,7 +20,6 @@ import ssl
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import msgspec
@@ -70,15 +69,9 @@ class NatsOptions(TypedDict, total=False):
 
 
 class NatsPool(msgspec.Struct, frozen=True):
-    """A pool's servers and names; `repr` and `str` leave the options out.
+    """A pool's servers and names; `repr` and `str` leave the options out, which have passwords."""
 
-    Attributes:
-        servers: their URLs, each with a port.
-        name: the pool's name.
-        options: how connections are secured.
-    """
-
-    servers: tuple[str, ...]
+    servers: tuple[str, ...]  # their URLs, each with a port
     name: str
     options: NatsOptions
 
@@ -88,14 +81,14 @@ class NatsPool(msgspec.Struct, frozen=True):
         return f"KVINDEX_{self.name}"
 
     @property
-    def log_subjects(self) -> str:
-        """The subjects of all epochs."""
-        return f"{self.log_prefix}*"
-
-    @property
     def log_prefix(self) -> str:
         """What the subject of an epoch begins with; the epoch follows."""
         return f"kvindex.{self.name}.log."
+
+    @property
+    def log_subjects(self) -> str:
+        """The subjects of all epochs."""
+        return f"{self.log_prefix}*"
 
     @property
     def bucket(self) -> str:
@@ -122,22 +115,13 @@ class NatsPool(msgspec.Struct, frozen=True):
 
 
 def parse_pool(url: str, pool: str | None, options: NatsOptions) -> NatsPool:
-    """Return the pool that a URL and a name stand for.
-
-    Args:
-        url: "nats://HOST[:PORT][,HOST[:PORT]…][/POOL]"; tls:// instead of nats:// for TLS. The
-            port is 4222 by default.
-        pool: the pool's name, of letters, digits, "_" and "-", unless the URL has it.
-        options: how connections are secured.
-
-    Raises:
-        ConfigurationError: it is no such URL, names no pool or another one, or options
-            contradict each other; the message says which.
+    """Return the pool that a URL and a name stand for; raises ConfigurationError.
 
     Examples:
         >>> parse_pool("nats://n1,n2:4223/llama", None, {}).servers
         ('nats://n1:4222', 'nats://n2:4223')
     """
+    # Before all else, so that no other refusal shows it either.
     if "@" in url:
         raise ConfigurationError(
             "a password in a URL is shown in logs and lists of processes: pass user= and password=,"
@@ -159,17 +143,15 @@ def parse_pool(url: str, pool: str | None, options: NatsOptions) -> NatsPool:
             if name
             else f"no pool is named: write {url.rstrip('/')}/POOL, or pass pool="
         )
-    servers = tuple(_server(scheme, host, url) for host in hosts.split(","))
+    servers = []
+    for host in hosts.split(","):
+        parts = _HOST.fullmatch(host)
+        port = int(parts[2] or _PORT) if parts else 0
+        if parts is None or not 0 < port < 1 << 16:
+            raise ConfigurationError(f"{url!r}: {host!r} is no HOST[:PORT]")
+        servers.append(f"{scheme}://{parts[1]}:{port}")
     _check_options(options)
-    return NatsPool(servers, name, options)
-
-
-def _server(scheme: str, host: str, url: str) -> str:
-    parts = _HOST.fullmatch(host)
-    port = int(parts[2] or _PORT) if parts else 0
-    if parts is None or not 0 < port < 1 << 16:
-        raise ConfigurationError(f"{url!r}: {host!r} is no HOST[:PORT]")
-    return f"{scheme}://{parts[1]}:{port}"
+    return NatsPool(tuple(servers), name, options)
 
 
 def _check_options(options: NatsOptions) -> None:
@@ -180,7 +162,7 @@ def _check_options(options: NatsOptions) -> None:
         if not isinstance(value, str) or not value:
             raise ConfigurationError(f"{name} must be text, not {value!r:.100}")
         if name.endswith("_file"):
-            _check_readable(name, value)
+            _read(name, value, 0)
     ways = [n for n in ("user", "token", "nkey_file", "credentials_file") if n in options]
     if len(ways) > 1:
         raise ConfigurationError(f"{ways[0]} and {ways[1]} exclude each other")
@@ -215,16 +197,11 @@ async def open_connection(
 ) -> NatsClient:
     """Return a connection to a server of a pool, which reconnects by itself for ever.
 
-    Args:
-        pool: the pool.
-        name: what the connection is called in NATS's own monitoring.
-        timeout: seconds until a server must have accepted it.
-        no_echo: whether to leave out what this connection itself publishes.
-        on_change: called on the event loop with what is wrong, and with "" when connected again.
+    A server must accept it within `timeout` seconds. `on_change` is called on the event loop with
+    what is wrong, and with "" when connected again.
 
-    Raises:
-        ConfigurationError: nats-py is missing, or a file of the options cannot be used.
-        NatsError: no server accepted it in time; the message has the last reason.
+    ConfigurationError: nats-py is missing, or a file of the options cannot be used. NatsError: no
+    server accepted it in time; the message has the last reason.
     """
     require_nats()
     from nats.aio.client import Client as NatsClient
@@ -235,8 +212,9 @@ async def open_connection(
 
     async def note(error: Exception) -> None:
         nonlocal last
+        # The server had said why before it hung up.
         if last and isinstance(error, ConnectionResetError):
-            return  # the server had said why before it hung up
+            return
         last = _explained(pool, error)
         on_change(last)
 
@@ -249,9 +227,11 @@ async def open_connection(
         on_change("")
 
     client = NatsClient()
+    # nats-py makes one of its own only if there is none, and has no option for it.
     client._transport = PromptTransport()
     options = _connect_options(pool)
     try:
+        # With a time-out of its own: nats-py tries servers for ever from the first attempt on.
         await run_apart(
             client.connect(
                 servers=list(pool.servers),
@@ -283,41 +263,44 @@ async def open_connection(
 
 def _connect_options(pool: NatsPool) -> dict[str, Any]:
     """Return the options of `nats.connect` that secure a connection."""
-    given = pool.options
+    secured = pool.options
     options: dict[str, Any] = {
-        name: given[name] for name in ("user", "password", "token") if name in given
+        name: secured[name] for name in ("user", "password", "token") if name in secured
     }
-    if "nkey_file" in given:
-        _check_key("nkey_file", given["nkey_file"], b"SU")
-        options["nkeys_seed"] = given["nkey_file"]
-    if "credentials_file" in given:
-        for part in (b"-BEGIN NATS USER JWT-", b"-BEGIN USER NKEY SEED-"):
-            _check_key("credentials_file", given["credentials_file"], part)
-        options["user_credentials"] = given["credentials_file"]
+    # A file of another kind is refused here: nats-py reads it for ever, or when it connects again.
+    for name, option, parts in (
+        ("nkey_file", "nkeys_seed", (b"SU",)),
+        (
+            "credentials_file",
+            "user_credentials",
+            (b"-BEGIN NATS USER JWT-", b"-BEGIN USER NKEY SEED-"),
+        ),
+    ):
+        if name in secured:
+            path = options[option] = secured[name]  # type: ignore[literal-required]
+            content = _read(name, path)
+            for part in parts:
+                if part not in content:
+                    raise ConfigurationError(
+                        f"{name}: {path} has no key: no {part.decode()!r} is in it"
+                    )
     if pool.is_encrypted:
         try:
-            context = ssl.create_default_context(cafile=given.get("tls_ca_file"))
-            if "tls_cert_file" in given:
-                context.load_cert_chain(given["tls_cert_file"], given["tls_key_file"])
+            context = ssl.create_default_context(cafile=secured.get("tls_ca_file"))
+            if "tls_cert_file" in secured:
+                context.load_cert_chain(secured["tls_cert_file"], secured["tls_key_file"])
         except (OSError, ssl.SSLError) as error:
             raise ConfigurationError(f"the TLS files cannot be used: {error}") from error
         options.update(tls=context, tls_handshake_first=True)
     return options
 
 
-def _check_readable(name: str, path: str) -> None:
+def _read(name: str, path: str, size: int = -1) -> bytes:
     try:
-        with open(path, "rb"):
-            pass
+        with open(path, "rb") as file:
+            return file.read(size)
     except OSError as error:
         raise ConfigurationError(f"{name}: {path} cannot be read: {error.strerror}") from None
-
-
-def _check_key(name: str, path: str, part: bytes) -> None:
-    """Refuse a file of another kind: nats-py reads it for ever, or when it connects again."""
-    _check_readable(name, path)
-    if part not in Path(path).read_bytes():
-        raise ConfigurationError(f"{name}: {path} has no key: no {part.decode()!r} is in it")
 
 
 def _explained(pool: NatsPool, error: Exception) -> str:
@@ -335,18 +318,13 @@ def _explained(pool: NatsPool, error: Exception) -> str:
 async def run_apart(call: Awaitable[_Result], timeout: float | None = None) -> _Result:
     """Return what a call returns, in a task of its own, so that the caller can be cancelled.
 
-    nats-py ignores a cancellation while it flushes, and `asyncio.wait_for` before Python 3.12 if
-    what it waits for ends at that moment: the caller would go on.
-
-    Args:
-        call: to be awaited; cancelled if the caller is, or if it takes too long.
-        timeout: longest wait, in seconds; those that this process is stopped for do not count.
-
-    Raises:
-        asyncio.TimeoutError: it did not end in time.
+    asyncio.TimeoutError: it did not end in so many seconds; it is cancelled.
     """
+    # nats-py ignores a cancellation while it flushes, and `asyncio.wait_for` before Python 3.12 if
+    # what it waits for ends at that moment: the caller would go on.
     task = asyncio.ensure_future(call)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else asks
+    # After a time-out nobody asks for its error, and asyncio would log that.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         if timeout is None:
             await asyncio.wait([task])
@@ -354,6 +332,7 @@ async def run_apart(call: Awaitable[_Result], timeout: float | None = None) -> _
         while not task.done():
             if left <= 0:
                 raise asyncio.TimeoutError
+            # In steps: the seconds for which this process is stopped are not to count.
             step = min(left, _AWAKE_SECONDS)
             await asyncio.wait([task], timeout=step)
             left -= step
@@ -372,15 +351,10 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 class NatsThread:
-    """A thread with an event loop that runs one coroutine until `close`.
+    """A thread with an event loop that runs one coroutine, `main()`, until `close`.
 
-    Args:
-        name: of the thread.
-        main: called on the loop; it ends when it is cancelled.
-        on_failure: called on the thread if it ends with an error.
-
-    Thread safety: every method may be called from any thread. In a forked child there is no
-    thread: `close` does nothing there.
+    `on_failure` is called on the thread if it ends with an error. Thread safety: every method may
+    be called from any thread. In a forked child there is no thread: `close` does nothing there.
     """
 
     def __init__(

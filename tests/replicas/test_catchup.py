@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvindex.replicas.copy import Catchup
-from kvindex.replicas.messages import BatchApplied, Entry, Message, SectionRestored
+from kvindex.replicas.messages import BatchApplied, Entry, RingMessage, SectionRestored
 from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
@@ -15,21 +15,21 @@ pytestmark = pytest.mark.unit
 A, B = Rank("a", 0), Rank("b", 0)
 
 
-def message(number: int, *entries: Entry) -> Message:
-    return Message(number, 0.0, list(entries))
+def message(number: int, *entries: Entry) -> RingMessage:
+    return RingMessage(number, 0.0, list(entries))
 
 
-def batches(number: int) -> Message:
+def batches(number: int) -> RingMessage:
     return message(number, BatchApplied(A, b"%d" % number), BatchApplied(B, b"%d" % number))
 
 
-def due_of(catchup: Catchup, message: Message) -> list[Entry]:
+def due_of(catchup: Catchup, message: RingMessage) -> list[Entry]:
     """What is due of the next message."""
     is_whole = catchup.follow(message.number)
     return message.entries if is_whole else catchup.due(message.number, message.entries)
 
 
-def caught(catchup: Catchup, *messages: Message) -> list[tuple[Rank, int]]:
+def caught(catchup: Catchup, *messages: RingMessage) -> list[tuple[Rank, int]]:
     """Rank and message of each batch that is due."""
     return [
         (entry.rank, int(entry.payload))

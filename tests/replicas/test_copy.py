@@ -14,7 +14,7 @@ from kvindex.replicas.copy import Copy
 from kvindex.replicas.messages import (
     BatchApplied,
     Entry,
-    Message,
+    RingMessage,
     SectionRestored,
     StatusChanged,
     decode_message,
@@ -85,7 +85,7 @@ def joined() -> Copy:
 
 
 def apply(copy: Copy, number: int, entries: list[Entry]) -> None:
-    copy.apply(decode_message(encode_message(Message(number, float(number), entries))))
+    copy.apply(decode_message(encode_message(RingMessage(number, float(number), entries))))
 
 
 def state(copy: Copy) -> dict[str, Any]:

@@ -12,16 +12,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvindex.replicas import join
+from kvindex.replicas import join, server
 from kvindex.replicas.messages import (
     PROTOCOL,
+    Admission,
     Attached,
     End,
+    JoinersFrame,
     JoinRequest,
+    Leave,
     RankSection,
+    decode_frame,
     encode_frame,
 )
-from kvindex.replicas.replica import Link
+from kvindex.replicas.replica import JoinerConnection
 from kvindex.testing import Workload
 from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring
@@ -164,7 +168,7 @@ def test_a_replica_that_is_stopped_again_and_again_uses_its_patience_up(site: Si
 def test_a_silent_half_joined_process_holds_nobody_up(site: Site) -> None:
     a = site.engine()
     fanout = site.serve(worker_of(a), patience=HELD, **SMALL)
-    with closing(Link(site.path)) as link:
+    with closing(JoinerConnection(site.path)) as link:
         link.send(JoinRequest(PROTOCOL, fanout.client.index.backend, 1))
         link.receive()
         link.send(Attached())  # but it never was
@@ -206,6 +210,32 @@ def test_nonsense_on_the_socket_ends_that_connection_only(site: Site, words: byt
     assert sum(fanout.statistics()["turned_away"].values()) >= 1
     assert site.join().ranks == replica.ranks == ()
     assert replica.statistics()["replica"]["joins"] == 1
+
+
+def test_a_joiner_whose_words_come_byte_by_byte_is_served(site: Site) -> None:
+    fanout = site.serve()
+    with connected(site) as joiner:
+        for byte in encode_frame(JoinRequest(PROTOCOL, fanout.client.index.backend, 1)):
+            joiner.sendall(bytes([byte]))
+        (length,) = struct.unpack(">I", joiner.recv(4, socket.MSG_WAITALL))
+        answer = decode_frame(joiner.recv(length, socket.MSG_WAITALL))
+        assert isinstance(answer, Admission)
+        joiner.sendall(encode_frame(Leave()))
+        assert joiner.recv(1) == b""
+    counted(fanout, turned_away={"gave_up": 1})
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [JoinRequest(PROTOCOL, "native", 1)]], ids=["silent", "unread"]
+)
+def test_a_joiner_that_takes_too_long_for_a_step_is_given_up(
+    site: Site, monkeypatch: pytest.MonkeyPatch, frames: list[JoinersFrame]
+) -> None:
+    monkeypatch.setattr(server, "_PATIENCE", 0.05)
+    fanout = site.serve()
+    with connected(site) as joiner:
+        joiner.sendall(b"".join(map(encode_frame, frames)))
+        counted(fanout, turned_away={"too_slow": 1}, joining=0)
 
 
 def test_an_unknown_protocol_is_refused_with_a_reason(site: Site) -> None:

@@ -20,7 +20,7 @@ from kvindex.replicas.messages import (
     Begin,
     End,
     Entry,
-    Message,
+    RingMessage,
     SectionRestored,
     StatusChanged,
 )
@@ -32,7 +32,6 @@ from kvindex.subscribe import (
     RankRestarted,
     RanksRenamed,
     RankStatus,
-    State,
 )
 from kvindex.wire.errors import ClosedError, UnknownRankError
 from kvindex.wire.rank import Rank
@@ -40,28 +39,13 @@ from tests.examples import examples
 from tests.native_ring import needs_ring
 from tests.replicas.test_catchup import due_of
 from tests.replicas.test_tap import whole
+from tests.subscribe.test_status_board import status
 
 pytestmark = [pytest.mark.property, needs_ring]
 
 RANKS = [Rank(worker, dp_rank) for worker in "ab" for dp_rank in range(2)]
 _Result = TypeVar("_Result")
 Held = dict[Rank, list[bytes]]
-
-
-def status_of(rank: Rank, seq: int) -> RankStatus:
-    return RankStatus(
-        rank=rank,
-        state=State.LIVE,
-        reason="",
-        epoch=0,
-        seq=seq,
-        complete=True,
-        lag=0,
-        connected=True,
-        endpoint="tcp://h:1",
-        replay_endpoint=None,
-        last_event_age=None,
-    )
 
 
 def move(mapping: dict[Rank, Any], names: dict[Rank, Rank]) -> None:
@@ -99,7 +83,7 @@ class Server:
         self.index = self.subscriber = self  # as `snapshot` sees a client
         self.held: Held = {}
         self.shown: dict[Rank, RankStatus] = {}
-        self.messages: list[Message] = []
+        self.messages: list[RingMessage] = []
         self.tap = StreamTap(self, lambda: None, clock=lambda: 0.0)  # type: ignore[arg-type]
         self.snapshots = Snapshots(self, self.tap, hold=0.0)  # type: ignore[arg-type]  # one at a time
         self.dumps = 0
@@ -132,9 +116,9 @@ class Server:
         return str(rank).encode()
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        found = function()
+        result = function()
         self.tap.statuses([])  # the end of the thread's turn
-        return found
+        return result
 
     # What may happen
 
@@ -146,8 +130,8 @@ class Server:
             self.tap.batch(rank, payload)
 
     def turn_ends(self, rank: Rank) -> None:
-        shown = [status_of(rank, self.serial)] if rank in self.held else []
-        self.shown.update({status.rank: status for status in shown})
+        shown = [status(rank, seq=self.serial)] if rank in self.held else []
+        self.shown.update({each.rank: each for each in shown})
         self.tap.statuses(shown)
 
     def add(self, rank: Rank) -> None:

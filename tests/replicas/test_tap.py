@@ -8,7 +8,7 @@ import pytest
 
 from kvindex.replicas.messages import (
     BatchApplied,
-    Message,
+    RingMessage,
     SectionRestored,
     StatusChanged,
     decode_entries,
@@ -16,7 +16,7 @@ from kvindex.replicas.messages import (
     encode_message,
     follow_names,
 )
-from kvindex.replicas.outflow import StreamTap
+from kvindex.replicas.outflow import Patience, StreamTap
 from kvindex.subscribe import RankAdded, RankLost, RankRemoved, RanksRenamed
 from kvindex.subscribe.sequencer import State
 from kvindex.testing import ManualClock
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.unit
 A, B = Rank("a", 0), Rank("a", 1)
 
 
-def whole(body: bytes) -> Message:
+def whole(body: bytes) -> RingMessage:
     """A message with its entries."""
     received = decode_message(body)
-    return Message(received.number, received.sent_at, decode_entries(received.entries))
+    return RingMessage(received.number, received.sent_at, decode_entries(received.entries))
 
 
 class Sent:
@@ -42,7 +42,7 @@ class Sent:
     chunk_bytes = 2000
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[RingMessage] = []
         self.admitted = 0
         self.readers = 1
         self.closed = False
@@ -81,10 +81,10 @@ def test_a_turn_is_one_message_with_the_statuses_last() -> None:
     tap.batch(A, b"payload")
     tap.statuses([status(A)])
     assert sent.messages == [
-        Message(0, 7.0, [*items, BatchApplied(A, b"payload"), StatusChanged(status(A))])
+        RingMessage(0, 7.0, [*items, BatchApplied(A, b"payload"), StatusChanged(status(A))])
     ]
     tap.statuses([])  # without news
-    assert sent.messages[1:] == [Message(1, 7.0, [])]
+    assert sent.messages[1:] == [RingMessage(1, 7.0, [])]
     assert tap.statistics() == {"entries": 4, "heartbeats": 1}
 
 
@@ -210,8 +210,24 @@ def test_names_of_ports_follow_their_ranks() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"\xc1", b"\x93\x00\xcb", encode_message(Message(1, 0.0, []))[:-1], b"\x91" * 5000],
+    [b"", b"\xc1", b"\x93\x00\xcb", encode_message(RingMessage(1, 0.0, []))[:-1], b"\x91" * 5000],
 )
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(DecodeError):
         whole(body)
+
+
+def test_patience_is_used_up_and_comes_back_at_a_tenth() -> None:
+    clock = ManualClock()
+    allowance = Patience(2.0, clock)
+    assert allowance.left() == 2.0
+    clock.advance(1.5)
+    assert allowance.spend()
+    assert allowance.left() == pytest.approx(0.5)
+    clock.advance(1.0)
+    assert not allowance.spend()
+    assert allowance.left() == 0.0
+    clock.advance(5.0)  # without waiting
+    assert allowance.left() == pytest.approx(0.5)
+    clock.advance(1000.0)
+    assert allowance.left() == 2.0

@@ -135,6 +135,6 @@ def test_messages_of_strangers_are_counted_and_change_nothing(server: NatsServer
 
 def test_a_board_that_is_dropped_ends_its_thread(server: NatsServer) -> None:
     loads = shared(server)
-    thread = loads._link.thread
+    thread = loads._courier.thread
     del loads
     until(lambda: not thread._thread.is_alive())

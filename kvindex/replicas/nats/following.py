@@ -45,9 +45,14 @@ from kvindex.wire.nats import NatsPool, new_loop, open_connection
 
 logger = logging.getLogger(__name__)
 
-# connecting --------------------------------------------------------------------------------
-#
-# A follower's connection to a pool, and why its log or snapshots may be of no use.
+_FAR_BEHIND = 100  # messages that wait, from which on a copy does not count as current
+_SNAPSHOT_SECONDS = 10.0  # to wait for a snapshot of the epoch that is being written
+_PAUSE, _MAX_PAUSE = 0.1, 1.0  # seconds between two looks for it
+_RETRY_SECONDS = 1.0  # between two attempts to read while NATS refuses
+_CLOSE_SECONDS = 2.0
+_DRIFT = 2e-4  # between two machines' clocks, at most
+
+_Result = TypeVar("_Result")
 
 
 class NewEpochError(NatsError):
@@ -62,7 +67,7 @@ class NoSnapshotError(NatsError):
     """No snapshot of the present epoch can be used."""
 
 
-class Connected(NamedTuple):
+class PoolConnection(NamedTuple):
     """A connection's log and snapshots, and how it is closed."""
 
     log: Log
@@ -70,54 +75,28 @@ class Connected(NamedTuple):
     close: Callable[[], Awaitable[None]]
 
 
-async def connect(pool: NatsPool, on_change: Callable[[str], None]) -> Connected:
+async def connect(pool: NatsPool, on_change: Callable[[str], None]) -> PoolConnection:
     """Return a new connection; raises as `open_connection`."""
     client = await open_connection(pool, "kvindex replica", on_change=on_change)
-    return Connected(Log(client, pool), PoolSnapshots(client, pool), client.close)
+    return PoolConnection(Log(client, pool), PoolSnapshots(client, pool), client.close)
 
 
-Connect = Callable[[NatsPool, Callable[[str], None]], Coroutine[Any, Any, Connected]]
-
-
-_FAR_BEHIND = 100  # messages that wait, from which on a copy does not count as current
-_SNAPSHOT_SECONDS = 10.0  # to wait for a snapshot of the epoch that is being written
-_PAUSE, _MAX_PAUSE = 0.1, 1.0  # seconds between two looks for it
-_RETRY_SECONDS = 1.0  # between two attempts to read while NATS refuses
-_CLOSE_SECONDS = 2.0
-_DRIFT = 2e-4  # between two machines' clocks, at most
-
-_Result = TypeVar("_Result")
+Connect = Callable[[NatsPool, Callable[[str], None]], Coroutine[Any, Any, PoolConnection]]
 
 
 class Progress(NamedTuple):
-    """How far a copy is.
-
-    Attributes:
-        epoch: which it follows.
-        number: of the last message in the log that was received.
-        pending: messages in the log that follow it.
-        as_of: when it would have come at the earliest, in monotonic seconds.
-    """
+    """How far a copy is."""
 
     epoch: str
-    number: int
-    pending: int
-    as_of: float
+    number: int  # of the last message in the log that was received
+    pending: int  # messages in the log that follow it
+    as_of: float  # when it would have come at the earliest, in monotonic seconds
 
 
 class LogOrigin:
     """The log of a pool, as the origin of a replica's copies.
 
-    Args:
-        pool: which.
-        stale_after: seconds without a message after which the log is read anew.
-        connect: makes the connections.
-        clock: monotonic seconds.
-
-    Raises:
-        ConfigurationError: the key file cannot be used.
-
-    Thread safety: `statistics` from any thread; the rest is the follower's.
+    Owner: the follower's thread; `statistics` from any.
     """
 
     reasons = (
@@ -173,11 +152,7 @@ class LogOrigin:
 class LogMembership:
     """A place among the replicas that follow a log: a connection, and the copy fed from it.
 
-    Args:
-        origin: what to follow.
-        note: called with why it has not joined yet.
-
-    Thread safety: one thread, which runs the connection's event loop in each call; `interrupt` and
+    Owner: one thread, which runs the connection's event loop in each call; `interrupt` and
     `backlog` from any.
     """
 
@@ -190,7 +165,7 @@ class LogMembership:
         self._loop = new_loop()
         self._task: asyncio.Task[Any] | None = None  # the present step
         self._is_interrupted = False
-        self._connected: Connected | None = None
+        self._connection: PoolConnection | None = None
         self._trouble = ""  # of the connection
         self._reader: LogReader | None = None
         self._must_ask = False  # what was subscribed to may be gone
@@ -205,35 +180,28 @@ class LogMembership:
         self._offset_at = 0.0
 
     def join(self) -> None:
-        """Fill the copy: a snapshot, and the log up to its end as of now.
-
-        Raises:
-            ConfigurationError: nats-py is missing, or a file of the options cannot be used.
-            NatsError: NATS refuses, there is no usable snapshot, or the log goes on otherwise.
-            DecodeError: a body cannot be read.
-            WaitCancelledError: it was interrupted.
-        """
+        """Fill the copy: a snapshot, and the log up to its end as of now; raises KVIndexError."""
+        origin = self._origin
         try:
-            self._join()
+            self._connection = self._run(
+                partial(origin.connect, origin.pool, self._note_connection)
+            )
+            self._restore_newest()
+            head = self._run(self._read_again)
+            self._current_from = head.seq + 1
+            self.copy.sent_at = origin.clock() - origin.stale_after  # the relay may be gone
+            while self._expected <= head.seq:
+                self._note(f"behind by {head.seq + 1 - self._expected} messages of the log")
+                self._run(partial(self._fill, origin.stale_after))
+                while self._waiting:
+                    self.copy.apply(self._pop())
+                    self.messages += 1
         except UnansweredError as error:
             if not self._trouble:
                 raise
             # A server that denies a right says so apart from the request, and does not answer it.
             raise NatsError(f"{error}; {self._trouble}") from error
-
-    def _join(self) -> None:
-        origin = self._origin
-        self._connected = self._run(partial(origin.connect, origin.pool, self._note_connection))
-        self._restore_newest()
-        head = self._run(self._read_again)
-        self._current_from = head.seq + 1
-        self.copy.sent_at = origin.clock() - origin.stale_after  # the relay may be gone
-        while self._expected <= head.seq:
-            self._note(f"behind by {head.seq + 1 - self._expected} messages of the log")
-            self._run(partial(self._fill, origin.stale_after))
-            while self._waiting:
-                self.copy.apply(self._pop())
-                self.messages += 1
+        # Only now is it known how far the relay's clock is from ours: its messages show it.
         statuses = self.copy.statuses
         statuses.update({rank: self._local(status) for rank, status in statuses.items()})
         self.copy.to_local = self._local
@@ -262,20 +230,19 @@ class LogMembership:
             self._loop.close()
 
     async def _shut(self) -> None:
-        if self._connected is not None:
+        if self._connection is not None:
             with suppress(Exception):
-                await asyncio.wait_for(self._connected.close(), _CLOSE_SECONDS)
+                await asyncio.wait_for(self._connection.close(), _CLOSE_SECONDS)
+        # nats-py leaves some of its own, which would be destroyed with the loop, and complain.
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
     def _run(self, step: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-        """Return the result of a step; raises WaitCancelledError if it was interrupted.
-
-        A step is begun anew once the connection is back: with the old one its answer is lost, and
-        to wait for that takes longer than a connection may last.
-        """
+        """Return the result of a step; raises WaitCancelledError if it was interrupted."""
+        # A step is cancelled, and begun anew, once the connection is back: with the old one its
+        # answer is lost, and to wait for that takes longer than a connection may last.
         while not self._is_interrupted:
             self._task = task = self._loop.create_task(step())
             with suppress(asyncio.CancelledError):
@@ -298,38 +265,39 @@ class LogMembership:
 
     def _restore_newest(self) -> None:
         """Restore the newest usable snapshot of the epoch at the log's end; wait for one."""
-        assert self._connected is not None
-        log, snapshots = self._connected.log, self._connected.snapshots
+        assert self._connection is not None
+        log, snapshots = self._connection.log, self._connection.snapshots
         refused: set[str] = set()
         until, pause, why = self._origin.clock() + _SNAPSHOT_SECONDS, _PAUSE, ""
         while True:
             head = self._run(log.head)
-            for name in _usable(self._run(snapshots.names), head):
-                if name in refused:
+            for name in reversed(self._run(snapshots.names)):
+                position, epoch = position_and_epoch(name) or (0, "")
+                # The log can be followed only from one of its epoch whose next message it has.
+                if epoch != head.epoch or position < head.first_seq or name in refused:
                     continue
                 self._note(f"fetching the snapshot {name}")
                 try:
                     self._restore(name, self._run(partial(snapshots.get, name)))
                     return
                 except NatsError as error:  # deleted, or cut: perhaps it is there again
-                    why = self._refuse(name, "download", error)
+                    word, cause = "download", str(error)
                 except (SnapshotError, DecodeError) as error:
                     refused.add(name)
                     word = error.reason if isinstance(error, SnapshotError) else "content"
-                    why = self._refuse(name, word, error)
-            trouble = f"no snapshot of the epoch {head.epoch} that can be used{why}"
+                    cause = str(error)
+                self._origin.refused[word] += 1
+                why = f"{name} is refused: {cause}"
+                if self._origin.log_rate.allows(word):
+                    logger.warning("%s: %s", self._origin.pool, why)
+            trouble = f"no snapshot of the epoch {head.epoch} that can be used"
+            if why:
+                trouble += f"; {why}"
             if self._origin.clock() >= until:
                 raise NoSnapshotError(trouble)
             self._note(trouble)
             self._run(partial(asyncio.sleep, pause))
             pause = min(2 * pause, _MAX_PAUSE)
-
-    def _refuse(self, name: str, word: str, error: Exception) -> str:
-        self._origin.refused[word] += 1
-        why = f"; {name} is refused: {error}"
-        if self._origin.log_rate.allows(word):
-            logger.warning("%s: %s", self._origin.pool, why[2:])
-        return why
 
     def _restore(self, name: str, data: bytes) -> None:
         """Restore a snapshot, and read the log from its position on."""
@@ -349,18 +317,18 @@ class LogMembership:
     # The log ----------------------------------------------------------------------------------
 
     async def _fill(self, timeout: float) -> None:
-        """Receive one body, if it is the next one.
+        """Receive one body, if it is the next one; NatsError, DecodeError: the log ends here.
 
-        Raises:
-            QueueTimeoutError: none came in time; the log was asked again from the next number.
-            NatsError, DecodeError: the log does not go on here.
+        QueueTimeoutError: none came in time; the log was asked again from the next number.
         """
         message = await self._next(timeout)
-        if message.seq < self._expected:
+        if message.seq < self._expected:  # nats-py may deliver again what it delivered
             return
+        # Before the number: another epoch may have messages where ours were forgotten.
         if message.epoch != self._epoch:
             raise NewEpochError(f"the epoch {message.epoch} begins at message {message.seq}")
         if message.seq > self._expected:
+            # Once it may be nats-py, which drops what waits too long in this process.
             if self._asked_again:
                 raise TrimmedError(
                     f"message {message.seq} came where {self._expected} should follow: the log was "
@@ -378,54 +346,50 @@ class LogMembership:
         self._waiting.extend(self._bodies.split(message.body))
 
     async def _next(self, timeout: float) -> LogMessage:
-        """Return the next message that is delivered."""
+        """Return the next message that is delivered; QueueTimeoutError says why there is none."""
+        assert self._connection is not None
+        log = self._connection.log
         try:
             if self._reader is None or self._must_ask:
                 await self._read_again()
             assert self._reader is not None
             return await self._reader.next(timeout)
         except asyncio.TimeoutError:
-            raise QueueTimeoutError(await self._look(timeout), timeout=timeout) from None
+            pass
         except (NewEpochError, NoStreamError):
             raise
         except NatsError as error:
             self._must_ask = True
-            if self._connected is None or self._connected.log.is_closed:
+            if log.is_closed:
                 raise
             await asyncio.sleep(min(timeout, _RETRY_SECONDS))
             raise QueueTimeoutError(str(error), timeout=timeout) from error
-
-    async def _look(self, timeout: float) -> str:
-        """Look at the end of a silent log, and ask again; return why it is silent.
-
-        Raises:
-            NewEpochError, NoStreamError: it does not go on.
-        """
-        assert self._connected is not None
-        if self._trouble and not self._connected.log.is_connected:
-            return self._trouble
-        try:
-            head = await self._read_again()
-        except (NewEpochError, NoStreamError):
-            raise
-        except NatsError as error:
-            self._must_ask = True
-            return str(error)
-        if head.seq < self._expected - 1:
-            return f"the log has lost its messages from {head.seq + 1} on, until the relay returns"
-        return f"nothing came for {timeout:g} s: is it stopped?"
+        # It is silent: its end says whether it goes on, and what was not delivered is asked for.
+        why = f"nothing came for {timeout:g} s: is it stopped?"
+        if self._trouble and not log.is_connected:
+            why = self._trouble
+        else:
+            try:
+                head = await self._read_again()
+                if head.seq < self._expected - 1:
+                    why = f"the log has lost its messages from {head.seq + 1} on, until the relay "
+                    why += "returns"
+            except (NewEpochError, NoStreamError):
+                raise
+            except NatsError as error:
+                self._must_ask = True
+                why = str(error)
+        raise QueueTimeoutError(why, timeout=timeout)
 
     async def _read_again(self) -> Head:
         """Ask for the log from the next number on; return its end.
 
-        A log that began anew may stay below that number for long, so its end is looked at each
-        time: a connection that breaks each second leaves no time for a silence.
-
-        Raises:
-            NewEpochError, NoStreamError: it does not go on.
+        NewEpochError, NoStreamError: it does not go on.
         """
-        assert self._connected is not None
-        head = await self._connected.log.head()
+        assert self._connection is not None
+        # A log that began anew may stay below that number for long, so its end is looked at each
+        # time: a connection that breaks each second leaves no time for a silence.
+        head = await self._connection.log.head()
         if head.epoch not in (None, self._epoch):
             raise NewEpochError(f"the epoch {head.epoch} ends the log at message {head.seq}")
         reader, self._reader = self._reader, None
@@ -433,20 +397,23 @@ class LogMembership:
         if reader is not None:
             self._origin.resubscribed += 1
             await reader.close()
-        self._reader = await self._connected.log.read(self._expected)
+        self._reader = await self._connection.log.read(self._expected)
         return head
 
     def _pop(self) -> ReceivedMessage:
         """Return the next message in terms of this machine's clock."""
         message, received_at = decode_message(self._waiting.popleft()), self._received_at
+        # The least of what clock and delivery took together, so the nearest to the clocks' own
+        # distance. Slower deliveries do not count, but for what clocks drift.
         offset = received_at - message.sent_at
-        if self._offset is not None:  # slower deliveries do not count, but for what clocks drift
+        if self._offset is not None:
             offset = min(offset, self._offset + _DRIFT * (received_at - self._offset_at))
         self._offset, self._offset_at = offset, received_at
         number = self._expected - 1
         self._origin.progress = Progress(
             self._epoch, number, self.backlog, message.sent_at + offset
         )
+        # What the log had kept says nothing of now; nor does one that many others follow.
         is_current = number >= self._current_from and self.backlog <= _FAR_BEHIND
         as_of = received_at if is_current else self.copy.sent_at
         return ReceivedMessage(message.number, as_of, message.entries)
@@ -459,13 +426,3 @@ class LogMembership:
         return msgspec.structs.replace(
             status, last_event_age=None if offset is None else age + offset
         )
-
-
-def _usable(names: list[str], head: Head) -> list[str]:
-    """Return the snapshots from which the log can be followed, the newest first."""
-    usable = []
-    for name in reversed(names):
-        position, epoch = position_and_epoch(name) or (0, "")
-        if epoch == head.epoch and position >= head.first_seq:
-            usable.append(name)
-    return usable

@@ -1,7 +1,20 @@
-"""The log of a pool, in JetStream: its stream, its head, appends and a reader.
+"""The log of a pool, in JetStream: its stream, its head, appends and a reader; and its bodies.
 
 The stream promises nothing that kvindex relies on but this: it gives each message a number, one
 higher than the message before. An append names the number that it expects to follow.
+
+A body has messages of the fan-out, one after the other, each after its length. A message that is
+too long for one body is cut, and its pieces are in bodies that follow each other directly. So a
+piece is
+
+```
+ bit 31      it continues the message of the piece before it
+ bit 30      the next piece, the first of the next body, continues this one
+ bits 29..0  its length, above 0; all of it big-endian
+ then        the piece
+```
+
+The first message of an epoch has an empty body.
 """
 
 from __future__ import annotations
@@ -41,25 +54,20 @@ _ADVICE = {
 _EXPECTED = "Nats-Expected-Last-Sequence"
 _EXPECTED_OF_EPOCH = "Nats-Expected-Last-Subject-Sequence"
 _READ_BYTES = 64 << 20  # that wait in this process; the reader asks again for what is dropped
+MAX_MESSAGE_BYTES = 64 << 20  # of all pieces of a message
+AROUND_BYTES = 4  # of a piece
+_HEAD = struct.Struct(">I")
+_CONTINUES, _IS_CONTINUED, _LENGTH = 1 << 31, 1 << 30, (1 << 30) - 1
 
 _Result = TypeVar("_Result")
 
 
 class StreamSettings(msgspec.Struct, frozen=True):
-    """How a pool's stream and bucket are made if they are missing.
+    """How a pool's stream and bucket are made if they are missing; raises ConfigurationError."""
 
-    Attributes:
-        replicas: servers that store them: 1, 3 or 5.
-        store: "memory", or "file". Bodies contain prompts' tokens, so a file stores them at rest.
-        max_bytes: size of the log; the oldest messages go when it is full.
-
-    Raises:
-        ConfigurationError: a value cannot work.
-    """
-
-    replicas: int = 1
-    store: str = "memory"
-    max_bytes: int = 1 << 30
+    replicas: int = 1  # servers that store them: 1, 3 or 5
+    store: str = "memory"  # or "file": bodies contain prompts' tokens, and are then stored at rest
+    max_bytes: int = 1 << 30  # of the log; the oldest messages go when it is full
 
     def __post_init__(self) -> None:
         if self.replicas not in (1, 3, 5):
@@ -71,19 +79,12 @@ class StreamSettings(msgspec.Struct, frozen=True):
 
 
 class Head(NamedTuple):
-    """The end of the log.
+    """The end of the log."""
 
-    Attributes:
-        seq: number of the last message; 0 if there was none.
-        first_seq: number of the first message that is still there.
-        epoch: that of the last message; None if it is gone.
-        body: of the last message.
-    """
-
-    seq: int
-    first_seq: int
-    epoch: str | None
-    body: bytes = b""
+    seq: int  # number of the last message; 0 if there was none
+    first_seq: int  # number of the first message that is still there
+    epoch: str | None  # of the last message; None if it is gone
+    body: bytes = b""  # of the last message
 
 
 class AppendRefusedError(NatsError):
@@ -99,28 +100,18 @@ class UnansweredError(NatsError):
 
 
 class LogMessage(NamedTuple):
-    """A message that was read.
+    """A message that was read."""
 
-    Attributes:
-        seq: its number.
-        epoch: its epoch.
-        pending: messages that follow it in the log, at least: those that did when it was sent, or
-            those that wait in this process.
-        body: as it was appended.
-    """
-
-    seq: int
+    seq: int  # its number
     epoch: str
-    pending: int
-    body: bytes
+    pending: int  # messages that follow it in the log, at least
+    body: bytes  # as it was appended
 
 
 class Log:
     """The log of a pool. Owner: the event loop of its connection.
 
     All methods raise NatsError if NATS does not answer in time or refuses; the message says why.
-    If JetStream does not answer for 10 s, the connection moves on to another server: this one may
-    be cut off from the others.
     """
 
     def __init__(self, client: NatsClient, pool: NatsPool) -> None:
@@ -149,8 +140,7 @@ class Log:
     async def make(self, settings: StreamSettings) -> None:
         """Make stream and bucket if they are missing, and use them as they are if not.
 
-        Raises:
-            ConfigurationError: the stream that exists cannot be used; what to change.
+        ConfigurationError: the stream that exists cannot be used; it says what to change.
         """
         from nats.js import api
 
@@ -175,21 +165,9 @@ class Log:
                 )
             )
         except NatsError as error:
+            # It exists, with other settings: an operator's, which may be right all the same.
             if _code(error) != _OTHER_STREAM:
                 raise
-        await self._check_stream()
-        if await self._has_bucket():
-            return
-        await self._asked(
-            self._stream.create_object_store(
-                self.pool.bucket,
-                api.ObjectStoreConfig(storage=store, replicas=settings.replicas),
-            )
-        )
-
-    async def _check_stream(self) -> None:
-        from nats.js import api
-
         config = (await self._asked(self._stream.stream_info(self.pool.stream))).config
         trouble = ""
         if list(config.subjects or ()) != [self.pool.log_subjects]:
@@ -203,13 +181,11 @@ class Log:
                 f"the stream {self.pool.stream} exists, but {trouble}: delete it, and the relay "
                 "makes another, or choose another pool"
             )
-
-    async def _has_bucket(self) -> bool:
         try:
             await self._asked(self._stream.stream_info(f"OBJ_{self.pool.bucket}"))
         except NoStreamError:
-            return False
-        return True
+            bucket = api.ObjectStoreConfig(storage=store, replicas=settings.replicas)
+            await self._asked(self._stream.create_object_store(self.pool.bucket, bucket))
 
     async def head(self) -> Head:
         """Return the end of the log; raises NoStreamError if there is no stream."""
@@ -218,26 +194,24 @@ class Log:
         if not state.messages:
             return Head(state.last_seq, state.first_seq, None)
         try:
+            # Its body, too: whoever may write to the log can write in our epoch.
             call = self._stream.get_msg(self.pool.stream, seq=state.last_seq)
             message = await self._asked(call, needs=_OF_A_LEADER)
         except NoStreamError:  # the message is gone, or the stream: the next look shows it
             return Head(state.last_seq, state.first_seq, None)
-        epoch = self._epoch(message.subject or "")
+        epoch = (message.subject or "").removeprefix(self.pool.log_prefix)
         return Head(state.last_seq, state.first_seq, epoch, message.data or b"")
 
     async def append(self, epoch: str, expected: int, body: bytes) -> int:
         """Append a body if the log's last number is `expected`; return the body's number.
 
-        Unless the body is empty, which begins an epoch, that last message has to be of the same
-        epoch and still there: otherwise the log forgot messages, and others stand in their place.
-
-        Raises:
-            AppendRefusedError: it is another number, or of another epoch.
-            NoStreamError: there is no stream.
-            NatsError: NATS refuses, or does not answer: whether it was appended is unknown.
+        AppendRefusedError: it is another number, or of another epoch. Any other NatsError: whether
+        it was appended is unknown.
         """
         headers = {_EXPECTED: str(expected)}
         if body:
+            # That last message has to be of this epoch and still there, too: otherwise the log
+            # forgot messages, and others stand in their place. An empty one begins an epoch.
             headers[_EXPECTED_OF_EPOCH] = str(expected)
         ack = await self._asked(
             self._stream.publish(
@@ -267,11 +241,7 @@ class Log:
             ),
             needs=_OF_A_MAJORITY,
         )
-        return LogReader(subscription, self._epoch)
-
-    def _epoch(self, subject: str) -> str:
-        """Return the epoch of a subject; that of another subject is the subject itself."""
-        return subject.removeprefix(self.pool.log_prefix)
+        return LogReader(subscription, self.pool.log_prefix)
 
     async def _asked(self, call: Any, *, needs: int = _OF_A_SERVER) -> Any:
         try:
@@ -280,25 +250,22 @@ class Log:
             is_answer = isinstance(error, (AppendRefusedError, NoStreamError))
             if not is_answer and _code(error) in _UNAVAILABLE:
                 self._unanswered = max(self._unanswered, needs)
-                await self._note_silence()
+                now = asyncio.get_running_loop().time()
+                if not self._client.is_connected:
+                    self._silent_since = None
+                elif self._silent_since is None:
+                    self._silent_since = now
+                elif now - self._silent_since >= _SILENT_SECONDS:
+                    # This server may be cut off from the others: another one may answer.
+                    self._silent_since = None
+                    self.moves += 1
+                    await self._client.force_reconnect()
             raise
         # A server that is cut off goes on to describe the stream, and its leader to show the end of
         # the log: neither says that what needs more will be answered.
         if needs >= self._unanswered:
             self._silent_since, self._unanswered = None, _OF_A_SERVER
         return answer
-
-    async def _note_silence(self) -> None:
-        """Move on to another server if JetStream has not answered for long."""
-        now = asyncio.get_running_loop().time()
-        if not self._client.is_connected:
-            self._silent_since = None
-        elif self._silent_since is None:
-            self._silent_since = now
-        elif now - self._silent_since >= _SILENT_SECONDS:
-            self._silent_since = None
-            self.moves += 1
-            await self._client.force_reconnect()
 
 
 async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
@@ -314,7 +281,12 @@ async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
             kind = AppendRefusedError
         elif isinstance(error, js_errors.NotFoundError):
             kind = NoStreamError
-        raise kind(f"{pool}: {_described(error)}") from error
+        advice = _ADVICE.get(error.err_code or 0)
+        if error.code in (None, 503) and error.err_code in _NO_JETSTREAM:
+            advice = "enable JetStream in the server, and for this account"
+        code = error.err_code or error.code or 503
+        text = f"{error.description or type(error).__name__} ({code})"
+        raise kind(f"{pool}: {text}: {advice}" if advice else f"{pool}: {text}") from error
     except js_errors.NoStreamResponseError as error:
         raise NoStreamError(f"{pool}: no stream has the subject") from error
     except asyncio.TimeoutError as error:
@@ -324,10 +296,8 @@ async def ask(pool: NatsPool, call: Awaitable[Any]) -> Any:
 
 
 async def ask_again(call: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Return what a call returns, which is made up to five times while NATS does not answer.
-
-    A process that is stopped for longer than a request may take misses the answer.
-    """
+    """Return what a call returns, which is made up to five times while NATS does not answer."""
+    # A process that is stopped for longer than a request may take misses the answer.
     for _ in range(_TRIES - 1):
         with suppress(UnansweredError):
             return await call()
@@ -337,9 +307,9 @@ async def ask_again(call: Callable[[], Awaitable[_Result]]) -> _Result:
 class LogReader:
     """Messages in order, from some number on. Owner: the event loop of its connection."""
 
-    def __init__(self, subscription: Any, epoch_of: Any) -> None:
+    def __init__(self, subscription: Any, prefix: str) -> None:
         self._subscription = subscription
-        self._epoch_of = epoch_of
+        self._prefix = prefix
 
     async def next(self, timeout: float) -> LogMessage:
         """Return the next message; raises TimeoutError (asyncio's) if none comes in time."""
@@ -354,7 +324,8 @@ class LogReader:
         metadata = message.metadata
         return LogMessage(
             metadata.sequence.stream,
-            self._epoch_of(message.subject),
+            message.subject.removeprefix(self._prefix),
+            # Those that followed when it was sent, or those that wait in this process.
             max(metadata.num_pending or 0, self._subscription.pending_msgs),
             message.data,
         )
@@ -373,41 +344,12 @@ def _code(error: NatsError) -> int | None:
     return getattr(error.__cause__, "err_code", None)
 
 
-def _described(error: Any) -> str:
-    """Return what JetStream refuses, and what to do."""
-    text = f"{error.description or type(error).__name__} ({error.err_code or error.code or 503})"
-    advice = _ADVICE.get(error.err_code)
-    if error.code in (None, 503) and error.err_code in _NO_JETSTREAM:
-        advice = "enable JetStream in the server, and for this account"
-    return f"{text}: {advice}" if advice else text
-
-
-# bodies ------------------------------------------------------------------------------------
-#
-# Bodies of the log: messages of the fan-out, one after the other, each after its length.
-#
-# A message that is too long for one body is cut, and its pieces are in bodies that follow each
-# other directly. So a piece is
-#
-# ```
-#  bit 31      it continues the message of the piece before it
-#  bit 30      the next piece, the first of the next body, continues this one
-#  bits 29..0  its length, above 0; all of it big-endian
-#  then        the piece
-# ```
-#
-# The first message of an epoch has an empty body.
-
-
-MAX_MESSAGE_BYTES = 64 << 20  # of all pieces of a message
-AROUND_BYTES = 4  # of a piece
-_HEAD = struct.Struct(">I")
-_CONTINUES, _IS_CONTINUED, _LENGTH = 1 << 31, 1 << 30, (1 << 30) - 1
+# Bodies ----------------------------------------------------------------------------------------
 
 
 def join_bodies(messages: Iterable[bytes]) -> bytes:
     """Return the body of these messages."""
-    return b"".join(part for each in messages for part in (_HEAD.pack(len(each)), each))
+    return b"".join(part for body in messages for part in (_HEAD.pack(len(body)), body))
 
 
 def cut_message(message: bytes, room: int) -> list[bytes]:
@@ -426,9 +368,7 @@ class BodyReader:
     """Splits bodies that follow each other into their messages. Owner: one thread.
 
     It may begin at any body: pieces at the start that continue a message from before are left out.
-
-    Args:
-        most: bytes of a message; more are refused. Memory grows with the bytes read, up to here.
+    A message of more than `most` bytes is refused; memory grows with the bytes read, up to there.
     """
 
     def __init__(self, most: int = MAX_MESSAGE_BYTES) -> None:
@@ -453,23 +393,23 @@ class BodyReader:
             is_continued = bool(head & _IS_CONTINUED)
             if is_continued and at < len(view):
                 raise DecodeError("a message goes on in the next body, and others follow it here")
-            yield from self._add(piece, bool(head & _CONTINUES), is_continued)
-
-    def _add(self, piece: memoryview, continues: bool, is_continued: bool) -> Iterator[memoryview]:
-        if self._is_first and continues:
-            return
-        self._is_first = False
-        if continues != self._is_open:
-            raise DecodeError("a piece continues nothing" if continues else "a piece is missing")
-        self._is_open = is_continued
-        self._bytes += len(piece)
-        if self._bytes > self._most:
-            raise DecodeError(f"a message of over {self._most} bytes", size=self._bytes)
-        if is_continued:
-            self._pieces.append(piece)
-            return
-        if continues:
-            piece = memoryview(b"".join((*self._pieces, piece)))
-            self._pieces.clear()
-        self._bytes = 0
-        yield piece
+            continues = bool(head & _CONTINUES)
+            if self._is_first and continues:
+                continue
+            self._is_first = False
+            if continues != self._is_open:
+                raise DecodeError(
+                    "a piece continues nothing" if continues else "a piece is missing"
+                )
+            self._is_open = is_continued
+            self._bytes += len(piece)
+            if self._bytes > self._most:
+                raise DecodeError(f"a message of over {self._most} bytes", size=self._bytes)
+            if is_continued:
+                self._pieces.append(piece)
+                continue
+            if continues:
+                piece = memoryview(b"".join((*self._pieces, piece)))
+                self._pieces.clear()
+            self._bytes = 0
+            yield piece

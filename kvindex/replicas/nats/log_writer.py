@@ -45,19 +45,12 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds after a trouble, doubled w
 
 
 class WriterState(str, enum.Enum):
-    """What a writer is doing.
+    """What a writer is doing."""
 
-    Attributes:
-        STANDING_BY: it watches another writer.
-        BEGINNING: it claims the log for a new epoch of its own.
-        WRITING: it appends.
-        UNSURE: it does not know where the log ends, and has to look.
-    """
-
-    STANDING_BY = "standing by"
-    BEGINNING = "beginning"
-    WRITING = "writing"
-    UNSURE = "unsure"
+    STANDING_BY = "standing by"  # it watches another writer
+    BEGINNING = "beginning"  # it claims the log for a new epoch of its own
+    WRITING = "writing"  # it appends
+    UNSURE = "unsure"  # it does not know where the log ends, and has to look
 
     def __str__(self) -> str:
         return self.value
@@ -72,18 +65,13 @@ class Make(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Append a body; then call `acked`, `refused` or `failed`.
-
-    Attributes:
-        epoch: of the message.
-        expected: number of the log's last message, without which it must not be stored; of the
-            same epoch, unless the body is empty.
-        body: of the message; empty if it begins the epoch.
-    """
+    """Append a body; then call `acked`, `refused` or `failed`."""
 
     epoch: str
+    # Number of the log's last message, without which it must not be stored; of the same epoch,
+    # unless the body is empty.
     expected: int
-    body: bytes
+    body: bytes  # empty if it begins the epoch
 
 
 class Ready(NamedTuple):
@@ -104,37 +92,20 @@ class LogWriter:
 
     Its owner carries out `step`, reports what came of it, and asks for the next one. All times are
     seconds of the owner's monotonic clock. Each call is O(1), but the one that goes on after
-    trouble is O(bodies that are kept).
-
-    Args:
-        name: different for each writer and each of its processes, of letters and digits; part of
-            its epochs.
-        kept_bytes: bytes kept of the bodies that were acknowledged, to append them again if the
-            log forgets them.
-        silence: seconds without a new message after which the writer that stands by begins.
-
-    Attributes:
-        state: what it is doing.
-        epoch: the newest of its epochs; "" before the first.
-        position: number of the newest message of its epoch that the log is known to have, all
-            before it included; it goes back if the log forgets some.
-        reason: why it is not writing, or the last trouble while it does.
-        counters: how often what happened: "epochs" begun, bodies stored ("appends"), appends
-            "refused", "failures" of steps, epochs "fenced" by another writer, begins "outrun" by
-            another writer, acknowledged messages "forgotten" by the log, bodies "appended_again",
-            epochs given up since a "foreign" message was in them.
-
-    Owner: one thread.
+    trouble is O(bodies that are kept). `name` is part of its epochs: letters and digits, different
+    for each writer and each of its processes. Owner: one thread.
     """
 
     def __init__(
         self, name: str, *, kept_bytes: int = KEPT_BYTES, silence: float = SILENCE
     ) -> None:
         self.state = WriterState.STANDING_BY
-        self.epoch = ""
+        self.epoch = ""  # the newest of its epochs
+        # Number of the newest message of its epoch that the log is known to have, all before it
+        # included; it goes back if the log forgets some.
         self.position = 0
-        self.reason = "it has not looked at the log yet"
-        self.counters: Counter[str] = Counter()
+        self.reason = "it has not looked at the log yet"  # or the last trouble while it writes
+        self.counters: Counter[str] = Counter()  # `Relay.statistics` says what they count
         self._own = f"{name}-"
         self._most_kept = kept_bytes
         self._silence = silence
@@ -179,15 +150,14 @@ class LogWriter:
         self._unsent.append(body)
         self._kept.append((self.position + 1, body))
         self._kept_bytes += len(body)
+        # What the log has not acknowledged stays, however much it is: it is to be sent again.
         while self._kept_bytes > self._most_kept and self._kept[1][0] <= self.position:
             self._kept.popleft()
             self._kept_bytes -= len(self._kept[0][1])
 
     def abandon(self, reason: str) -> None:
-        """Begin a new epoch, since this one lacks something; nothing if there is none.
-
-        What comes of a step in flight is to be reported all the same, and is of no account.
-        """
+        """Begin a new epoch, since this one lacks something; nothing if there is none."""
+        # What comes of a step in flight is reported all the same, and is of no account.
         if self.state in (WriterState.WRITING, WriterState.UNSURE):
             self._begin_anew(reason)
             self._pause(self._asked_at)
@@ -289,6 +259,7 @@ class LogWriter:
         if after is not None and (head.seq, head.epoch, head.body) == (after + 1, self.epoch, b""):
             self._start(head.seq)
         elif head.epoch is None or head.epoch.startswith(self._own):
+            # Each attempt has a name of its own: an old begin that is stored late is not this one.
             self._new_epoch(head.seq)
         elif head.seq == after:
             self._looking = False  # it was not stored
@@ -332,10 +303,15 @@ class LogWriter:
             return
         first = self._kept[0][0]
         last = self.position + len(self._unsent)
-        if head.epoch == self.epoch and (head.seq > last or self._is_foreign(head)):
+        # Whoever may write to the log can do so in our epoch, and replicas would read it.
+        is_foreign = head.seq > last or (
+            head.seq >= first and self._kept[head.seq - first][1] != head.body
+        )
+        if head.epoch == self.epoch and is_foreign:
             self.counters["foreign"] += 1
             self._begin_anew(f"message {head.seq} of {self.epoch} is another client's")
             return
+        # A log that ends where it should, and refuses all the same, would be asked for ever.
         is_ours = head.epoch == self.epoch and self._refusals <= _MOST_REFUSALS
         if not (is_ours and head.seq >= first):
             self._begin_anew(
@@ -349,8 +325,3 @@ class LogWriter:
         self._unsent = deque(body for seq, body in self._kept if seq > head.seq)
         self.counters["appended_again"] += len(self._unsent)
         self._looking = False
-
-    def _is_foreign(self, head: Head) -> bool:
-        """Return whether this is not the body that was sent with its number."""
-        place = head.seq - self._kept[0][0]
-        return place >= 0 and self._kept[place][1] != head.body

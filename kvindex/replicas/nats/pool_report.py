@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -49,13 +50,21 @@ async def _report(pool: NatsPool, timeout: float) -> dict[str, Any]:
             head = await Log(client, pool).head()
         except NoStreamError:
             raise NatsError(f"there is no pool at {pool}: no relay has written to it") from None
+        # Asked by hand: nats-py leaves out the times, and what its release does not know.
         call = client.request(f"$JS.API.STREAM.INFO.{pool.stream}", b"", timeout=timeout)
         answer = await ask(pool, call)
         try:
             stream = _stream(msgspec.json.decode(answer.data))
         except (*UNREADABLE, LookupError, TypeError, AttributeError) as error:
             raise NatsError(f"{pool}: what it answers about the stream cannot be read") from error
-        snapshots = await _snapshots(PoolSnapshots(client, pool), stream["head"])
+        store, snapshots = PoolSnapshots(client, pool), []
+        with suppress(NoStreamError):  # there is no bucket, or one was deleted just now
+            for name in await store.newest():
+                position, epoch = position_and_epoch(name) or (0, "")
+                size = await store.size(name)
+                behind = max(stream["head"] - position + 1, 0)
+                row = {"name": name, "epoch": epoch, "position": position, "bytes": size}
+                snapshots.append({**row, "behind": behind})
     finally:
         await client.close()
     return {"pool": pool.name, "epoch": head.epoch, **stream, "snapshots": snapshots}
@@ -64,11 +73,10 @@ async def _report(pool: NatsPool, timeout: float) -> dict[str, Any]:
 def _stream(info: Any) -> dict[str, Any]:
     """Return the report's lines on the stream, of what nats-server answers about it."""
     state, config, cluster = info["state"], info["config"], info.get("cluster") or {}
-    age, times = None, (info.get("ts"), state.get("last_ts"))  # which nats-py leaves out
-    if state["last_seq"] and all(times):
-        now, last = (msgspec.convert(of, datetime) for of in times)
-        age = (now - last).total_seconds()
-    of_a_peer = {"name": "", "current": False, "offline": False, "lag": 0}
+    age, now, last = None, info.get("ts"), state.get("last_ts")
+    if state["last_seq"] and now and last:
+        age = (msgspec.convert(now, datetime) - msgspec.convert(last, datetime)).total_seconds()
+    peer_defaults = {"name": "", "current": False, "offline": False, "lag": 0}
     return {
         "is_written": age is not None and age < SILENCE,
         "age": age,
@@ -82,21 +90,7 @@ def _stream(info: Any) -> dict[str, Any]:
         "max_bytes": config["max_bytes"],
         "leader": cluster.get("leader", ""),
         "peers": [
-            {name: peer.get(name, default) for name, default in of_a_peer.items()}
+            {name: peer.get(name, default) for name, default in peer_defaults.items()}
             for peer in cluster.get("replicas") or ()
         ],
     }
-
-
-async def _snapshots(store: PoolSnapshots, head: int) -> list[dict[str, Any]]:
-    rows = []
-    try:
-        for name in await store.newest():
-            position, epoch = position_and_epoch(name) or (0, "")
-            size = await store.size(name)
-            behind = max(head - position + 1, 0)
-            row = {"name": name, "epoch": epoch, "position": position, "bytes": size}
-            rows.append({**row, "behind": behind})
-    except NoStreamError:  # there is no bucket, or one was deleted just now
-        pass
-    return rows

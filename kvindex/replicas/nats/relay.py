@@ -1,4 +1,8 @@
-"""The relay: one subscriber whose events any number of hosts follow."""
+"""The relay: one subscriber whose events any number of hosts follow.
+
+Its messages wait in a `LogQueue`; the `LogDriver` appends them to the log as a `LogWriter` decides,
+and the `SnapshotKeeper` stores the snapshots that the log continues.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvindex.client import Client, ClientOptions
 from kvindex.index.snapshot import Snapshot, SnapshotRecord, require_native
@@ -36,12 +40,11 @@ from kvindex.replicas.nats.log_writer import (
     Make,
     Ready,
     Rest,
-    Step,
     WriterState,
 )
 from kvindex.replicas.nats.snapshots import PoolSnapshots, SnapshotContents, SnapshotKeeper
 from kvindex.replicas.outflow import Patience, Snapshots, StreamTap
-from kvindex.replicas.server import Serving
+from kvindex.replicas.server import ReplicaServer
 from kvindex.subscribe.discovery import Engines
 from kvindex.wire.errors import (
     BusyError,
@@ -61,345 +64,37 @@ from kvindex.wire.nats import (
 )
 
 if TYPE_CHECKING:
-    from nats.aio.client import Client as NatsClient
     from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
-# writing -----------------------------------------------------------------------------------
-#
-# Carries out what a `LogWriter` decides: what waits in a queue is appended to the log.
-
-
 _TURN = 0.010  # seconds from one append to the next, unless a full body waits
 _BODY_BYTES = 512 << 10
-
-
-class Writing:
-    """Drives a writer. Owner: the event loop of the connection.
-
-    Args:
-        log: to append to.
-        settings: of its stream, if it is to be made.
-        writer: decides.
-        queue: what to append.
-        on_begin: awaited when an epoch has begun: it attaches the queue.
-        on_end: awaited when it has ended: it detaches the queue.
-        on_append: called with the bytes of each body that was appended.
-
-    Attributes:
-        head: the end of the log when it was last looked at.
-        bytes: of the bodies that were appended.
-    """
-
-    def __init__(
-        self,
-        log: Log,
-        settings: StreamSettings,
-        writer: LogWriter,
-        queue: LogQueue,
-        *,
-        on_begin: Callable[[], Awaitable[None]],
-        on_end: Callable[[], Awaitable[None]],
-        on_append: Callable[[int], None],
-    ) -> None:
-        self.head = Head(0, 0, None)
-        self.bytes = 0
-        self._log = log
-        self._settings = settings
-        self._writer = writer
-        self._queue = queue
-        self._on_begin, self._on_end, self._on_append = on_begin, on_end, on_append
-        self._bell = asyncio.Event()
-        self._epoch = ""  # that the queue is attached for
-        self._state = ""  # that was logged
-        self._next_turn = 0.0
-
-    def wake(self) -> None:
-        """Look at the queue now."""
-        self._bell.set()
-
-    async def run(self) -> None:
-        """Go on until it is cancelled, or the connection is closed for good."""
-        try:
-            while not self._log.is_closed:
-                if self._epoch and self._queue.trouble:
-                    self._writer.abandon(self._queue.trouble)
-                await self._follow_state()
-                await self._carry_out(self._writer.step(time.monotonic()))
-        finally:
-            await self._end()
-
-    async def _follow_state(self) -> None:
-        """Attach the queue if an epoch has begun, and detach it if it has ended."""
-        writer = self._writer
-        if writer.state is WriterState.UNSURE:  # it may go on
-            return
-        epoch = writer.epoch if writer.state is WriterState.WRITING else ""
-        state = f"{writer.state} epoch {epoch}" if epoch else f"{writer.state}: {writer.reason}"
-        if state != self._state:
-            self._state = state
-            logger.info("%s: %s", self._log.pool, state)
-        if epoch == self._epoch:
-            return
-        await self._end()
-        if epoch:
-            self._epoch = epoch
-            try:
-                await self._on_begin()
-            except BusyError as error:  # the subscriber's thread is blocked: another epoch, later
-                writer.abandon(str(error))
-
-    async def _end(self) -> None:
-        if self._epoch:
-            self._epoch = ""
-            await self._on_end()
-
-    async def _carry_out(self, step: Step) -> None:
-        if isinstance(step, Ready):
-            await self._take_turn()
-        elif isinstance(step, Append):
-            await self._append(step)
-        elif isinstance(step, Rest):
-            await asyncio.sleep(step.until - time.monotonic())
-        elif isinstance(step, Look):
-            await self._look()
-        elif isinstance(step, Make):
-            await self._make()
-
-    async def _take_turn(self) -> None:
-        """Write what waits in the queue, or wait until there is something."""
-        limit = min(_BODY_BYTES, self._log.max_body_bytes)
-        wait = self._next_turn - time.monotonic()
-        if wait > 0 and self._queue.waiting_bytes < limit:
-            await asyncio.sleep(wait)
-        self._bell.clear()
-        body = self._queue.take(limit)
-        if body:
-            self._next_turn = time.monotonic() + _TURN
-            self._writer.write(body)
-        else:
-            await self._bell.wait()
-
-    async def _append(self, append: Append) -> None:
-        epoch, expected, body = append
-        if len(body) > self._log.max_body_bytes:  # this server accepts less
-            self._writer.abandon(f"max_payload of the server is below {len(body)} bytes")
-            return
-        try:
-            seq = await self._log.append(epoch, expected, body)
-        except AppendRefusedError:
-            self._writer.refused()
-        except NatsError as error:
-            self._writer.failed(str(error), time.monotonic())
-        else:
-            self._writer.acked(seq)
-            self.bytes += len(body)
-            self._on_append(len(body))
-
-    async def _look(self) -> None:
-        try:
-            self.head = await self._log.head()
-        except NoStreamError:
-            self._writer.saw_no_stream()
-        except NatsError as error:
-            self._writer.failed(str(error), time.monotonic())
-        else:
-            self._writer.saw(self.head, time.monotonic())
-
-    async def _make(self) -> None:
-        try:
-            await self._log.make(self._settings)
-        except (NatsError, ConfigurationError) as error:
-            self._writer.failed(str(error), time.monotonic())
-        else:
-            self._writer.made()
-
-
-# log_queue ---------------------------------------------------------------------------------
-#
-# The messages of a tap that wait to be appended to the log.
-
-
 _CHUNK_BYTES = 256 << 10
-_QUEUE_PATIENCE = 1.0  # seconds
-
-
-class LogQueue:
-    """Stands where the fan-out's `Outflow` stands, and keeps messages until they are taken.
-
-    While it is not attached, messages are dropped: another relay writes. If it is attached and
-    full, it delays the subscriber's thread as long as messages are taken, for at most a second
-    that grows back slowly. Then it *overflows*: it drops all, and is not attached any more.
-
-    Args:
-        on_message: called by `send` if `take` found nothing before.
-        most: bytes that may wait.
-        clock: monotonic seconds.
-
-    Attributes:
-        chunk_bytes: bytes of a message that is not unusual.
-        trouble: why it overflowed, until it is attached again.
-
-    Thread safety: `send`, `attach`, `admit` and `close` by the subscriber's thread, the others by
-    any.
-    """
-
-    def __init__(
-        self,
-        on_message: Callable[[], None],
-        *,
-        most: int = MAX_MESSAGE_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.chunk_bytes = _CHUNK_BYTES
-        self.trouble = ""
-        self._on_message = on_message
-        self._most = most
-        self._clock = clock
-        self._patience = Patience(_QUEUE_PATIENCE, clock)
-        self._changed = threading.Condition()
-        self._is_attached = False
-        self._messages: deque[bytes] = deque()
-        self._pieces: deque[bytes] = deque()  # bodies of a message that was too long for one
-        self._bytes = 0
-        self._taken_at = clock()
-        self._is_awaited = False
-        self._blocked = 0.0
-        self._counters: Counter[str] = Counter()
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether messages are kept."""
-        return self._is_attached
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the messages that wait."""
-        return self._bytes
-
-    def attach(self) -> None:
-        """Keep every message from the next one on."""
-        with self._changed:
-            self._empty()
-            self.trouble = ""
-            self._is_attached = True
-            self._taken_at = self._clock()
-
-    def detach(self) -> None:
-        """Drop all messages, and every one from now on."""
-        with self._changed:
-            self._empty()
-            self._is_attached = False
-            self._changed.notify_all()
-
-    def send(self, body: bytes) -> None:
-        """Keep a message, if this is attached."""
-        with self._changed:
-            if self._is_attached and self._bytes + len(body) > self._most:
-                self._wait_for_room(len(body))
-            if not self._is_attached:
-                return
-            self._messages.append(body)
-            self._bytes += len(body)
-            self._counters["messages"] += 1
-            self._counters["bytes"] += len(body)
-            is_awaited, self._is_awaited = self._is_awaited, False
-        if is_awaited:
-            self._on_message()
-
-    def take(self, limit: int) -> bytes:
-        """Return the messages that wait, as one body of at most `limit` bytes; b"" if none does."""
-        with self._changed:
-            self._taken_at = self._clock()
-            body = self._pieces.popleft() if self._pieces else self._next_body(limit)
-            self._is_awaited = not body
-            self._changed.notify_all()
-        return body
-
-    def admit(self) -> None:
-        """Do nothing: the readers of the log need no admission."""
-
-    def count_readers(self) -> int:
-        """Return 1 if messages are kept, else 0."""
-        return int(self._is_attached)
-
-    def statistics(self) -> dict[str, float]:
-        """Return what was kept, how often it overflowed, and for how long the thread waited."""
-        return {
-            "messages": self._counters["messages"],
-            "bytes": self._counters["bytes"],
-            "waiting_bytes": self._bytes,
-            "overflows": self._counters["overflows"],
-            "blocked_seconds": self._blocked,
-        }
-
-    def close(self) -> None:
-        """Let nobody wait any more. Idempotent."""
-        self.detach()
-
-    def _wait_for_room(self, size: int) -> None:
-        """Wait until a message has room; overflow if that is too long, or impossible."""
-        began = self._clock()
-        left = self._patience.left()
-        while self._is_attached and self._bytes + size > self._most:
-            now = self._clock()
-            until = min(began + left, self._taken_at + _QUEUE_PATIENCE)
-            if size > self._most or now >= until:
-                self._overflow(size)
-                break
-            self._changed.wait(until - now)
-        self._patience.spend()
-        self._blocked += self._clock() - began
-
-    def _overflow(self, size: int) -> None:
-        self._counters["overflows"] += 1
-        if size > self._most:
-            self.trouble = f"a message of {size} bytes is too long: at most {self._most} can be"
-        else:
-            self.trouble = f"{self._bytes} bytes wait, and NATS accepts them too slowly"
-        self._empty()
-        self._is_attached = False
-        self._is_awaited = False
-        self._on_message()
-
-    def _next_body(self, limit: int) -> bytes:
-        messages: list[bytes] = []
-        size = 0
-        while self._messages:
-            size += len(self._messages[0]) + AROUND_BYTES
-            if size > limit:
-                break
-            messages.append(self._pop())
-        if messages or not self._messages:
-            return join_bodies(messages)
-        self._pieces.extend(cut_message(self._pop(), limit))
-        return self._pieces.popleft()
-
-    def _pop(self) -> bytes:
-        message = self._messages.popleft()
-        self._bytes -= len(message)
-        return message
-
-    def _empty(self) -> None:
-        self._messages.clear()
-        self._pieces.clear()
-        self._bytes = 0
-
-
+_QUEUE_PATIENCE = 1.0  # seconds for which a full queue may delay the subscriber's thread
 _PATIENCE = 0.005  # seconds for which batches are kept back; turns of the log are longer
 _RESTART_SECONDS = 60.0  # for the pool's snapshot to arrive
 _TRIED = 4  # of its snapshots
 _RETRY_SECONDS = 1.0  # between two attempts to connect, once a connection was closed for good
+_CLOSE_SECONDS = 2.0
 _NAME = re.compile(r"[A-Za-z0-9]{1,64}")
-_Result = TypeVar("_Result")
+_COUNTED = (
+    "appends",
+    "appended_again",
+    "forgotten",
+    "fenced",
+    "foreign",
+    "refused",
+    "failures",
+    "epochs",
+)
 
 
 class RelayOptions(ClientOptions, NatsOptions, total=False):
     """The further options of a relay: those of a client, and of a connection to NATS."""
 
 
-class Relay(Serving):
+class Relay(ReplicaServer):
     """Subscribes to engines, and writes what they send to NATS for replicas on any host.
 
     Any number of relays may serve a pool: one writes, the others stand by with the same engines.
@@ -446,9 +141,11 @@ class Relay(Serving):
         super().__init__()
         require_native()
         require_nats()
-        secured, rest = _split_options(options)
-        self.pool = parse_pool(url, pool, secured)
+        secured = {k: v for k, v in options.items() if k in NatsOptions.__annotations__}
+        rest: dict[str, Any] = {k: v for k, v in options.items() if k not in secured}
+        self.pool = parse_pool(url, pool, NatsOptions(**secured))  # type: ignore[typeddict-item]
         self._settings = StreamSettings(replicas, store, max_bytes)
+        # A quarter: while the next one is made, the log has to hold all that follows the last.
         self._every = max_bytes // 4 if snapshot_every is None else snapshot_every
         if self._every <= 0:
             raise ConfigurationError(f"snapshot_every must be above 0, not {snapshot_every!r}")
@@ -458,14 +155,17 @@ class Relay(Serving):
                 "encrypt its files",
                 self.pool,
             )
-        self._name = _own_name(name)
+        if name is not None and not _NAME.fullmatch(name):
+            raise ConfigurationError(f"name must be 1 to 64 letters and digits, not {name!r:.100}")
+        # Two writers of one name would take each other's epochs for their own.
+        self._name = f"{name or 'relay'}{os.urandom(6).hex()}"
         self._trouble = ""  # with the connection
         self._refused: Counter[str] = Counter()  # snapshots that could not be continued from
         self._writer = LogWriter(self._name)
         self._queue = LogQueue(self._wake)
         self._tap = StreamTap(self._queue, self._ended.set, patience=_PATIENCE)
         self._log: Log | None = None
-        self._writing: Writing | None = None
+        self._driver: LogDriver | None = None
         self._keeper: SnapshotKeeper | None = None
         self._opened: Future[Snapshot | None] = Future()
         self._client_made = asyncio.Event()
@@ -473,6 +173,7 @@ class Relay(Serving):
             "kvindex-relay", partial(self._main, "resume" in rest), self._fail
         )
         try:
+            # The client can begin only with the pool's snapshot, which the thread fetches.
             resume = self._opened.result()
             if resume is not None:
                 rest["resume"] = resume
@@ -499,20 +200,19 @@ class Relay(Serving):
         of error; `last_snapshot`: the newest. `restart_refused`: snapshots that this relay could
         not continue from, by reason. `entries`, `heartbeats`: of its messages.
         """
-        writer, writing, keeper = self._writer, self._writing, self._keeper
-        counters = {name: writer.counters[name] for name in _COUNTED}
+        writer, driver, keeper = self._writer, self._driver, self._keeper
         return {
             "relay": {
                 "pool": self.pool.name,
                 "state": str(writer.state),
                 "epoch": writer.epoch,
                 "position": writer.position,
-                "head": max(writer.position, 0 if writing is None else writing.head.seq),
+                "head": max(writer.position, 0 if driver is None else driver.head.seq),
                 "reason": writer.reason,
                 "connection": self._trouble,
                 "moves": 0 if self._log is None else self._log.moves,
-                **counters,
-                "appended_bytes": 0 if writing is None else writing.bytes,
+                **{name: writer.counters[name] for name in _COUNTED},
+                "appended_bytes": 0 if driver is None else driver.bytes,
                 "queue": self._queue.statistics(),
                 **({} if keeper is None else keeper.statistics()),
                 "restart_refused": dict(self._refused),
@@ -531,47 +231,46 @@ class Relay(Serving):
     # On the thread of the connection ----------------------------------------------------------
 
     async def _main(self, resumes: bool) -> None:
-        """Connect; once there is a client, write until this is cancelled."""
+        """Connect and write until this is cancelled, anew if a server closes the connection."""
+        name = f"kvindex relay {self._name}"
         try:
-            connection = await self._connect()
-            try:
-                log, store = Log(connection, self.pool), PoolSnapshots(connection, self.pool)
-                await ask_again(partial(log.make, self._settings))
-                self._opened.set_result(None if resumes else await self._newest(store))
-                await self._client_made.wait()
-                await self._write(log, store)
-            finally:
-                await _close(connection)
+            while True:
+                try:
+                    connection = await open_connection(
+                        self.pool, name, on_change=self._note_trouble
+                    )
+                except NatsError as error:
+                    # A relay that cannot begin says so at once; one that runs tries for ever.
+                    if not self._opened.done():
+                        raise
+                    self._note_trouble(str(error))
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    continue
+                try:
+                    log, store = Log(connection, self.pool), PoolSnapshots(connection, self.pool)
+                    if not self._opened.done():
+                        await ask_again(partial(log.make, self._settings))
+                        self._opened.set_result(None if resumes else await self._newest(store))
+                        await self._client_made.wait()
+                    else:
+                        self._note_trouble("")
+                    await self._write(log, store)
+                finally:
+                    try:
+                        await asyncio.wait_for(connection.close(), _CLOSE_SECONDS)
+                    except Exception as error:
+                        logger.info("the connection was not closed in order: %r", error)
         except Exception as error:
             if not self._opened.done():
                 self._opened.set_exception(error)
             raise
-        while True:
-            await self._write_again()
-
-    async def _connect(self) -> NatsClient:
-        name = f"kvindex relay {self._name}"
-        return await open_connection(self.pool, name, on_change=self._note_trouble)
-
-    async def _write_again(self) -> None:
-        """Connect anew, since the server closed the connection for good; and write."""
-        try:
-            connection = await self._connect()
-        except NatsError as error:
-            self._note_trouble(str(error))
-            await asyncio.sleep(_RETRY_SECONDS)
-            return
-        try:
-            self._note_trouble("")
-            await self._write(Log(connection, self.pool), PoolSnapshots(connection, self.pool))
-        finally:
-            await _close(connection)
 
     async def _newest(self, store: PoolSnapshots) -> Snapshot | None:
         """Return the pool's newest snapshot that can be continued from, if there is any."""
         try:
             return await run_apart(self._first_usable(store), _RESTART_SECONDS)
         except (NatsError, asyncio.TimeoutError) as error:
+            # To begin with nothing is better than not to begin: engines replay what they have.
             self._refused[type(error).__name__] += 1
             logger.warning("%s: its snapshots cannot be fetched: %r", self.pool, error)
         return None
@@ -580,20 +279,20 @@ class Relay(Serving):
         for name in (await ask_again(store.newest))[:_TRIED]:
             try:
                 data = await ask_again(partial(store.get, name))
-                return await _in_thread(partial(_read, data, name))
+                return await asyncio.to_thread(_read, data, name)
             except (NatsError, DecodeError, SnapshotError) as error:
                 self._refused[getattr(error, "reason", type(error).__name__)] += 1
                 logger.warning("%s: not continued from %s: %s", self.pool, name, error)
         return None
 
     async def _write(self, log: Log, store: PoolSnapshots) -> None:
+        """Write until the server closes the connection for good."""
         self._log = log
         snapshots = Snapshots(self.client, self._tap)
-        index = self.client.index
         self._keeper = SnapshotKeeper(
-            log, self._settings, self._writer, store, snapshots, index, self._every
+            log, self._settings, self._writer, store, snapshots, self.client.index, self._every
         )
-        self._writing = Writing(
+        self._driver = LogDriver(
             log,
             self._settings,
             self._writer,
@@ -602,12 +301,12 @@ class Relay(Serving):
             on_end=self._end_epoch,
             on_append=self._keeper.note_append,
         )
-        await self._writing.run()
+        await self._driver.run()
         self._writer.abandon("the server closed the connection for good")
 
     async def _begin_epoch(self) -> None:
         assert self._keeper is not None
-        await _in_thread(partial(self.client.subscriber.call, self._attach))
+        await asyncio.to_thread(self.client.subscriber.call, self._attach)
         self._keeper.begin()
 
     async def _end_epoch(self) -> None:
@@ -617,20 +316,21 @@ class Relay(Serving):
         if self._closing:  # as the process ends, no thread can be started
             return
         try:
-            await _in_thread(partial(self.client.subscriber.call, self._tap.recount))
+            await asyncio.to_thread(self.client.subscriber.call, self._tap.recount)
         except (BusyError, ClosedError):  # it goes on to pack messages, which are dropped
             pass
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble != self._trouble and not self._closing:
             self._trouble = trouble
-            if self._writing is None:  # the constructor raises the reason
+            if self._driver is None:  # the constructor raises the reason
                 return
             logger.warning("%s: %s", self.pool, trouble or "connected again")
 
     # On the subscriber's thread ---------------------------------------------------------------
 
     def _attach(self) -> None:
+        # Between two batches: every message from the next one on is of the new epoch.
         self._tap.flush()  # of an older epoch: it is dropped
         self._queue.attach()
         self._tap.attend()
@@ -638,45 +338,20 @@ class Relay(Serving):
     # On any thread ----------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        if self._writing is not None:
-            self._thread.call_soon(self._writing.wake)
+        if self._driver is not None:
+            self._thread.call_soon(self._driver.wake)
 
     def _fail(self, error: BaseException) -> None:
         if self._opened.done() and self._opened.exception() is error:
             return  # the constructor raises it
         self._failure = f"the relay failed: {error!r}"
         logger.error("%s: the relay failed and ends", self.pool, exc_info=error)
+        # Or the subscriber's thread would wait for a queue that nobody empties.
         self._queue.detach()
         self._ended.set()
 
     def __repr__(self) -> str:
         return f"<Relay to {self.pool}, {self._writer.state}, of {self.client!r}>"
-
-
-_COUNTED = (
-    "appends",
-    "appended_again",
-    "forgotten",
-    "fenced",
-    "foreign",
-    "refused",
-    "failures",
-    "epochs",
-)
-
-
-def _split_options(options: RelayOptions) -> tuple[NatsOptions, ClientOptions]:
-    """Return the options of a connection to NATS, and those of a client."""
-    secured = {k: v for k, v in options.items() if k in NatsOptions.__annotations__}
-    rest = {k: v for k, v in options.items() if k not in secured}
-    return NatsOptions(**secured), ClientOptions(**rest)  # type: ignore[typeddict-item]
-
-
-def _own_name(name: str | None) -> str:
-    """Return a name that no other relay has."""
-    if name is not None and not _NAME.fullmatch(name):
-        raise ConfigurationError(f"name must be 1 to 64 letters and digits, not {name!r:.100}")
-    return f"{name or 'relay'}{os.urandom(6).hex()}"
 
 
 def _read(data: bytes, name: str) -> Snapshot:
@@ -687,12 +362,262 @@ def _read(data: bytes, name: str) -> Snapshot:
     )
 
 
-async def _in_thread(function: Callable[[], _Result]) -> _Result:
-    return await asyncio.get_running_loop().run_in_executor(None, function)
+class LogDriver:
+    """Carries out what a `LogWriter` decides: what waits in a queue is appended to the log.
+
+    `on_begin` is awaited when an epoch has begun, and attaches the queue; `on_end` when it has
+    ended, and detaches it. `on_append` is called with the bytes of each body that was appended.
+    Owner: the event loop of the connection.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        settings: StreamSettings,
+        writer: LogWriter,
+        queue: LogQueue,
+        *,
+        on_begin: Callable[[], Awaitable[None]],
+        on_end: Callable[[], Awaitable[None]],
+        on_append: Callable[[int], None],
+    ) -> None:
+        self.head = Head(0, 0, None)  # the end of the log when it was last looked at
+        self.bytes = 0  # of the bodies that were appended
+        self._log = log
+        self._settings = settings
+        self._writer = writer
+        self._queue = queue
+        self._on_begin, self._on_end, self._on_append = on_begin, on_end, on_append
+        self._bell = asyncio.Event()
+        self._epoch = ""  # that the queue is attached for
+        self._state = ""  # that was logged
+        self._next_turn = 0.0
+
+    def wake(self) -> None:
+        """Look at the queue now."""
+        self._bell.set()
+
+    async def run(self) -> None:
+        """Go on until it is cancelled, or the connection is closed for good."""
+        try:
+            while not self._log.is_closed:
+                # Only of an attached queue: the trouble stays until then, and would end each
+                # epoch that tries to begin.
+                if self._epoch and self._queue.trouble:
+                    self._writer.abandon(self._queue.trouble)
+                await self._follow_state()
+                step = self._writer.step(time.monotonic())
+                if isinstance(step, Ready):
+                    await self._take_turn()
+                elif isinstance(step, Rest):
+                    await asyncio.sleep(step.until - time.monotonic())
+                else:
+                    await self._ask(step)
+        finally:
+            await self._end()
+
+    async def _follow_state(self) -> None:
+        """Attach the queue if an epoch has begun, and detach it if it has ended."""
+        writer = self._writer
+        # It may go on: what waits stays until that is known.
+        if writer.state is WriterState.UNSURE:
+            return
+        epoch = writer.epoch if writer.state is WriterState.WRITING else ""
+        state = f"{writer.state} epoch {epoch}" if epoch else f"{writer.state}: {writer.reason}"
+        if state != self._state:
+            self._state = state
+            logger.info("%s: %s", self._log.pool, state)
+        if epoch == self._epoch:
+            return
+        await self._end()
+        if epoch:
+            self._epoch = epoch
+            try:
+                await self._on_begin()
+            except BusyError as error:  # the subscriber's thread is blocked: another epoch, later
+                writer.abandon(str(error))
+
+    async def _end(self) -> None:
+        if self._epoch:
+            self._epoch = ""
+            await self._on_end()
+
+    async def _take_turn(self) -> None:
+        """Write what waits in the queue, or wait until there is something."""
+        limit = min(_BODY_BYTES, self._log.max_body_bytes)
+        wait = self._next_turn - time.monotonic()
+        if wait > 0 and self._queue.waiting_bytes < limit:
+            # An append costs NATS and each replica about the same whatever is in it.
+            await asyncio.sleep(wait)
+        self._bell.clear()  # before the look: what comes after it rings again
+        body = self._queue.take(limit)
+        if body:
+            self._next_turn = time.monotonic() + _TURN
+            self._writer.write(body)
+        else:
+            await self._bell.wait()
+
+    async def _ask(self, step: Look | Make | Append) -> None:
+        """Ask NATS for what a step needs, and report what came of it."""
+        log, writer = self._log, self._writer
+        if isinstance(step, Append) and len(step.body) > log.max_body_bytes:
+            # The connection has moved on to a server that accepts less than the one before.
+            writer.abandon(f"max_payload of the server is below {len(step.body)} bytes")
+            return
+        try:
+            if isinstance(step, Append):
+                seq = await log.append(*step)
+                writer.acked(seq)
+                self.bytes += len(step.body)
+                self._on_append(len(step.body))
+            elif isinstance(step, Look):
+                self.head = await log.head()
+                writer.saw(self.head, time.monotonic())
+            else:
+                await log.make(self._settings)
+                writer.made()
+        except AppendRefusedError:
+            writer.refused()
+        except (NatsError, ConfigurationError) as error:
+            if isinstance(error, NoStreamError) and isinstance(step, Look):
+                writer.saw_no_stream()
+            else:
+                writer.failed(str(error), time.monotonic())
 
 
-async def _close(connection: NatsClient) -> None:
-    try:
-        await asyncio.wait_for(connection.close(), 2.0)
-    except Exception as error:
-        logger.info("the connection was not closed in order: %r", error)
+class LogQueue:
+    """Stands where the fan-out's `Outflow` stands, and keeps messages until they are taken.
+
+    While it is not attached, messages are dropped: another relay writes. If it is attached and
+    full, it delays the subscriber's thread as long as messages are taken, for at most a second
+    that grows back slowly. Then it *overflows*: it drops all, and is not attached any more.
+
+    `on_message` is called by `send` if `take` found nothing before. `most`: bytes that may wait.
+    Thread safety: `send`, `attach`, `admit` and `close` by the subscriber's thread, the others by
+    any.
+    """
+
+    def __init__(
+        self,
+        on_message: Callable[[], None],
+        *,
+        most: int = MAX_MESSAGE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.chunk_bytes = _CHUNK_BYTES
+        self.trouble = ""  # why it overflowed, until it is attached again
+        self.is_attached = False  # whether messages are kept
+        self.waiting_bytes = 0  # of the messages that wait
+        self._on_message = on_message
+        self._most = most
+        self._clock = clock
+        self._patience = Patience(_QUEUE_PATIENCE, clock)
+        self._changed = threading.Condition()
+        self._messages: deque[bytes] = deque()
+        self._pieces: deque[bytes] = deque()  # bodies of a message that was too long for one
+        self._taken_at = clock()
+        self._is_awaited = False
+        self._blocked = 0.0
+        self._counters: Counter[str] = Counter()
+
+    def attach(self) -> None:
+        """Keep every message from the next one on."""
+        with self._changed:
+            self._empty()
+            self.trouble = ""
+            self.is_attached = True
+            self._taken_at = self._clock()
+
+    def detach(self) -> None:
+        """Drop all messages, and every one from now on."""
+        with self._changed:
+            self._empty()
+            self.is_attached = False
+            self._changed.notify_all()
+
+    close = detach  # nobody waits any more
+
+    def send(self, body: bytes) -> None:
+        """Keep a message, if this is attached."""
+        with self._changed:
+            if self.is_attached and self.waiting_bytes + len(body) > self._most:
+                self._wait_for_room(len(body))
+            if not self.is_attached:
+                return
+            self._messages.append(body)
+            self.waiting_bytes += len(body)
+            self._counters["messages"] += 1
+            self._counters["bytes"] += len(body)
+            is_awaited, self._is_awaited = self._is_awaited, False
+        # Only for who found nothing: a call on another thread's loop costs more than a message.
+        if is_awaited:
+            self._on_message()
+
+    def take(self, limit: int) -> bytes:
+        """Return the messages that wait, as one body of at most `limit` bytes; b"" if none does."""
+        with self._changed:
+            self._taken_at = self._clock()
+            if not self._pieces and self._messages:
+                messages: list[bytes] = []
+                size = 0
+                while self._messages:
+                    size += len(self._messages[0]) + AROUND_BYTES
+                    if size > limit:
+                        break
+                    messages.append(self._messages.popleft())
+                if messages:
+                    self._pieces.append(join_bodies(messages))
+                else:
+                    # One alone is too long. Its pieces go out first, in bodies of their own.
+                    messages.append(self._messages.popleft())
+                    self._pieces.extend(cut_message(messages[0], limit))
+                self.waiting_bytes -= sum(map(len, messages))
+            body = self._pieces.popleft() if self._pieces else b""
+            self._is_awaited = not body
+            self._changed.notify_all()
+        return body
+
+    def admit(self) -> None:
+        """Do nothing: the readers of the log need no admission."""
+
+    def count_readers(self) -> int:
+        """Return 1 if messages are kept, else 0."""
+        return int(self.is_attached)
+
+    def statistics(self) -> dict[str, float]:
+        """Return what was kept, how often it overflowed, and for how long the thread waited."""
+        return {
+            "messages": self._counters["messages"],
+            "bytes": self._counters["bytes"],
+            "waiting_bytes": self.waiting_bytes,
+            "overflows": self._counters["overflows"],
+            "blocked_seconds": self._blocked,
+        }
+
+    def _wait_for_room(self, size: int) -> None:
+        """Wait until a message has room; overflow if that is too long, or impossible."""
+        began = self._clock()
+        left = self._patience.left()
+        while self.is_attached and self.waiting_bytes + size > self._most:
+            now = self._clock()
+            # Less long if nothing is taken at all: then NATS is away, and waiting does not help.
+            until = min(began + left, self._taken_at + _QUEUE_PATIENCE)
+            if size > self._most:
+                self.trouble = f"a message of {size} bytes is too long: at most {self._most} can be"
+            elif now >= until:
+                self.trouble = f"{self.waiting_bytes} bytes wait, and NATS accepts them too slowly"
+            else:
+                self._changed.wait(until - now)
+                continue
+            self._counters["overflows"] += 1
+            self._empty()
+            self.is_attached = False
+            self._is_awaited = False
+            self._on_message()
+        self._patience.spend()
+        self._blocked += self._clock() - began
+
+    def _empty(self) -> None:
+        self._messages.clear()
+        self._pieces.clear()
+        self.waiting_bytes = 0

@@ -1,4 +1,4 @@
-"""A pool's snapshots: how they are written down, and the object store that keeps them.
+"""A pool's snapshots: how they are written down, the object store, and who keeps it filled.
 
 An object is named by its position and its epoch. It is
 
@@ -45,40 +45,28 @@ MAX_SNAPSHOT_BYTES = 16 << 30
 _MAX_HEAD_BYTES = 16 << 20  # its names grow with the ranks
 _CHUNK_BYTES = 512 << 10
 _API_SECONDS = 2.0  # for each request, and for each chunk: without progress it fails
+_KEPT = 2
+_LOOK_EVERY = 5.0  # seconds between two looks at the newest, and at where the log begins
+_BACKOFF, _MAX_BACKOFF = 0.5, 30.0  # seconds between two attempts
 
-Struct = TypeVar("Struct", bound=msgspec.Struct)
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class SnapshotHead(msgspec.Struct, frozen=True):
-    """What a snapshot is of, and where the log continues it.
+    """What a snapshot is of, and where the log continues it."""
 
-    Attributes:
-        protocol: of the messages in the log.
-        epoch: of the log.
-        position: number in the log, from which on it has every message numbered `begin` or above.
-        begin, end: numbers of the next message when the snapshot was begun, and ended.
-        names: the rank of each port, and its present name.
-        backend, max_blocks_per_rank: of the relay's index.
-    """
-
-    protocol: int
-    epoch: str
-    position: int
-    begin: int
-    end: int
-    names: list[tuple[Rank, Rank]]
-    backend: str
+    protocol: int  # of the messages in the log
+    epoch: str  # of the log
+    position: int  # in the log, which has every message numbered `begin` or above from there on
+    begin: int  # number of the next message when the snapshot was begun
+    end: int  # and when it was ended
+    names: list[tuple[Rank, Rank]]  # the rank of each port, and its present name
+    backend: str  # of the relay's index, as the next
     max_blocks_per_rank: int | None
 
 
 class RankCursor(msgspec.Struct, frozen=True):
-    """How a rank continues.
-
-    Attributes:
-        number: of the message just before which its section was made.
-        status: the rank's status then, if it was subscribed to.
-        cursor: up to where the engine's stream was applied; None if it cannot be continued.
-    """
+    """How a rank continues: as `TakenRank` has it."""
 
     number: int
     status: RankStatus | None
@@ -100,13 +88,10 @@ def position_and_epoch(name: str) -> tuple[int, str] | None:
 
 
 def encode_snapshot(parts: Iterable[Part], index: Index, epoch: str, position: int) -> bytes:
-    """Return a snapshot of an index as bytes; `parts` are those of `Snapshots`.
-
-    Memory: about that of the sections, since each is dropped once it is written.
-    """
+    """Return a snapshot of an index as bytes; `parts` are those of `Snapshots`."""
     begin, ranks = 0, deque[TakenRank]()
     for part in parts:
-        if isinstance(part, Begin):
+        if isinstance(part, Begin):  # again, if ranks were renamed meanwhile
             begin = part.number
             ranks.clear()
         elif isinstance(part, TakenRank):
@@ -127,34 +112,26 @@ def encode_snapshot(parts: Iterable[Part], index: Index, epoch: str, position: i
     file.write(LENGTH.pack(len(encoded)) + encoded)
     writer = SnapshotWriter(file, seed=index.seed)
     while ranks:
+        # Each section is dropped once it is written, or all of them would be in memory twice.
         taken = ranks.popleft()
-        writer.add(taken.rank, taken.section, _encoded_cursor(taken))
+        cursor = RankCursor(taken.number, taken.status, taken.cursor)
+        try:
+            encoded = msgspec.msgpack.encode(cursor)
+        except Exception:
+            encoded = b""
+        if not 0 < len(encoded) <= MAX_CURSOR_BYTES:
+            # One rank's status must not prevent all snapshots: the log has its next one.
+            encoded = msgspec.msgpack.encode(msgspec.structs.replace(cursor, status=None))
+        writer.add(taken.rank, taken.section, encoded)
     writer.finish()
     return file.getvalue()
-
-
-def _encoded_cursor(taken: TakenRank) -> bytes:
-    with suppress(Exception):  # one rank's status must not prevent all snapshots: the next is sent
-        encoded = msgspec.msgpack.encode(RankCursor(taken.number, taken.status, taken.cursor))
-        if len(encoded) <= MAX_CURSOR_BYTES:
-            return encoded
-    return msgspec.msgpack.encode(RankCursor(taken.number, None, taken.cursor))
 
 
 class SnapshotContents:
     """Iterates over the ranks of a snapshot, one section in memory at a time beside its bytes.
 
-    Args:
-        data: the object.
-        name: of the object, which its head must agree with.
-
-    Attributes:
-        head: what it is of.
-        seed: of the relay's index.
-
-    Raises:
-        SnapshotError: by the constructor and by iterating, at the latest at its end; it is no whole
-            snapshot that this release and backend can restore.
+    The constructor or iterating, at the latest at its end, raises SnapshotError if it is no whole
+    snapshot that this release and backend can restore.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -174,6 +151,7 @@ class SnapshotContents:
                 f"{name}: made with the {self.head.backend} index, here it is {Index.backend}",
                 reason="backend",
             )
+        # Whoever may write to the bucket can store one under another's name.
         if name_of(self.head.position, self.head.epoch) != name:
             raise SnapshotError(f"{name}: it is another snapshot's", reason="content")
         self._reader = SnapshotReader(self._file)
@@ -188,7 +166,7 @@ class SnapshotContents:
             raise SnapshotError("something follows the end of the snapshot", reason="format")
 
 
-def _decoded(data: bytes, kind: type[Struct], what: str) -> Struct:
+def _decoded(data: bytes, kind: type[_Struct], what: str) -> _Struct:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except UNREADABLE as error:
@@ -198,7 +176,7 @@ def _decoded(data: bytes, kind: type[Struct], what: str) -> Struct:
 # The object store -----------------------------------------------------------------------------
 
 
-class Note(msgspec.Struct):
+class ObjectNote(msgspec.Struct):
     """What the object store notes of an object; without a `nuid` it is none that can be used."""
 
     nuid: str = ""
@@ -219,11 +197,11 @@ class PoolSnapshots:
         self._pool = pool
         self._stream_name = f"OBJ_{pool.bucket}"
         self._metas, self._chunks = f"$O.{pool.bucket}.M.", f"$O.{pool.bucket}.C."
-        self._chunk_bytes = min(_CHUNK_BYTES, client.max_payload - 1024)
+        self._chunk_bytes = min(_CHUNK_BYTES, client.max_payload - 1024)  # headers count, too
         self._stream = client.jetstream(timeout=_API_SECONDS)
         self._without: set[str] = set()  # subjects of chunks that belong to no object
 
-    async def put(self, name: str, data: bytes) -> Note:
+    async def put(self, name: str, data: bytes) -> ObjectNote:
         """Store an object: it is listed once all of it is stored. Return what is noted of it."""
         from nats.js import api
 
@@ -231,17 +209,17 @@ class PoolSnapshots:
         options = api.ObjectMetaOptions(max_chunk_size=self._chunk_bytes)
         meta = api.ObjectMeta(name=name, options=options)
         info = await ask(self._pool, store.put(name, data, meta))
-        return Note(info.nuid, info.size, info.digest, info.chunks)
+        return ObjectNote(info.nuid, info.size, info.digest, info.chunks)
 
-    async def has(self, name: str, note: Note) -> bool:
+    async def has(self, name: str, note: ObjectNote) -> bool:
         """Return whether an object is there as it was put, by its note and the number of chunks."""
         try:
-            found = await self._note(name)
+            present = await self._note(name)
             chunks = await self._chunk_count(note.nuid)
         except NoStreamError:  # the bucket or the note is gone
             return False
-        found.seq = note.seq
-        return found == note and chunks == note.chunks
+        present.seq = note.seq  # which `put` does not know
+        return present == note and chunks == note.chunks
 
     async def names(self) -> list[str]:
         """Return the names of all snapshots, sorted; others in the bucket are left out."""
@@ -258,7 +236,7 @@ class PoolSnapshots:
         return (await self._note(name)).size
 
     async def get(self, name: str) -> bytes:
-        """Return an object whose digest is right; memory grows with the bytes that arrive."""
+        """Return an object whose digest is right."""
         # `ObjectStore.get` is not used: it waits for ever if the object is deleted meanwhile.
         note = await self._note(name)
         if not note.nuid or note.size > MAX_SNAPSHOT_BYTES:
@@ -276,7 +254,7 @@ class PoolSnapshots:
         )
         file, digest = io.BytesIO(), hashlib.sha256()
         try:
-            for _ in range(chunks):
+            for _ in range(chunks):  # memory grows with the bytes that arrive, not with those noted
                 message = await ask(self._pool, subscription.next_msg(_API_SECONDS))
                 digest.update(message.data)
                 file.write(message.data)
@@ -291,45 +269,41 @@ class PoolSnapshots:
         return file.getvalue()
 
     async def newest(self) -> list[str]:
-        """Return the names of all snapshots, those first that were stored last.
-
-        A stream that was deleted counts from 1 again, so positions do not show it.
-        """
+        """Return the names of all snapshots, those first that were stored last."""
         return [name for name, _ in await self._by_age()]
 
     async def keep(self, newest: int) -> None:
-        """Delete all snapshots but those stored last, and what unfinished uploads have left.
-
-        An upload that is under way looks like an unfinished one: its chunks are deleted if they
-        were there at the last call, too.
-        """
+        """Delete all snapshots but those stored last, and what unfinished uploads have left."""
         by_age = await self._by_age()
         for name, _ in by_age[newest:]:
             await self._purge(self._meta(name))
         kept = {self._chunks + note.nuid for _, note in by_age[:newest]}
         deleted = {self._chunks + note.nuid for _, note in by_age[newest:]}
         without = set(await self._subjects(f"{self._chunks}>")) - kept
+        # An upload that is under way looks like an unfinished one: its chunks are deleted if they
+        # were there at the last call, too.
         for subject in without & (deleted | self._without):
             await self._purge(subject)
         self._without = without
 
-    async def _by_age(self) -> list[tuple[str, Note]]:
+    async def _by_age(self) -> list[tuple[str, ObjectNote]]:
         notes = []
         for name in await self.names():
             with suppress(NoStreamError):  # deleted just now
                 notes.append((name, await self._note(name)))
-        return sorted(notes, key=lambda each: each[1].seq, reverse=True)
+        # By the bucket's numbers, not by positions: a log that was deleted counts from 1 again.
+        return sorted(notes, key=lambda pair: pair[1].seq, reverse=True)
 
     def _meta(self, name: str) -> str:
         return self._metas + base64.urlsafe_b64encode(name.encode()).decode()
 
-    async def _note(self, name: str) -> Note:
+    async def _note(self, name: str) -> ObjectNote:
         call = self._stream.get_last_msg(self._stream_name, self._meta(name))
         message = await ask(self._pool, call)
         try:
-            note = msgspec.json.decode(message.data or b"", type=Note)
+            note = msgspec.json.decode(message.data or b"", type=ObjectNote)
         except UNREADABLE:
-            note = Note()  # deleted like any other, so that nobody has to
+            note = ObjectNote()  # deleted like any other, so that nobody has to
         if note.deleted:
             raise NoStreamError(f"{self._pool}: the snapshot {name} is deleted")
         note.seq = message.seq or 0
@@ -348,45 +322,23 @@ class PoolSnapshots:
         await ask(self._pool, self._stream.purge_stream(self._stream_name, subject=subject))
 
 
-# snapshot_keeping --------------------------------------------------------------------------
-#
-# Keeps a whole snapshot of the present epoch in the object store, which the log continues.
-
-
-_KEPT = 2
-_LOOK_EVERY = 5.0  # seconds between two looks at the newest, and at where the log begins
-_BACKOFF, _MAX_BACKOFF = 0.5, 30.0  # seconds between two attempts
+# Keeping the newest --------------------------------------------------------------------------
 
 
 class StoredSnapshot(NamedTuple):
-    """The newest snapshot that was stored: its position in the log, what is noted, and when."""
+    """The newest snapshot that was stored."""
 
     name: str
-    position: int
-    note: Note
+    position: int  # in the log
+    note: ObjectNote
     stored_at: float
 
 
 class SnapshotKeeper:
     """Writes a snapshot at the start of an epoch, and again before the log leaves the newest.
 
-    The bucket is not trusted: a snapshot that is not there as it was stored is written again.
-
-    Args:
-        log: which they belong to.
-        settings: of the bucket, if it is to be made again.
-        writer: of the log.
-        store: for them.
-        snapshots: makes them.
-        index: of the client.
-        every: bytes appended after which there is another snapshot.
-
-    Attributes:
-        newest: the newest of this epoch that was stored.
-        failures: attempts that failed, by the kind of error.
-        counters: how often what happened.
-
-    Owner: the event loop of the connection.
+    The bucket is not trusted: a snapshot that is not there as it was stored is written again. There
+    is another one after `every` bytes of the log. Owner: the event loop of the connection.
     """
 
     def __init__(
@@ -399,8 +351,8 @@ class SnapshotKeeper:
         index: Index,
         every: int,
     ) -> None:
-        self.newest: StoredSnapshot | None = None
-        self.failures: Counter[str] = Counter()
+        self.newest: StoredSnapshot | None = None  # of this epoch
+        self.failures: Counter[str] = Counter()  # of attempts, by the kind of error
         self.counters: Counter[str] = Counter()
         self._log = log
         self._settings = settings
@@ -468,7 +420,7 @@ class SnapshotKeeper:
         # Before the snapshot begins: all messages from then on are appended after this position.
         epoch, position = self._writer.epoch, self._writer.position + 1
         name = name_of(position, epoch)
-        data = await self._encoded(name, epoch, position)
+        data = await self._encoded(epoch, position)
         try:
             note = await self._store.put(name, data)
         except NoStreamError:
@@ -480,7 +432,7 @@ class SnapshotKeeper:
         logger.info("%s: stored the snapshot %s of %d bytes", self._log.pool, name, len(data))
         await self._store.keep(_KEPT)
 
-    async def _encoded(self, name: str, epoch: str, position: int) -> bytes:
+    async def _encoded(self, epoch: str, position: int) -> bytes:
         """Return a snapshot; another thread makes it, which ends before this does."""
         is_over = threading.Event()
 
@@ -491,13 +443,13 @@ class SnapshotKeeper:
                         raise ClosedError("the epoch is over")
                     yield part
 
-        def encode() -> bytes:
-            return encode_snapshot(parts(), self._index, epoch, position)
-
-        work = asyncio.get_running_loop().run_in_executor(None, encode)
+        work = asyncio.ensure_future(
+            asyncio.to_thread(encode_snapshot, parts(), self._index, epoch, position)
+        )
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
+            # The thread still uses the tap, which the next epoch attends anew.
             is_over.set()
             with suppress(Exception):
                 await work
@@ -508,36 +460,23 @@ class SnapshotKeeper:
         while not self._is_due.is_set():
             with suppress(asyncio.TimeoutError):
                 await run_apart(self._is_due.wait(), _LOOK_EVERY)
+            newest = self.newest
+            if newest is None or self._is_due.is_set():
+                return
             try:
-                if await self._is_left_behind() or await self._is_lost():
+                # The log will soon begin after the newest: a stream that exists already may have
+                # other limits than those given here.
+                head = await self._log.head()
+                ahead, size = newest.position - head.first_seq, head.seq - head.first_seq
+                if ahead < 0 or (head.first_seq > 1 and ahead < size // 2):
+                    return
+                # The log may be on another server than the bucket, so appends do not show a loss.
+                if not await self._store.has(newest.name, newest.note):
+                    self._note_loss(f"the snapshot {newest.name} is gone or damaged")
                     return
             except NatsError as error:
                 if self._log.is_connected:  # else appends fail likewise, and report it
                     self._note_failure("the newest snapshot could not be looked at", error)
-
-    async def _is_lost(self) -> bool:
-        """Return whether the newest snapshot is not in the store any more, or is damaged.
-
-        The log may be on another server than the bucket, so appends do not show it.
-        """
-        assert self.newest is not None
-        if await self._store.has(self.newest.name, self.newest.note):
-            return False
-        self._note_loss(f"the snapshot {self.newest.name} is gone or damaged")
-        return True
-
-    async def _is_left_behind(self) -> bool:
-        """Return whether the log will soon begin after the newest snapshot, or does.
-
-        A stream that exists already may have other limits than those given here.
-        """
-        if self.newest is None or self._is_due.is_set():
-            return True
-        head = await self._log.head()
-        position = self.newest.position
-        return position < head.first_seq or (
-            head.first_seq > 1 and position - head.first_seq < (head.seq - head.first_seq) // 2
-        )
 
     def _note_loss(self, what: str) -> None:
         if self.newest is None:  # noted before

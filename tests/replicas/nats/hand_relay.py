@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from kvindex import EventBatch, Index, Rank, RankStatus, State
+from kvindex import EventBatch, Index, Rank, RankStatus
 from kvindex.index import read_batch
-from kvindex.replicas.nats.following import Connected, LogMembership, LogOrigin
+from kvindex.replicas.messages import ReceivedMessage
+from kvindex.replicas.nats.following import LogMembership, LogOrigin, PoolConnection
 from kvindex.replicas.nats.log import Head, Log, LogMessage, StreamSettings, join_bodies
 from kvindex.replicas.nats.snapshots import PoolSnapshots, encode_snapshot, name_of
 from kvindex.replicas.outflow import Snapshots, StreamTap
@@ -19,8 +22,11 @@ from kvindex.wire.errors import NatsError
 from kvindex.wire.nats import NatsPool, open_connection, parse_pool
 from tests.index.index_events import stored
 from tests.live import PATIENCE
+from tests.subscribe.test_status_board import status
 
 POOL = parse_pool("nats://n1", "llama", {})
+A, B = Rank("a"), Rank("b")
+STOP = threading.Event()  # never set
 
 _Result = TypeVar("_Result")
 Held = dict[Rank, set[tuple[Any, str, int]]]
@@ -38,7 +44,7 @@ class HandRelay:
         self.shown: dict[Rank, RankStatus] = {}
         self.tap = StreamTap(self, lambda: None, self._now)  # type: ignore[arg-type]
         self.tap.attend()
-        self.snapshots = Snapshots(self, self.tap)
+        self.snapshots = Snapshots(self, self.tap)  # type: ignore[arg-type]
         self.now = 5000.0  # by the monotonic clock of its machine
         self._block = 0
 
@@ -88,7 +94,7 @@ class HandRelay:
     def show(self, *ranks: Rank) -> None:
         """End the turn, with the statuses of these ranks."""
         for rank in ranks:
-            self.shown[rank] = live(rank, self.now)
+            self.shown[rank] = status(rank, last_event_age=self.now)
         self.tap.statuses([self.shown[rank] for rank in ranks])
 
     def body(self) -> bytes:
@@ -101,22 +107,6 @@ class HandRelay:
         """Return an object, by its name."""
         name = name_of(position, epoch)
         return name, encode_snapshot(self.snapshots.parts(), self.index, epoch, position)
-
-
-def live(rank: Rank, last_event: float | None = None) -> RankStatus:
-    return RankStatus(
-        rank=rank,
-        state=State.LIVE,
-        reason="",
-        epoch=0,
-        seq=1,
-        complete=True,
-        lag=0,
-        connected=True,
-        endpoint="tcp://h:1",
-        replay_endpoint=None,
-        last_event_age=last_event,
-    )
 
 
 def held(index: Index) -> Held:
@@ -163,10 +153,10 @@ class MemoryLog:
 
     # As connections see it
 
-    async def connect(self, pool: NatsPool, on_change: Callable[[str], None]) -> Connected:
+    async def connect(self, pool: NatsPool, on_change: Callable[[str], None]) -> PoolConnection:
         self._check()
         self.on_change = on_change
-        return Connected(self, self, self._close)  # type: ignore[arg-type]
+        return PoolConnection(self, self, self._close)  # type: ignore[arg-type]
 
     async def _close(self) -> None:
         self.closed += 1
@@ -284,3 +274,84 @@ class RealLog:
 
     def _run(self, call: Coroutine[Any, Any, _Result]) -> _Result:
         return self._loop.run_until_complete(call)
+
+
+def begun(pool: NatsPool, stack: ExitStack) -> RealLog:
+    """A log whose first epoch has begun, with a snapshot; `a` holds the block 1."""
+    log = RealLog(pool, HandRelay())
+    stack.callback(log.close)
+    log.relay.add(A)
+    log.relay.store(A)
+    log.relay.show(A)
+    log.begin()
+    return log
+
+
+# Over the log in memory -------------------------------------------------------------------------
+
+
+class Scene:
+    """A relay, its log, and one place at it."""
+
+    def __init__(self) -> None:
+        self.relay = HandRelay()
+        self.log = MemoryLog()
+        self.notes: list[str] = []
+        self.epoch = "e-1"
+        self.log.append(self.epoch, b"")
+        self.relay.add(A)
+        self.relay.store(A)
+        self.relay.show(A)
+        self.snapshot()
+        self.places: list[LogMembership] = []
+
+    def snapshot(self) -> str:
+        position = self.log.last + 1
+        name, data = self.relay.snapshot(self.epoch, position)
+        self.turn()
+        self.log.put(name, data)
+        return name
+
+    def turn(self) -> None:
+        self.log.append(self.epoch, self.relay.body())
+
+    def store(self, rank: Rank = A) -> None:
+        self.relay.store(rank)
+        self.turn()
+
+    def place(self, **options: Any) -> LogMembership:
+        place = membership(self.log, self.notes, **options)
+        self.places.append(place)
+        return place
+
+    def joined(self, **options: Any) -> LogMembership:
+        place = self.place(**options)
+        place.join()
+        return place
+
+    def assert_same(self, place: LogMembership) -> None:
+        assert held(place.copy.index) == held(self.relay.index)
+        assert place.copy.statuses.keys() == self.relay.shown.keys()
+        assert place.copy.names == self.relay.tap.names
+
+    def close(self) -> None:
+        for place in self.places:
+            place.close()
+
+
+def receive(place: LogMembership) -> ReceivedMessage:
+    """Receive the next message, and apply it."""
+    message = place.receive(3.0, STOP)
+    place.copy.apply(message)
+    return message
+
+
+def follow(scene: Scene, place: LogMembership) -> None:
+    """Receive all that the log has, and compare."""
+    while place._waiting or place._expected <= scene.log.last:
+        receive(place)
+    scene.assert_same(place)
+
+
+def damaged(data: bytes) -> bytes:
+    return data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]

@@ -20,8 +20,7 @@ from tests.live import BEFORE, PATIENCE, truth, until
 from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer, cluster_of_three
 from tests.replicas.nats.cut_routes import cluster_that_can_be_cut
-from tests.replicas.nats.pool_copies import contents
-from tests.replicas.nats.relay_process import RelayProcess
+from tests.replicas.nats.processes import RelayProcess, contents
 
 pytestmark = [pytest.mark.faults, needs_ring]
 
@@ -165,12 +164,6 @@ def leader_of(pool: NatsPool, servers: list[NatsServer]) -> NatsServer:
 def at_least(seconds: float) -> None:
     """Let a fault go on for a while."""
     threading.Event().wait(seconds)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvindex import DecodeError
@@ -16,8 +15,7 @@ from kvindex.replicas.nats.log import NoStreamError
 from kvindex.replicas.nats.snapshots import encode_snapshot, name_of
 from kvindex.wire.errors import NatsError, QueueTimeoutError, WaitCancelledError
 from tests.native_ring import needs_ring
-from tests.replicas.nats.hand_relay import held
-from tests.replicas.nats.scene import STOP, A, B, Scene, damaged, follow, receive
+from tests.replicas.nats.hand_relay import STOP, A, B, Scene, damaged, follow, held, receive
 
 pytestmark = [pytest.mark.unit, needs_ring]
 
@@ -294,31 +292,11 @@ def test_a_snapshot_below_the_trimmed_log_is_of_no_use(scene: Scene) -> None:
     scene.assert_same(scene.joined())
 
 
-def of_protocol(data: bytes) -> bytes:
-    return _with_head(data, protocol=99)
-
-
-def of_backend(data: bytes) -> bytes:
-    return _with_head(data, backend="other")
-
-
-def _with_head(data: bytes, **changes: Any) -> bytes:
-    size = int.from_bytes(data[:4], "big")
-    head = msgspec.msgpack.decode(data[4 : 4 + size])
-    encoded = msgspec.msgpack.encode({**head, **changes})
-    return len(encoded).to_bytes(4, "big") + encoded + data[4 + size :]
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (damaged, "checksum"),
-        (lambda data: data[: len(data) // 2], "truncated"),
-        (lambda data: data + b"x", "format"),
-        (lambda data: b"", "format"),
         (lambda data: b"nonsense", "format"),
-        (of_protocol, "version"),
-        (of_backend, "backend"),
         (lambda data: NatsError("it does not go on"), "download"),
     ],
 )
@@ -331,9 +309,7 @@ def test_a_snapshot_that_cannot_be_used_is_counted_and_the_older_one_tried(
     scene.log.objects[name] = change(scene.log.objects[name])
     place = scene.joined()
     scene.assert_same(place)
-    refused = place._origin.statistics()["snapshots_refused"]
-    assert sum(refused.values()) == 1
-    assert reason in refused or (reason == "format" and set(refused) <= {"content", "truncated"})
+    assert place._origin.statistics()["snapshots_refused"] == {reason: 1}
 
 
 @pytest.mark.parametrize("body", [b"\x00", b"\x00\x00\x00\x09short", b"\x00\x00\x00\x01\xc1"])

@@ -12,7 +12,7 @@ from kvindex.replicas.nats.following import LogMembership
 from kvindex.wire.errors import NatsError, QueueTimeoutError
 from tests.examples import examples
 from tests.native_ring import needs_ring
-from tests.replicas.nats.scene import B, Scene, damaged, receive
+from tests.replicas.nats.hand_relay import B, Scene, damaged, receive
 
 pytestmark = [pytest.mark.property, needs_ring]
 

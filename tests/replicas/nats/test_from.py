@@ -7,30 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kvindex import Rank
 from kvindex.tools.cli import main
 from kvindex.wire.nats import NatsPool
 from tests.index.index_events import tokens
 from tests.live import until
 from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer
-from tests.replicas.nats.hand_relay import HandRelay, RealLog
+from tests.replicas.nats.hand_relay import B, HandRelay, RealLog, begun
 from tests.service.http.served import Served, serving
 
 pytestmark = [pytest.mark.e2e, needs_ring]
-
-A, B = Rank("a"), Rank("b")
-
-
-def begun(pool: NatsPool, stack: ExitStack) -> RealLog:
-    """A log whose first epoch has begun; `a` holds the block 1."""
-    log = RealLog(pool, HandRelay())
-    stack.callback(log.close)
-    log.relay.add(A)
-    log.relay.store(A)
-    log.relay.show(A)
-    log.begin()
-    return log
 
 
 def longest(served: Served, instance: str, *blocks: int) -> int:

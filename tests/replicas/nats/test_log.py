@@ -330,17 +330,6 @@ async def test_another_stream_with_the_subjects_is_refused(pool: NatsPool) -> No
             await log.make(SMALL)
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
-    for wrong, message in (
-        ({"replicas": 2}, "replicas must be 1, 3 or 5, not 2"),
-        ({"store": "disk"}, "store must be"),
-        ({"max_bytes": 1 << 20}, "max_bytes must be at least 8 MiB"),
-    ):
-        settings: Any = wrong
-        with pytest.raises(ConfigurationError, match=message):
-            StreamSettings(**settings)
-
-
 ACCOUNTS = """
 accounts {
   SMALL { users: [{ user: small, password: x }], jetstream { max_mem: 4MB, max_file: 4MB } }

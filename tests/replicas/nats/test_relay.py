@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,31 +13,28 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from kvindex import ConfigurationError
-from kvindex.replicas.nats import relay as relay_module
 from kvindex.replicas.nats import snapshots
-from kvindex.replicas.nats.log_writer import LogWriter
 from kvindex.replicas.nats.relay import Relay
 from kvindex.replicas.nats.snapshots import PoolSnapshots
 from kvindex.testing import FakeEngine
 from kvindex.wire.errors import NatsError
-from kvindex.wire.nats import NatsPool, open_connection, parse_pool
+from kvindex.wire.nats import NatsPool, parse_pool
 from tests.live import (
     BEFORE,
     LATER,
     MEANWHILE,
-    PATIENCE,
     REPLAYS,
     caught_up,
     until,
     worker_of,
 )
 from tests.nats_server import NatsServer
-from tests.replicas.nats.pool_copies import (
+from tests.replicas.nats.scenes import (
+    at,
     copy_of,
     counters,
     holds,
     newest_snapshot,
-    store_of,
 )
 
 pytestmark = pytest.mark.e2e
@@ -51,13 +47,6 @@ def engine() -> Iterator[FakeEngine]:
     with FakeEngine() as engine:
         engine.run(BEFORE)
         yield engine
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[NatsServer]:
-    """A server that the test may kill."""
-    with NatsServer(tmp_path) as server:
-        yield server
 
 
 def relay_of(pool: NatsPool, *engines: FakeEngine, **options: Any) -> Relay:
@@ -174,10 +163,7 @@ def test_a_damaged_snapshot_is_counted_and_the_older_one_is_used(
     name, data = newest_snapshot(pool)
     newer = f"{int(name[:20]) + 1:020d}-{name[21:]}"
 
-    async def damage(store: PoolSnapshots) -> None:
-        await store.put(newer, data[:-1])
-
-    asyncio.run(store_of(pool, damage))
+    at(pool, lambda client: PoolSnapshots(client, pool).put(newer, data[:-1]))
     with relay_of(pool, engine) as relay:
         assert counters(relay)["restart_refused"] == {"content": 1}
         assert relay.client.statistics()["resume"]["restored"] == 1
@@ -191,7 +177,8 @@ def test_two_snapshots_are_kept_and_another_one_follows_so_many_bytes(
             stored(relay, times)
             engine.run(MEANWHILE)
         until(
-            lambda: asyncio.run(store_of(pool, PoolSnapshots.names)), lambda names: len(names) == 2
+            lambda: at(pool, lambda client: PoolSnapshots(client, pool).names()),
+            lambda names: len(names) == 2,
         )
         copy_of(pool, holds(engine))
 
@@ -209,81 +196,6 @@ def test_another_relay_takes_over_from_one_that_ends(pool: NatsPool, engine: Fak
             copy = copy_of(pool, holds(engine))
             assert copy.index.seed == second.client.index.seed
             assert counters(second)["epochs"] == 1
-
-
-def test_fault_a_foreign_message_in_the_log_fences_the_relay_and_it_begins_again(
-    pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay_module, "LogWriter", partial(LogWriter, silence=0.5))
-
-    async def intrude() -> None:
-        client = await open_connection(pool, "test", timeout=PATIENCE)
-        try:
-            await client.jetstream().publish(f"{pool.log_prefix}intruder", b"nonsense")
-        finally:
-            await client.close()
-
-    with relay_of(pool, engine) as relay:
-        stored(relay)
-        asyncio.run(intrude())
-        engine.run(MEANWHILE)
-        until(lambda: counters(relay), lambda own: own["fenced"] == 1)
-        stored(relay, 2)
-        copy_of(pool, holds(engine))
-        assert counters(relay)["epochs"] == 2
-
-
-def test_fault_a_killed_server_that_stores_in_memory_begins_a_new_epoch_with_a_snapshot(
-    own_server: NatsServer, engine: FakeEngine
-) -> None:
-    pool = parse_pool(own_server.url, "p", {})
-    with relay_of(pool, engine) as relay:
-        stored(relay)
-        own_server.kill()
-        engine.run(MEANWHILE)
-        until(lambda: counters(relay), lambda own: own["connection"])
-        own_server.start()
-        stored(relay, 2)
-        engine.run(LATER)
-        copy_of(pool, holds(engine))
-        assert counters(relay)["epochs"] == 2
-
-
-def test_fault_a_killed_server_that_stores_in_files_goes_on_in_the_same_epoch(
-    own_server: NatsServer, engine: FakeEngine
-) -> None:
-    pool = parse_pool(own_server.url, "p", {})
-    with relay_of(pool, engine, store="file") as relay:
-        stored(relay)
-        early = newest_snapshot(pool)
-        own_server.kill()
-        engine.run(MEANWHILE)
-        until(lambda: counters(relay), lambda own: own["connection"])
-        own_server.start()
-        engine.run(LATER)
-        copy_of(pool, holds(engine), early)
-        assert counters(relay)["epochs"] == 1
-
-
-def test_fault_a_server_that_forgets_acknowledged_bodies_gets_them_again(
-    own_server: NatsServer, engine: FakeEngine, tmp_path: Path
-) -> None:
-    pool = parse_pool(own_server.url, "p", {})
-    with relay_of(pool, engine, store="file") as relay:
-        stored(relay)
-        early = newest_snapshot(pool)
-        own_server.copy_store(tmp_path / "copy")
-        position = counters(relay)["position"]
-        engine.run(MEANWHILE)
-        caught_up(relay.client, engine)
-        until(lambda: counters(relay), lambda own: own["position"] > position + 1)
-        own_server.roll_back(tmp_path / "copy")
-        engine.run(LATER)
-        copy_of(pool, holds(engine), early)
-        own = counters(relay)
-        assert own["epochs"] == 1
-        assert own["forgotten"] > 0
-        assert own["appended_again"] > 0
 
 
 async def _delete(stream: JetStreamContext, pool: NatsPool) -> None:
@@ -326,17 +238,10 @@ def test_fault_a_bucket_that_is_damaged_gets_another_snapshot_though_no_engine_s
 ) -> None:
     monkeypatch.setattr(snapshots, "_LOOK_EVERY", 0.1)
 
-    async def harm() -> None:
-        client = await open_connection(pool, "test", timeout=PATIENCE)
-        try:
-            await DAMAGES[damage](client.jetstream(), pool)
-        finally:
-            await client.close()
-
     with relay_of(pool, engine) as relay:
         stored(relay)
         caught_up(relay.client, engine)
-        asyncio.run(harm())
+        at(pool, lambda client: DAMAGES[damage](client.jetstream(), pool))
         until(lambda: counters(relay)["snapshots_lost"] > 0)
         stored(relay, 2)
         copy_of(pool, holds(engine))
@@ -345,38 +250,14 @@ def test_fault_a_bucket_that_is_damaged_gets_another_snapshot_though_no_engine_s
         assert own["epochs"] == 1
 
 
-def test_fault_a_purged_log_gets_a_snapshot_that_it_continues(
-    pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshots, "_LOOK_EVERY", 0.1)
-
-    async def purge() -> None:
-        client = await open_connection(pool, "test", timeout=PATIENCE)
-        try:
-            await client.jetstream().purge_stream(pool.stream)
-        finally:
-            await client.close()
-
-    with relay_of(pool, engine) as relay:
-        stored(relay)
-        asyncio.run(purge())
-        engine.run(MEANWHILE)
-        stored(relay, 2)
-        copy_of(pool, holds(engine))
-
-
 # What cannot work ---------------------------------------------------------------------------------
 
 
 def test_a_stream_that_holds_something_else_is_refused(pool: NatsPool, engine: FakeEngine) -> None:
-    async def make() -> None:
-        client = await open_connection(pool, "test", timeout=PATIENCE)
-        try:
-            await client.jetstream().add_stream(name=pool.stream, subjects=["something.else"])
-        finally:
-            await client.close()
-
-    asyncio.run(make())
+    at(
+        pool,
+        lambda client: client.jetstream().add_stream(name=pool.stream, subjects=["something.else"]),
+    )
     with pytest.raises(ConfigurationError, match="delete it"):
         relay_of(pool, engine)
 
@@ -387,13 +268,6 @@ def test_a_server_without_jetstream_is_refused(engine: FakeEngine, tmp_path: Pat
         pytest.raises(NatsError, match="enable JetStream"),
     ):
         relay_of(parse_pool(server.url, "p", {}), engine)
-
-
-def test_a_log_that_has_no_room_in_the_server_is_refused(
-    pool: NatsPool, engine: FakeEngine
-) -> None:
-    with pytest.raises(NatsError, match="lower max_bytes"):
-        relay_of(pool, engine, max_bytes=1 << 40)
 
 
 @pytest.mark.parametrize(

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvindex import ConfigurationError, Rank, State, replicas
+from kvindex import ConfigurationError, State, replicas
 from kvindex.replicas import nats
 from kvindex.wire.errors import QueueTimeoutError
 from kvindex.wire.nats import NatsPool
 from tests.children import in_child
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
-from tests.replicas.nats.hand_relay import HandRelay, RealLog, held
+from tests.replicas.nats.hand_relay import A, B, RealLog, begun, held
 
 pytestmark = [pytest.mark.e2e, needs_ring]
-
-A, B = Rank("a"), Rank("b")
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
 def log(pool: NatsPool, stack: ExitStack) -> RealLog:
     return begun(pool, stack)
-
-
-def begun(pool: NatsPool, stack: ExitStack) -> RealLog:
-    """A log whose first epoch has begun, with a rank and a snapshot."""
-    log = RealLog(pool, HandRelay())
-    stack.callback(log.close)
-    log.relay.add(A)
-    log.relay.store(A)
-    log.relay.show(A)
-    log.begin()
-    return log
 
 
 def joined(log: RealLog, stack: ExitStack, stale_after: float = PATIENCE) -> replicas.Replica:

@@ -1,4 +1,4 @@
-"""Engines, a relay, and two replicas, one of them a process: what the fault scenes play on."""
+"""Engines, a relay and replicas; and copies of its index, made by hand from snapshot and log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,82 @@ from typing import Any
 
 from kvindex import Rank, Worker
 from kvindex.replicas import nats
+from kvindex.replicas.copy import Copy
+from kvindex.replicas.messages import decode_message
+from kvindex.replicas.nats.log import BodyReader, Log
 from kvindex.replicas.nats.relay import Relay
+from kvindex.replicas.nats.snapshots import PoolSnapshots, SnapshotContents
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire.nats import NatsPool, open_connection
 from tests.live import PATIENCE, REPLAYS, truth, until, worker_of
-from tests.replicas.nats.pool_copies import counters
-from tests.replicas.nats.replica_process import ReplicaProcess, listed, seen
+from tests.replicas.nats.processes import ReplicaProcess, contents, listed, seen
+
+
+def holds(*engines: FakeEngine) -> Callable[[Copy], bool]:
+    """Whether a copy holds exactly what the engines hold."""
+
+    def is_equal(copy: Copy) -> bool:
+        return all(contents(copy.index, engine.rank) == truth(engine) for engine in engines)
+
+    return is_equal
+
+
+def newest_snapshot(pool: NatsPool) -> tuple[str, bytes]:
+    """Return the name and the bytes of a pool's newest snapshot."""
+
+    async def fetch(client: Any) -> tuple[str, bytes]:
+        store = PoolSnapshots(client, pool)
+        name = (await store.newest())[0]
+        return name, await store.get(name)
+
+    result: tuple[str, bytes] = at(pool, fetch)
+    return result
+
+
+def copy_of(
+    pool: NatsPool, done: Callable[[Copy], bool], snapshot: tuple[str, bytes] | None = None
+) -> Copy:
+    """Return a copy that has followed the log from a snapshot on until it is as it should be."""
+    name, data = newest_snapshot(pool) if snapshot is None else snapshot
+    snapshot_contents = SnapshotContents(data, name)
+    head = snapshot_contents.head
+    copy = Copy(snapshot_contents.seed, head.max_blocks_per_rank)
+    copy.begin(head.begin)
+    for part in snapshot_contents:
+        copy.restore(part.rank, part.number, part.section, part.status)
+    copy.catchup.end(head.end)
+    copy.names = dict(head.names)
+    asyncio.run(asyncio.wait_for(_follow(pool, head.epoch, head.position, copy, done), 60.0))
+    copy.index.check()
+    return copy
+
+
+async def _follow(
+    pool: NatsPool,
+    epoch: str,
+    position: int,
+    copy: Copy,
+    done: Callable[[Copy], bool],
+) -> None:
+    client = await open_connection(pool, "test", timeout=PATIENCE)
+    try:
+        log, bodies = await Log(client, pool).read(position), BodyReader()
+        while not done(copy):
+            message = await log.next(PATIENCE)
+            assert (message.seq, message.epoch) == (position, epoch)
+            position += 1
+            for part in bodies.split(message.body):
+                copy.apply(decode_message(part))
+        await log.close()
+    finally:
+        await client.close()
+
+
+def counters(relay: Relay) -> dict[str, Any]:
+    """The relay's own counters."""
+    own: dict[str, Any] = relay.statistics()["relay"]
+    return own
+
 
 MAX_BYTES = 8 << 20
 

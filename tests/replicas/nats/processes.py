@@ -1,4 +1,7 @@
-"""`kvindex relay` as a process, which tests kill and stop."""
+"""`kvindex relay` and replicas as processes, which tests kill and stop.
+
+`python -m … URL` is a replica that answers lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvindex import Rank
+from kvindex.index import Index
+from kvindex.replicas import Replica, nats
 from kvindex.testing import FakeEngine
 from kvindex.wire.nats import NatsPool
 from tests.children import ended_after
@@ -113,3 +119,88 @@ class RelayProcess:
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         self._errors.extend(self._process.stderr)
+
+
+class ReplicaProcess:
+    """A replica of a pool; it has joined when this returns."""
+
+    def __init__(self, url: str) -> None:
+        command = [sys.executable, "-m", "tests.replicas.nats.processes", url]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._ending = ended_after(self._process)
+        self._ending.__enter__()
+        self.ask([])
+
+    def ask(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Return what it holds, as `seen`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(prompts), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, "the replica's process has ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def stop(self) -> None:
+        """Let it stand still, with its connection open; it does when this returns."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def __enter__(self) -> ReplicaProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.__exit__(None, None, None)
+
+
+def contents(index: Index, rank: Rank) -> dict[tuple[Any, str, int], int]:
+    """What an index holds of a rank, in the form of `FakeEngine.truth`."""
+    if rank not in index.ranks:
+        return {}
+    return {
+        (block.block_hash, block.medium, block.group_idx): block.copies
+        for block in index.tree(rank).walk()
+    }
+
+
+def seen(replica: Replica, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return what a replica holds of each rank, its states and counters, and what prompts hit."""
+    statuses = replica.statuses()
+    return {
+        "ranks": {
+            str(rank): {
+                "state": str(status.state),
+                "seq": status.seq,
+                "reason": status.reason,
+                "blocks": listed(contents(replica.index, rank)),
+            }
+            for rank, status in statuses.items()
+        },
+        "hits": [
+            {str(rank): match[rank].tokens for rank in statuses}
+            for match in map(replica.match, prompts)
+        ],
+        "replica": replica.statistics()["replica"],
+    }
+
+
+def listed(blocks: dict[tuple[Any, str, int], int]) -> list[list[Any]]:
+    """Return blocks and their copies in a form that JSON keeps."""
+    return sorted([str(h), medium, group, copies] for (h, medium, group), copies in blocks.items())
+
+
+def main() -> None:
+    with nats.join(sys.argv[1], timeout=PATIENCE) as replica:
+        for line in sys.stdin:
+            print(json.dumps(seen(replica, json.loads(line))), flush=True)
+            replica.index.check()
+
+
+if __name__ == "__main__":
+    main()
