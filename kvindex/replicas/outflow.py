@@ -83,9 +83,7 @@ class Patience:
 class MessageSink(Protocol):
     """Where a tap's messages go. Used by the subscriber's thread, but `statistics` by any."""
 
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a message that is not unusual: a tap begins another one before it has more."""
+    chunk_bytes: int  # of a usual message: a tap begins another one before it has more
 
     def send(self, body: bytes) -> None:
         """Send a message to every reader."""

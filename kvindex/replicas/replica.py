@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -199,6 +199,9 @@ class Replica(Answering):
 # How any copy is kept -------------------------------------------------------------------------
 
 
+Reasons: TypeAlias = tuple[tuple[type[Exception], str], ...]
+
+
 class RefusedError(KVIndexError):
     """The server refuses this process; `final`: trying again is useless."""
 
@@ -240,17 +243,10 @@ class Membership(Protocol):
 class Origin(Protocol):
     """Where a follower's copies come from."""
 
-    @property
-    def address(self) -> str:
-        """Where it is, for statistics."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-
-    @property
-    def reasons(self) -> tuple[tuple[type[Exception], str], ...]:
-        """By which word errors are counted; the first type that fits decides."""
+    address: str  # for statistics
+    name: str  # what messages call it
+    # By which word errors are counted; the first type that fits decides.
+    reasons: Reasons
 
     def open(self, note: Callable[[str], None]) -> Membership:
         """Return a new place, which calls `note` with why it has not joined yet."""
@@ -259,7 +255,7 @@ class Origin(Protocol):
         """Return further counters of the follower; from any thread."""
 
 
-_REASONS: tuple[tuple[type[Exception], str], ...] = (  # after those of the origin
+_REASONS: Reasons = (  # after those of the origin
     (RefusedError, "refused"),
     (SegmentError, "ring"),
     (SnapshotError, "bad_snapshot"),
@@ -644,7 +640,7 @@ class FanOutMembership:
 class FanOutOrigin:
     """The fan-out server that listens at a path, as the origin of a copy."""
 
-    reasons = (
+    reasons: Reasons = (
         (ReaderEvictedError, "evicted"),
         (WriterDiedError, "server_died"),
         (QueueClosedError, "server_closed"),

@@ -292,11 +292,11 @@ def test_nothing_is_kept_for_a_joiner_that_went_away() -> None:
     assert len(server.snapshots._orders) == 1
     parts.close()
     assert server.snapshots._orders == []
-    server.call = _closed  # type: ignore[method-assign]
+
+    def closed(function: Callable[[], _Result]) -> _Result:
+        raise ClosedError("closed")
+
+    server.call = closed  # type: ignore[method-assign]
     with pytest.raises(ClosedError):
         next(server.snapshots.parts())
     assert server.snapshots._orders == []
-
-
-def _closed(function: Callable[[], _Result]) -> _Result:
-    raise ClosedError("closed")

@@ -32,6 +32,7 @@ from kvindex.replicas.nats.log import (
     UnansweredError,
 )
 from kvindex.replicas.nats.snapshots import PoolSnapshots, SnapshotContents, position_and_epoch
+from kvindex.replicas.replica import Reasons
 from kvindex.subscribe import RankStatus
 from kvindex.wire.errors import (
     DecodeError,
@@ -84,22 +85,13 @@ async def connect(pool: NatsPool, on_change: Callable[[str], None]) -> PoolConne
 Connect = Callable[[NatsPool, Callable[[str], None]], Coroutine[Any, Any, PoolConnection]]
 
 
-class Progress(NamedTuple):
-    """How far a copy is."""
-
-    epoch: str
-    number: int  # of the last message in the log that was received
-    pending: int  # messages in the log that follow it
-    as_of: float  # when it would have come at the earliest, in monotonic seconds
-
-
 class LogOrigin:
     """The log of a pool, as the origin of a replica's copies.
 
     Owner: the follower's thread; `statistics` from any.
     """
 
-    reasons = (
+    reasons: Reasons = (
         (NewEpochError, "new_epoch"),
         (TrimmedError, "trimmed"),
         (NoSnapshotError, "no_snapshot"),
@@ -124,7 +116,9 @@ class LogOrigin:
         self.log_rate = LogRate(clock)
         self.resubscribed = 0
         self.refused: Counter[str] = Counter()  # snapshots, by reason
-        self.progress: Progress | None = None
+        self.progress: dict[str, Any] = dict.fromkeys(("epoch", "number", "lag_messages"))
+        # When the last message would have come at the earliest, in monotonic seconds.
+        self.as_of: float | None = None
 
     def open(self, note: Callable[[str], None]) -> LogMembership:
         """Return a new place, which connects when it joins."""
@@ -137,13 +131,10 @@ class LogOrigin:
         the log; `lag_seconds`: how old it is; `resubscribed`: how often the log was asked
         again from the next number; `snapshots_refused`: by reason.
         """
-        progress = self.progress
-        lag = None if progress is None else max(0.0, self.clock() - progress.as_of)
+        as_of = self.as_of
         return {
-            "epoch": None if progress is None else progress.epoch,
-            "number": None if progress is None else progress.number,
-            "lag_messages": None if progress is None else progress.pending,
-            "lag_seconds": lag,
+            **self.progress,
+            "lag_seconds": None if as_of is None else max(0.0, self.clock() - as_of),
             "resubscribed": self.resubscribed,
             "snapshots_refused": dict(self.refused),
         }
@@ -410,9 +401,12 @@ class LogMembership:
             offset = min(offset, self._offset + _DRIFT * (received_at - self._offset_at))
         self._offset, self._offset_at = offset, received_at
         number = self._expected - 1
-        self._origin.progress = Progress(
-            self._epoch, number, self.backlog, message.sent_at + offset
-        )
+        self._origin.progress = {
+            "epoch": self._epoch,
+            "number": number,
+            "lag_messages": self.backlog,
+        }
+        self._origin.as_of = message.sent_at + offset
         # What the log had kept says nothing of now; nor does one that many others follow.
         is_current = number >= self._current_from and self.backlog <= _FAR_BEHIND
         as_of = received_at if is_current else self.copy.sent_at

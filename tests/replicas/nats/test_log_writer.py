@@ -147,26 +147,29 @@ def test_a_begin_that_was_stored_without_an_answer_starts_the_epoch() -> None:
     assert (writer.state, writer.position) == (WRITING, 8)
 
 
-def test_a_begin_that_was_not_stored_is_sent_again_as_it_was() -> None:
+@pytest.mark.parametrize(
+    ("outcome", "head", "following"),
+    [
+        ("failed", Head(7, 1, "B-1"), Append("A-1", 7, b"")),
+        ("failed", Head(8, 9, None), Append("A-2", 8, b"")),  # whether 8 was it is unknown
+        ("acked", Head(9, 1, "A-1"), Append("A-2", 9, b"")),
+        ("refused", Head(8, 1, "A-1", b"foreign"), Append("A-2", 8, b"")),
+    ],
+    ids=["not stored", "purged meanwhile", "another number", "a foreign one in its place"],
+)
+def test_a_begin_is_sent_again_as_it_was_if_that_is_sure_and_else_given_up_for_another(
+    outcome: str, head: Head, following: Append
+) -> None:
     writer = beginning()
-    writer.failed("no answer", 3.0)
-    writer.saw(Head(7, 1, "B-1"), LATER)
-    assert writer.step(LATER) == Append("A-1", 7, b"")
-
-
-def test_a_begin_whose_predecessor_was_purged_is_given_up_for_another_epoch() -> None:
-    writer = beginning()
-    writer.failed("no answer", 3.0)
-    writer.saw(Head(8, 9, None), LATER)  # whether 8 was this begin is unknown
-    assert writer.step(LATER) == Append("A-2", 8, b"")
-
-
-def test_a_begin_with_another_number_than_expected_is_no_begin() -> None:
-    writer = beginning()
-    writer.acked(9)
+    if outcome == "failed":
+        writer.failed("no answer", 3.0)
+    elif outcome == "acked":
+        writer.acked(9)
+    else:
+        writer.refused()
     assert writer.state is BEGINNING
-    writer.saw(Head(9, 1, "A-1"), LATER)
-    assert writer.step(LATER) == Append("A-2", 9, b"")
+    writer.saw(head, LATER)
+    assert writer.step(LATER) == following
 
 
 def test_a_begin_of_a_stream_that_was_deleted_is_made_anew() -> None:
@@ -247,17 +250,23 @@ def test_pauses_double_up_to_two_seconds_until_a_body_is_stored() -> None:
 # Unsure: going on -----------------------------------------------------------------------------
 
 
-def test_an_append_that_was_stored_without_an_answer_is_not_repeated() -> None:
-    writer = unsure(b"one", b"two")
-    writer.saw(Head(3, 1, "A-1", b"two"), LATER)
-    assert (writer.state, writer.position) == (WRITING, 3)
-    assert writer.step(2 * LATER) == Ready()
-
-
-def test_an_append_that_was_not_stored_is_repeated_in_its_place() -> None:
-    writer = unsure(b"one", b"two")
-    writer.saw(Head(2, 1, "A-1", b"one"), LATER)
-    assert writer.step(2 * LATER) == Append("A-1", 2, b"two")
+@pytest.mark.parametrize(
+    ("bodies", "kept_bytes", "head", "following"),
+    [
+        ([b"one", b"two"], 1000, Head(3, 1, "A-1", b"two"), Ready()),
+        ([b"one", b"two"], 1000, Head(2, 1, "A-1", b"one"), Append("A-1", 2, b"two")),
+        ([b"1", b"2", b"last"], 6, Head(2, 1, "A-1", b"1"), Append("A-1", 2, b"2")),
+        ([b"old", b"x" * 2000, b"y"], 1, Head(3, 1, "A-1", b"x" * 2000), Append("A-1", 3, b"y")),
+    ],
+    ids=["it was stored", "not stored", "all that is kept forgotten", "the newest always kept"],
+)
+def test_an_unanswered_append_is_repeated_only_where_the_log_lacks_it(
+    bodies: list[bytes], kept_bytes: int, head: Head, following: Append | Ready
+) -> None:
+    writer = unsure(*bodies, kept_bytes=kept_bytes)
+    writer.saw(head, LATER)
+    assert (writer.state, writer.position) == (WRITING, head.seq)
+    assert writer.step(2 * LATER) == following
 
 
 def test_acknowledged_bodies_that_the_log_forgot_are_appended_again_in_order() -> None:
@@ -309,18 +318,6 @@ def test_a_log_that_forgot_more_than_is_kept_ends_the_epoch() -> None:
     assert writer.step(2 * LATER) == Ready()  # nothing of the old epoch is left
 
 
-def test_a_log_that_forgot_as_much_as_is_kept_is_completed() -> None:
-    writer = unsure(b"one", b"two", b"three", kept_bytes=8)
-    writer.saw(Head(2, 1, "A-1", b"one"), LATER)
-    assert writer.step(2 * LATER) == Append("A-1", 2, b"two")
-
-
-def test_a_number_that_was_never_given_ends_the_epoch() -> None:
-    writer = unsure(b"one", b"two")
-    writer.saw(Head(4, 1, "A-1"), LATER)
-    assert writer.state is BEGINNING
-
-
 FOREIGN = [b"\xff" * 40, b"", b"well-formed"]
 
 
@@ -336,37 +333,22 @@ def test_a_foreign_message_with_the_next_number_of_the_epoch_ends_it(body: bytes
     assert writer.step(2 * LATER) == Append("A-2", 3, b"")
 
 
-@pytest.mark.parametrize("body", FOREIGN)
-def test_a_foreign_message_before_the_first_body_of_an_epoch_ends_it(body: bytes) -> None:
-    writer = writing()
-    write(writer, b"one")
-    writer.refused()
-    writer.saw(Head(2, 1, "A-1", body), LATER)
-    assert (writer.state, writer.counters["foreign"]) == (BEGINNING, 1)
-
-
-@pytest.mark.parametrize("kept_bytes", [0, 1000])
-def test_a_foreign_message_in_the_place_of_one_that_the_log_forgot_ends_the_epoch(
-    kept_bytes: int,
+@pytest.mark.parametrize(
+    ("bodies", "kept_bytes", "head"),
+    [
+        *(([b"one"], 1000, Head(2, 1, "A-1", body)) for body in FOREIGN),
+        ([b"one", b"two", b"three"], 0, Head(3, 1, "A-1", b"not two")),
+        ([b"one", b"two", b"three"], 1000, Head(3, 1, "A-1", b"not two")),
+        ([b"one", b"two"], 1000, Head(4, 1, "A-1", b"two")),
+        ([b"one", b"two"], 1000, Head(9, 1, "A-1", b"two")),
+    ],
+)
+def test_a_foreign_message_in_any_place_of_the_epoch_ends_it_and_counts_once(
+    bodies: list[bytes], kept_bytes: int, head: Head
 ) -> None:
-    writer = unsure(b"one", b"two", b"three", kept_bytes=kept_bytes)
-    writer.saw(Head(3, 1, "A-1", b"not two"), LATER)
+    writer = unsure(*bodies, kept_bytes=kept_bytes)
+    writer.saw(head, LATER)
     assert (writer.state, writer.counters["foreign"]) == (BEGINNING, 1)
-
-
-def test_several_foreign_messages_in_the_epoch_end_it_and_are_counted_once() -> None:
-    writer = writing(b"one")
-    write(writer, b"two")
-    writer.refused()
-    writer.saw(Head(9, 1, "A-1", b"two"), LATER)
-    assert (writer.state, writer.counters["foreign"]) == (BEGINNING, 1)
-
-
-def test_a_foreign_message_where_the_epoch_should_begin_is_no_begin() -> None:
-    writer = beginning()
-    writer.refused()
-    writer.saw(Head(8, 1, "A-1", b"foreign"), LATER)
-    assert writer.step(LATER) == Append("A-2", 8, b"")
 
 
 def test_a_late_message_of_its_own_earlier_epoch_ends_the_epoch_without_a_wait() -> None:
@@ -442,13 +424,6 @@ def test_a_writer_that_was_stopped_is_fenced_by_its_next_append(epoch: str) -> N
 
 
 # Cost -----------------------------------------------------------------------------------------
-
-
-def test_bodies_beyond_the_limit_are_dropped_oldest_first_and_the_newest_is_kept() -> None:
-    writer = unsure(b"old", b"x" * 2000, b"y" * 2000, kept_bytes=1000)
-    writer.saw(Head(3, 1, "A-1", b"x" * 2000), LATER)
-    assert writer.step(2 * LATER) == Append("A-1", 3, b"y" * 2000)
-    assert writer.counters["appended_again"] == 1
 
 
 def test_a_new_epoch_keeps_as_many_bytes_as_the_one_before() -> None:

@@ -25,7 +25,6 @@ from kvindex.replicas.nats.snapshots import (
     SnapshotContents,
     encode_snapshot,
     name_of,
-    position_and_epoch,
 )
 from kvindex.replicas.outflow import Part, TakenRank
 from kvindex.wire.errors import NatsError, SnapshotError
@@ -127,14 +126,6 @@ def test_a_head_that_promises_much_costs_nothing() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_names_order_the_snapshots_of_an_epoch() -> None:
-    names = [name_of(position, "r-1") for position in (1, 9, 10, 1 << 40)]
-    assert names == sorted(names)
-    assert [position_and_epoch(name) for name in names][2] == (10, "r-1")
-    for other in ("", "1-r", "x" * 20 + "-r", "notes.txt"):
-        assert position_and_epoch(other) is None
 
 
 # The object store -------------------------------------------------------------------------------

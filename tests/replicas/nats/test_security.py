@@ -233,13 +233,34 @@ def public_key(seed: Path) -> str:
     return str(nkeys.from_seed(bytearray(seed.read_bytes())).public_key.decode())
 
 
-async def test_a_user_with_the_right_password_connects_and_no_other(tmp_path: Path) -> None:
-    config = f'authorization {{ user: ann, password: "{SECRET}" }}'
-    with NatsServer(tmp_path, extra_config=config) as server:
-        assert await connected(parse_pool(server.url, "llama", {"user": "ann", "password": SECRET}))
-        for wrong in ({"user": "ann", "password": "x"}, {"user": "bob", "password": SECRET}, {}):
-            options: Any = wrong
+@pytest.mark.parametrize("way", ["password", "token", "nkey"])
+async def test_who_shows_what_the_server_expects_connects_and_no_other(
+    tmp_path: Path, seed_file: Path, way: str
+) -> None:
+    import nkeys
+
+    other = tmp_path / "other"
+    other.write_bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
+    config, right, wrongs = {
+        "password": (
+            f'user: ann, password: "{SECRET}"',
+            {"user": "ann", "password": SECRET},
+            [{"user": "ann", "password": "x"}, {"user": "bob", "password": SECRET}, {}],
+        ),
+        "token": (f'token: "{SECRET}"', {"token": SECRET}, [{"token": "wrong"}]),
+        "nkey": (
+            f"users: [{{ nkey: {public_key(seed_file)} }}]",
+            {"nkey_file": str(seed_file)},
+            [{"nkey_file": str(other)}],
+        ),
+    }[way]
+    options: Any = right
+    with NatsServer(tmp_path, extra_config=f"authorization {{ {config} }}") as server:
+        assert await connected(parse_pool(server.url, "llama", options))
+        for wrong in wrongs:
+            options = wrong
             reason = await refusal(parse_pool(server.url, "llama", options))
+            assert "Authorization Violation" in reason
             assert "check user, token, nkey or credentials" in reason
 
 
@@ -276,25 +297,6 @@ def test_all_go_on_when_they_are_admitted_again(trouble: str, tmp_path: Path) ->
             replica.wait_live(PATIENCE)
             until(lambda: not relay.statistics()["relay"]["connection"])
     gc.collect()  # here, where the warnings are expected
-
-
-async def test_a_token_is_checked(tmp_path: Path) -> None:
-    with NatsServer(tmp_path, extra_config=f'authorization {{ token: "{SECRET}" }}') as server:
-        assert await connected(parse_pool(server.url, "llama", {"token": SECRET}))
-        reason = await refusal(parse_pool(server.url, "llama", {"token": "wrong"}))
-        assert "Authorization Violation" in reason
-
-
-async def test_an_nkey_is_checked(tmp_path: Path, seed_file: Path) -> None:
-    import nkeys
-
-    config = f"authorization {{ users: [{{ nkey: {public_key(seed_file)} }}] }}"
-    with NatsServer(tmp_path, extra_config=config) as server:
-        assert await connected(parse_pool(server.url, "llama", {"nkey_file": str(seed_file)}))
-        other = tmp_path / "other"
-        other.write_bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
-        reason = await refusal(parse_pool(server.url, "llama", {"nkey_file": str(other)}))
-        assert "Authorization Violation" in reason
 
 
 @pytest.mark.parametrize("option", ["nkey_file", "credentials_file"])
