@@ -72,6 +72,7 @@ class Catchup:
         """Return whether all entries of the next message count; DecodeError if it is another."""
         end = self._end
         assert end is not None
+        # The first one may come before `begin`: the joiner was in the ring a little earlier.
         if number != self._next if self._next is not None else number > self._begin:
             expected = self._begin if self._next is None else self._next
             raise DecodeError(f"message {number} came where {expected} should follow")

@@ -283,6 +283,7 @@ class StreamTap:
 
     def recount(self) -> None:
         """Note that readers have gone: without any, nothing is packed."""
+        # Not at each message: it looks at every reader's lock.
         if self._attended:
             self._attended = self._outflow.count_readers() > 0
 

@@ -97,6 +97,7 @@ class ReplicaServer(ABC):
         """
         if self._pid != os.getpid():
             return  # it is the parent's
+        # First: who waits must not take this for an end by itself.
         self._closing = True
         self._close_parts()
         # Last: an interrupted close is made again, at the latest as the process ends.
@@ -177,6 +178,7 @@ class FanOut(ReplicaServer):
         require_native()
         self.path = os.fspath(path)
         with ExitStack() as opened:  # closed again if something goes wrong
+            # First: a path that cannot be used is refused before any memory is taken.
             listener = Listener(path)
             opened.callback(listener.close)
             self._outflow = Outflow(max_replicas, chunk_bytes, chunks, patience)
@@ -409,13 +411,15 @@ class Reception:
             del self._guests[guest]
         if guest.place is not None:
             self._outflow.evicted.discard(guest.place)
-            with suppress(ClosedError, TimeoutError):  # it notices the dead when it waits for them
+            # If the subscriber is busy or gone: it notices the dead when it waits for them.
+            with suppress(ClosedError, TimeoutError):
                 self._client.subscriber.call(self._tap.recount)
 
     async def _converse(self, guest: Guest) -> None:
         """Serve a guest until it leaves, or has its one answer: the protocol of `messages`."""
         frame = await guest.in_time(guest.receive())
         if isinstance(frame, ReportRequest):
+            # Before it is sent: who has it may hang up at once, and did not give up.
             guest.answered = True
             report = json.dumps(self._report()).encode()
             await guest.send(encode_frame(ServerReport(len(report))) + report)

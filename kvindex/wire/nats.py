@@ -406,7 +406,7 @@ class NatsThread:
 
     async def _supervise(self) -> None:
         task = self._task = asyncio.ensure_future(self._main())
-        if self._closing:
+        if self._closing:  # asked before there was a task to cancel
             self._cancel()
         try:
             await task
@@ -414,6 +414,7 @@ class NatsThread:
             if not self._closing:
                 raise
         finally:
+            # Of nats-py's own; they would be destroyed with the loop, and complain.
             rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in rest:
                 task.cancel()

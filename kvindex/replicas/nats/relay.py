@@ -414,6 +414,7 @@ class LogDriver:
                 else:
                     await self._ask(step)
         finally:
+            # Also when it is cancelled: the tap must not go on packing for a queue nobody empties.
             await self._end()
 
     async def _follow_state(self) -> None:
