@@ -48,6 +48,14 @@ async def opened(pool: NatsPool) -> AsyncIterator[Log]:
         await client.close()
 
 
+@asynccontextmanager
+async def made(pool: NatsPool) -> AsyncIterator[Log]:
+    """The log of a pool, empty."""
+    async with opened(pool) as log:
+        await log.make(SMALL)
+        yield log
+
+
 async def filled(log: Log, count: int, epoch: str = "a-1") -> None:
     for number in range(count):
         assert await log.append(epoch, number, b"%d" % number) == number + 1
@@ -80,8 +88,7 @@ async def test_a_log_that_is_new_has_no_messages(pool: NatsPool) -> None:
 
 
 async def test_appends_get_the_numbers_that_they_expect(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         await filled(log, 3)
         assert await log.append("b-1", 3, b"") == 4
         assert await log.head() == Head(4, 1, "b-1")
@@ -90,8 +97,7 @@ async def test_appends_get_the_numbers_that_they_expect(pool: NatsPool) -> None:
 async def test_an_append_that_expects_another_number_is_refused_and_stores_nothing(
     pool: NatsPool,
 ) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         await filled(log, 2)
         for expected in (0, 1, 3, 1000):
             with pytest.raises(AppendRefusedError, match="10071"):
@@ -122,8 +128,7 @@ async def test_a_body_may_have_as_many_bytes_as_the_log_allows(pool: NatsPool) -
 
 
 async def test_a_foreign_message_shows_in_the_head(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         await filled(log, 2)
         await streams(log).publish(f"{pool.log_prefix}nonsense", b"x", headers={"A": "b"})
         assert await log.head() == Head(3, 1, "nonsense", b"x")
@@ -135,8 +140,7 @@ async def test_a_foreign_message_shows_in_the_head(pool: NatsPool) -> None:
 
 
 async def test_a_purged_log_keeps_its_numbers(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         await filled(log, 3)
         await streams(log).delete_msg(pool.stream, 3)
         assert await log.head() == Head(3, 1, None)
@@ -148,8 +152,7 @@ async def test_a_purged_log_keeps_its_numbers(pool: NatsPool) -> None:
 
 
 async def test_a_deleted_log_is_missing_and_begins_again_at_1(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         await filled(log, 3)
         await streams(log).delete_stream(pool.stream)
         with pytest.raises(NoStreamError):
@@ -163,8 +166,7 @@ async def test_a_deleted_log_is_missing_and_begins_again_at_1(pool: NatsPool) ->
 
 
 async def test_a_full_log_drops_its_oldest_messages(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         for number in range(12):
             await log.append("a-1", number, bytes(1 << 20))
         head = await log.head()
@@ -179,8 +181,7 @@ async def test_a_full_log_drops_its_oldest_messages(pool: NatsPool) -> None:
 
 
 async def test_a_reader_gets_all_messages_from_its_number_on(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         await filled(log, 3)
         await log.append("b-1", 3, b"")
         reader = await log.read(2)
@@ -198,8 +199,7 @@ async def test_a_reader_gets_all_messages_from_its_number_on(pool: NatsPool) -> 
 
 
 async def test_a_reader_of_a_number_to_come_waits_for_it(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         reader = await log.read(3)
         await filled(log, 4)
         assert await received(reader, 2) == [(3, "a-1", b"2"), (4, "a-1", b"3")]
@@ -207,8 +207,7 @@ async def test_a_reader_of_a_number_to_come_waits_for_it(pool: NatsPool) -> None
 
 
 async def test_a_reader_sees_that_messages_are_gone_by_the_next_number(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         await filled(log, 5)
         await streams(log).purge_stream(pool.stream, seq=4)
         reader = await log.read(2)
@@ -217,8 +216,7 @@ async def test_a_reader_sees_that_messages_are_gone_by_the_next_number(pool: Nat
 
 
 async def test_a_reader_may_be_closed_after_its_connection(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         reader = await log.read(1)
     with pytest.raises(NatsError):
         await reader.next(PATIENCE)
@@ -295,8 +293,7 @@ async def test_a_stream_that_cannot_be_a_log_is_refused(
 
 
 async def test_a_stream_and_a_bucket_that_exist_are_used_as_they_are(pool: NatsPool) -> None:
-    async with opened(pool) as log:
-        await log.make(SMALL)
+    async with made(pool) as log:
         await filled(log, 2)
         await log.make(StreamSettings(max_bytes=16 << 20, store="file"))
         assert (await streams(log).stream_info(pool.stream)).config.max_bytes == 8 << 20
