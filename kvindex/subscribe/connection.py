@@ -103,17 +103,14 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contexts:
-    """The ZeroMQ contexts of one subscriber.
+    """The ZeroMQ contexts of one subscriber: the user's, or its own beside the process's."""
 
-    Args:
-        given: for every socket; None for the process-wide one for inproc endpoints, so that they
-            meet, and one of its own for all others.
-    """
-
-    def __init__(self, given: zmq.Context[zmq.Socket[bytes]] | None) -> None:
-        self._shared = given or zmq.Context.instance()
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]] | None) -> None:
+        # The process's own for inproc endpoints: those meet within one context only.
+        self._shared = context or zmq.Context.instance()
         self._own: zmq.Context[zmq.Socket[bytes]] | None = None
-        if given is None:  # with room for thousands of ranks; each takes three to six sockets
+        if context is None:
+            # With room for thousands of ranks: each takes three to six sockets.
             self._own = zmq.Context()
             self._own.set(zmq.MAX_SOCKETS, min(65_535, self._own.get(zmq.SOCKET_LIMIT)))
 
@@ -131,8 +128,8 @@ class Contexts:
 class HostCheck:
     """Whether the host of an endpoint can be resolved, by a function like `socket.getaddrinfo`.
 
-    Attributes:
-        trouble: why its host is unknown; "" if it is known, None before it is resolved.
+    ZeroMQ reports a name that cannot be resolved like a port where nothing listens. So when a
+    connection fails, the name is resolved once more, on a thread of its own: that may take long.
 
     Thread safety: `ask` by one thread; `trouble` can be read by any.
     """
@@ -148,6 +145,7 @@ class HostCheck:
         self._is_name = bool(self._host)
         with suppress(ValueError):
             self._is_name = not ipaddress.ip_address(self._host)
+        # Why its host is unknown; "" if it is known, None before it is resolved.
         self.trouble: str | None = None if self._is_name else ""
 
     def ask(self, now: float) -> None:
@@ -157,46 +155,30 @@ class HostCheck:
         if asking or recent or not self._is_name:
             return
         self._asked_at = now
-        self._asking = threading.Thread(target=self._run, name="kvindex-resolve", daemon=True)
-        self._asking.start()
 
-    def _run(self) -> None:
-        try:
-            self._resolve(self._host, None)
-        except (OSError, UnicodeError) as error:
-            self.trouble = f"the host {self._host!r} is unknown ({error})"
-        else:
-            self.trouble = ""
+        def resolve() -> None:
+            try:
+                self._resolve(self._host, None)
+            except (OSError, UnicodeError) as error:
+                self.trouble = f"the host {self._host!r} is unknown ({error})"
+            else:
+                self.trouble = ""
+
+        # A daemon: a resolver that hangs must not hold the end of the process.
+        self._asking = threading.Thread(target=resolve, name="kvindex-resolve", daemon=True)
+        self._asking.start()
 
 
 class Connection:
     """A socket with its monitor: reports whether a peer is connected, and if not, why.
 
-    Args:
-        context: the ZeroMQ context to use.
-        kind: `zmq.SUB` or `zmq.DEALER`.
-        endpoint: where to connect, or to bind.
-        socket_options: settings of the sockets.
-        curve: CURVE keys, or None.
-        bind: bind instead of connecting.
-        subscriptions: topics to subscribe to (SUB only).
-        host: resolves the endpoint's host when nobody answers.
-        watch: waits for its sockets; None if nothing waits for them.
-        owner: the value that `watch` returns for its sockets.
-
-    Raises:
-        ConfigurationError: ZeroMQ refuses the endpoint.
-
-    Attributes:
-        retries: connection attempts that failed since the last success.
-        refused_handshakes: peers that accepted the connection and failed the handshake.
-        drained: whether the last `receive` left nothing behind.
+    ConfigurationError is raised where ZeroMQ refuses the endpoint.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        kind: int,
+        kind: int,  # zmq.SUB or zmq.DEALER
         endpoint: str,
         socket_options: SocketOptions,
         curve: Curve | None = None,
@@ -204,15 +186,15 @@ class Connection:
         bind: bool = False,
         subscriptions: tuple[bytes, ...] = (),
         host: HostCheck | None = None,
-        watch: Watch | None = None,
-        owner: object = None,
+        watch: Watch | None = None,  # waits for its sockets
+        owner: object = None,  # what `watch` returns for them
     ) -> None:
         self.endpoint = endpoint
         self.host = HostCheck(endpoint) if host is None else host
-        self.retries = 0
+        self.retries = 0  # attempts that failed since the last success
         self._retries_in_row = 0
-        self.refused_handshakes = 0
-        self.drained = False
+        self.refused_handshakes = 0  # peers that accepted the connection and failed the handshake
+        self.drained = False  # whether the last `receive` left nothing behind
         self._watch = watch
         self._owner = owner
         self._open: set[int] = set()  # descriptors of TCP or ipc connections
@@ -243,6 +225,7 @@ class Connection:
             verb = "bind to" if bind else "connect to"
             raise ConfigurationError(f"cannot {verb} {endpoint!r}: {error}") from error
         if watch is not None:
+            # Last, for a socket that could not be set up is closed, and not watched.
             for socket in self._sockets:
                 watch.add(socket, owner)
 
@@ -292,13 +275,17 @@ class Connection:
             self._changed_at = now
             change = self._note(event, value)
             if self.retries and not self._bound:
+                # Perhaps because its name is unknown, which ZeroMQ does not report.
                 self.host.ask(now)
             if change is not None:
                 yield change
 
     def _note(self, event: int, value: int) -> bool | None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return self._note_handshake()
+            # Never more than there are connections: the event of one that has gone may come late.
+            self._handshakes = min(self._handshakes + 1, max(1, len(self._open)))
+            self.retries = self.refused_handshakes = 0
+            return True
         if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
             self._open.add(value)
             self._retries_in_row = 0
@@ -313,23 +300,15 @@ class Connection:
         elif event & _HANDSHAKE_FAILED:
             self.refused_handshakes += 1
         elif event == zmq.EVENT_DISCONNECTED:
-            return self._note_disconnected(value)
+            was_connected = self.connected
+            self._retrying = False  # it reports at once if it does
+            # The handshake event does not say whose it was: a connection that ends while others are
+            # open that never shook hands is taken for one of those (port scans, health checks).
+            self.refused_handshakes += len(self._open) > self._handshakes
+            self._open.discard(value)
+            self._handshakes = min(self._handshakes, len(self._open))
+            return False if was_connected and not self.connected else None
         return None
-
-    def _note_handshake(self) -> bool:
-        self._handshakes = min(self._handshakes + 1, max(1, len(self._open)))
-        self.retries = self.refused_handshakes = 0
-        return True
-
-    def _note_disconnected(self, descriptor: int) -> bool | None:
-        was_connected = self.connected
-        self._retrying = False  # it reports at once if it does
-        # The handshake event does not say whose it was: a connection that ends while others are
-        # open that never shook hands is taken for one of those (port scans, health checks).
-        self.refused_handshakes += len(self._open) > self._handshakes
-        self._open.discard(descriptor)
-        self._handshakes = min(self._handshakes, len(self._open))
-        return False if was_connected and not self.connected else None
 
     @property
     def connected(self) -> bool:
@@ -373,11 +352,13 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket and its monitor; idempotent."""
+        # First: a descriptor that is closed while it is watched may be another socket's by then.
         if self._watch is not None:
             for socket in self._sockets:
                 self._watch.remove(socket)
         if self.monitor is not None:
-            with suppress(zmq.ZMQError):  # the context was terminated, which waits for what follows
+            # It fails where the context was terminated, which waits for what follows.
+            with suppress(zmq.ZMQError):
                 self.socket.disable_monitor()
             self.monitor.close(0)
             self.monitor = None

@@ -22,37 +22,47 @@ def feed_status(feed: Feed, now: float) -> RankStatus:
 
     Its `last_event_age` is the time of the last event; the board turns it into an age.
     """
-    sequencer = feed.sequencer
-    all_counters = {**feed.sequencer.counters, **feed.notes.counters}  # no name is in both
-    all_counters["filtered_by_topic"] = feed.reader.topic.filtered
+    sequencer, delivery, notes = feed.sequencer, feed.delivery, feed.notes
+    topic, connection = feed.reader.topic, feed.live.connection
+    state = sequencer.state
+    if state is State.LIVE:
+        # A topic that filters everything is not live, nor is a repair that brought more than there
+        # was time to apply yet. But a live stream that falls behind stays live, with its lag.
+        behind = not notes.shown_live and delivery.lag > 0
+        state = State.SYNCING if behind or topic.contradicted or topic.open else state
+    # With a wrong topic all that arrived is missing.
+    filtered = topic.filtered if topic.contradicted else 0
+    several = _several_publishers(feed, now)
+    all_counters = {**sequencer.counters, **notes.counters}  # no name is in both
+    all_counters["filtered_by_topic"] = topic.filtered
     counters = {name: count for name, count in all_counters.items() if count}
     shown: dict[str, Any] = {name: counters.get(name, 0) for name in _SHOWN}
-    reasons = (_several_publishers(feed, now), _reason(feed, now))
     status = RankStatus(
         rank=feed.rank,
-        state=_state(feed),
-        reason="; ".join(filter(None, reasons)),
-        epoch=feed.delivery.epoch,
-        seq=feed.delivery.seq,
-        complete=sequencer.applied.complete and not feed.reader.topic.contradicted,
-        lag=_lag(feed),
-        connected=feed.live.connection.connected,
+        state=state,
+        reason="; ".join(filter(None, (several, _reason(feed, now)))),
+        epoch=delivery.epoch,
+        seq=delivery.seq,
+        complete=sequencer.applied.complete and not topic.contradicted,
+        lag=min(MAX_COUNT, sequencer.lag + delivery.lag + filtered),
+        connected=connection.connected,
         endpoint=feed.address.endpoint,
         replay_endpoint=feed.address.replay,
-        last_event_age=feed.delivery.batch_at,
+        last_event_age=delivery.batch_at,
         replays_filled=counters.get("replays_ended", 0),
         replays_failed=counters.get("replays_failed", 0) + counters.get("replay_timeouts", 0),
         **shown,
         counters=counters,
     )
-    _log_news(feed, status, now)
+    # After the reason is made: it depends on what was shown before.
+    notes.shown_live = state is State.LIVE
+    _log_news(feed, status, several)
     return status
 
 
-def _log_news(feed: Feed, status: RankStatus, now: float) -> None:
+def _log_news(feed: Feed, status: RankStatus, several: str) -> None:
     """Log that the engine is gone or back, is several, or that its replay is of no use."""
     notes = feed.notes
-    notes.shown_live = status.state is State.LIVE
     if status.state in (State.CONNECTING, State.STALE) and notes.was_up:
         notes.was_up = False
         if notes.may_log("down"):
@@ -60,39 +70,21 @@ def _log_news(feed: Feed, status: RankStatus, now: float) -> None:
             logger.info("%s: %s: %s", status.rank, status.state, status.reason)
     elif notes.shown_live and not notes.was_up:
         notes.was_up = True
+        # A loss that was logged is answered in any case: else the log ends with it.
         if notes.logged_down or notes.may_log("up"):
             notes.logged_down = False
             logger.info("%s: live: %s", status.rank, status.endpoint)
-    if several := _several_publishers(feed, now):
+    if several:
         notes.warn("several_publishers", "%s", several)
+    # Where no endpoint was given, the user knows.
     unrepairable = "" if status.replay_endpoint is None else _unrepairable(feed)
     if unrepairable and not notes.logged_unrepairable:
         notes.warn("unrepairable", "%s", unrepairable)
     notes.logged_unrepairable = bool(unrepairable)
 
 
-def _state(feed: Feed) -> State:
-    """Return the stream's state; a topic that filters everything is not live.
-
-    Nor is a stream whose repair brought more than there was time to apply yet. A live stream that
-    falls behind stays live, with its `lag`.
-    """
-    state = feed.sequencer.state
-    if state is not State.LIVE:
-        return state
-    behind = not feed.notes.shown_live and feed.delivery.lag > 0
-    topic = feed.reader.topic
-    return State.SYNCING if behind or topic.contradicted or topic.open else state
-
-
-def _lag(feed: Feed) -> int:
-    """Return how many known batches are not applied: with a wrong topic, all that arrived."""
-    topic = feed.reader.topic
-    filtered = topic.filtered if topic.contradicted else 0
-    return min(MAX_COUNT, feed.sequencer.lag + feed.delivery.lag + filtered)
-
-
 def _reason(feed: Feed, now: float) -> str:
+    """Return why the rank is not live, or what it lacks; what is nearest to the cause first."""
     if feed.failure:
         return feed.failure
     if feed.closed:
@@ -147,6 +139,7 @@ def _connection_trouble(feed: Feed, now: float) -> str:
     live = feed.live.connection
     trouble = live.trouble()
     was_connected = feed.lost_at is not None or feed.sequencer.state is not State.CONNECTING
+    # It was the right address once: no advice on that. But whoever refuses now is another.
     if was_connected and not live.refused_handshakes:
         ago = 0.0 if feed.lost_at is None else now - feed.lost_at
         lost = f"connection to {feed.address.endpoint} lost {ago:.0f} s ago"

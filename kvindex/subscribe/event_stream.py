@@ -33,7 +33,7 @@ class _Waiting:
         self._ended = False  # nothing more arrives
         self._max_items = max_items
         self._batches = 0  # of the items; the few others are not counted: calls depend on them
-        self._was_full = False
+        self._was_full = False  # whether the subscriber waits for `on_room`
         self._items: deque[StreamItem] = deque()
         self._make_lock()
 
@@ -81,6 +81,7 @@ class _Waiting:
             return None
         item = self._items.popleft()
         self._batches -= isinstance(item, RankBatch)
+        # Not at each item: waking the subscriber's thread costs more than taking many of them.
         if self._was_full and 2 * self._batches <= self._max_items:
             self._was_full = False
             self.on_room()

@@ -45,23 +45,15 @@ _unpack_seq = struct.Struct(">Q").unpack
 
 
 class Notes:
-    """Counts, and remembers what was logged, and when.
-
-    Attributes:
-        rank: the rank's present name.
-        counters: what happened how often, by name.
-        shown_live: whether the status shown last was LIVE.
-        was_up: whether the engine was live since it was last gone.
-        logged_down: whether its loss was logged, and its return not yet.
-        logged_unrepairable: whether it was logged that its replay endpoint is useless.
-        may_log: returns whether a line of a kind may be logged now.
-    """
+    """Counts, and remembers what was logged, and when."""
 
     def __init__(self, rank: Rank, clock: Callable[[], float]) -> None:
         self.rank = rank
         self.counters: Counter[str] = Counter()
-        self.shown_live = False
-        self.was_up = self.logged_down = self.logged_unrepairable = False
+        self.shown_live = False  # whether the status shown last was LIVE
+        self.was_up = False  # whether the engine was live since it was last gone
+        self.logged_down = False  # whether its loss was logged, and its return not yet
+        self.logged_unrepairable = False  # whether its replay endpoint was logged as useless
         self.may_log = LogRate(clock).allows
 
     def damaged(self, kind: str, error: DecodeError) -> None:
@@ -81,16 +73,12 @@ class TopicCheck:
 
     A topic that matches nothing looks like an idle engine. So until the first message with the
     wanted topic, the subscriber also receives all topics, and this check notes which ones arrive.
-
-    Attributes:
-        filtered: messages that other topics carried.
-        confirmed: whether a message with the wanted topic was seen (or all topics are wanted).
     """
 
     def __init__(self, topic: bytes) -> None:
         self.topic = topic
-        self.confirmed = not topic
-        self.filtered = 0
+        self.confirmed = not topic  # else by the first message with the wanted topic
+        self.filtered = 0  # messages that other topics carried
         self._others: dict[bytes, None] = {}
         self._decide_at: float | None = None
         self._decided = False
@@ -106,6 +94,7 @@ class TopicCheck:
             self.confirmed = True
             return True
         self.filtered += 1
+        # The network chooses topics: a few of them, cut, so that nobody fills memory or the log.
         if len(self._others) < _MAX_TOPICS:
             self._others[topic[:_MAX_TOPIC_BYTES]] = None
         return False
@@ -190,12 +179,7 @@ Event: TypeAlias = Connected | Disconnected | Named | Run | Damaged | Replied | 
 
 
 class Reader:
-    """Reads the messages of one publisher.
-
-    Attributes:
-        topic: whether the topic is right.
-        named: the dp_rank that batches name; None while they have named none.
-    """
+    """Reads the messages of one publisher."""
 
     def __init__(
         self,
@@ -206,7 +190,7 @@ class Reader:
         time_left: Callable[[], bool],
     ) -> None:
         self.topic = TopicCheck(topic)
-        self.named: int | None = None
+        self.named: int | None = None  # the dp_rank that its batches name
         self._decode = decode
         self._fingerprint = fingerprint
         self._notes = notes
@@ -216,8 +200,11 @@ class Reader:
         """Yield the events of live messages, and remove those messages from `messages`."""
         while messages:
             was_named = self.named is not None
-            run = self._run(messages) if self.topic.confirmed else None
-            event = self._odd(messages.popleft()) if run is None else run
+            # Until the topic is confirmed each message must be asked for its own.
+            event: Run | Damaged | None = self._run(messages) if self.topic.confirmed else None
+            if event is None:
+                event = self._odd(messages.popleft())
+            # First: what follows belongs to the rank under its new name.
             if self.named is not None and not was_named:
                 yield Named(self.named)
             if event is not None:
@@ -225,6 +212,7 @@ class Reader:
 
     def _run(self, messages: deque[list[bytes]]) -> Run | None:
         """Remove the ordinary messages in front; None if the first is not ordinary."""
+        # The hot loop of feeds without a lane: it binds what it needs, and asks for nothing twice.
         topic, decode, fingerprint = self.topic.topic, self._decode, self._fingerprint
         time_left, named = self._time_left, self.named
         batches: list[DecodedBatch] = []
@@ -239,6 +227,7 @@ class Reader:
                     break
                 batch = decode(payload)
                 if named is None and batch.data_parallel_rank is not None:
+                    # The batches before it go out under the old name.
                     if batches:
                         break
                     self.named = named = batch.data_parallel_rank
@@ -250,7 +239,8 @@ class Reader:
                 if not time_left():
                     break
         except (ValueError, struct.error, DecodeError):
-            pass  # not three frames, no seq of eight bytes, or no batch
+            # Not three frames, no seq of eight bytes, or no batch: `_odd` says which, in its turn.
+            pass
         if not batches:
             return None
         for _ in batches:
@@ -281,6 +271,7 @@ class Reader:
         if reply.end:
             yield ReplayOver(request, failed=False)
             return
+        # Older engines send none. A reply is the publisher's whatever its topic: it only confirms.
         if reply.topic is not None and not self.topic.confirmed:
             self.topic.fits(reply.topic)
         was_named = self.named is not None
@@ -322,7 +313,8 @@ class LiveLink:
         self._parting = False  # the connection broke; its messages are not all read
         self._closed = False
         self._drained = False  # whether the last look emptied the socket
-        self._unread: deque[list[bytes]] = deque()  # messages that were received
+        self._listens_to_all = True  # until the topic is confirmed
+        self._unread: deque[list[bytes]] = deque()  # received, and not handled yet
         self._opened_at = -math.inf  # the first socket is replaced whenever it breaks
         self.connection = self._open()
 
@@ -334,7 +326,14 @@ class LiveLink:
         # Messages first, then the monitor: so no message of a new connection is handled before the
         # end of the old one is known.
         parting = self._parting
-        self._receive()
+        # No more while some are unread: what time there is is for those.
+        if not self._unread:
+            self._unread.extend(self.connection.receive())
+            self._drained = self.connection.drained
+        else:
+            self._drained = False
+        if not self._drained:
+            self.connection.look_again()
         for connected in self.connection.changes(now):
             if not connected:
                 self._parting = True
@@ -347,12 +346,17 @@ class LiveLink:
                 yield from self._part(now)
                 break
         for event in self._reader.live(self._unread):
-            if self._listens_to_all:
-                self._narrow()
+            if self._listens_to_all and self._reader.topic.confirmed:
+                self._listens_to_all = False
+                self.connection.socket.unsubscribe(b"")
+                # The call may have cleared the descriptor's sign: see `watch`.
+                self.connection.look_again()
             yield event
         if parting and self._parting and self._drained:
             yield from self._part(now)
-        elif self._parting:  # messages between the last look and the end are still unread
+        elif self._parting:
+            # The end was reported after this look at the messages. So some may have come in
+            # between, and only a second look that finds none shows that all are read.
             self.connection.look_again()
 
     @property
@@ -372,6 +376,7 @@ class LiveLink:
         """Replace the socket; return False if none can be opened, and try again later."""
         given_up = self.connection
         try:
+            # The new one first: if none can be had, the old one goes on.
             self.connection = self._open()
         except ConfigurationError as error:
             self._notes.counters["reopen_failures"] += 1
@@ -392,42 +397,27 @@ class LiveLink:
 
     def _open(self) -> Connection:
         topic = self._reader.topic
+        # Until a message confirms the topic, all are listened to: see `TopicCheck`.
         self._listens_to_all = not topic.confirmed
         return self._connect((topic.topic, b"") if self._listens_to_all else (topic.topic,))
-
-    def _narrow(self) -> None:
-        """Listen to the wanted topic only, once the topic is confirmed."""
-        if self._reader.topic.confirmed:
-            self._listens_to_all = False
-            self.connection.socket.unsubscribe(b"")
-            self.connection.look_again()
-
-    def _receive(self) -> None:
-        if self._unread:
-            self._drained = False
-        else:
-            self._unread.extend(self.connection.receive())
-            self._drained = self.connection.drained
-        if not self._drained:
-            self.connection.look_again()
 
     def _part(self, now: float) -> Iterator[Event]:
         self._parting = False
         yield Disconnected()
         stays = self._bind or now < self._opened_at + self._pause
+        # Whoever handled the event may have closed the link.
         if self._closed or (not stays and self.reopen(now)):
             return
-        self._drop_unread()
+        # The socket stays: what is in it may be of either connection. At most a socketful is
+        # dropped, for a flood of the new one would never end.
+        left = self._hwm
+        drained = False
+        while left > 0 and not drained:
+            left -= self._drop(self.connection.receive())
+            drained = self.connection.drained
+        self.connection.look_again()
         if self.connection.connected:
             yield Connected()
-
-    def _drop_unread(self) -> None:
-        """Drop the messages received so far: at most a socketful, for more may come."""
-        left = self._hwm
-        self.connection.drained = False
-        while left > 0 and not self.connection.drained:
-            left -= self._drop(self.connection.receive())
-        self.connection.look_again()
 
     def _drop(self, messages: deque[list[bytes]] | list[list[bytes]]) -> int:
         count = len(messages)
@@ -437,12 +427,7 @@ class LiveLink:
 
 
 class ReplayLink:
-    """Sends replay requests, one at a time, and yields the replies.
-
-    Attributes:
-        request: the open request's number, or None.
-        connection: its connection, or None.
-    """
+    """Sends replay requests, one at a time, and yields the replies."""
 
     def __init__(
         self,
@@ -451,12 +436,12 @@ class ReplayLink:
         notes: Notes,
         look_again: Callable[[], None],
     ) -> None:
-        self.connection: Connection | None = None
+        self.connection: Connection | None = None  # of the open request
         self._connect = connect
         self._reader = reader
         self._notes = notes
         self._look_again = look_again
-        self.request: int | None = None
+        self.request: int | None = None  # the number of the open one
         self._unread: deque[list[bytes]] = deque()
 
     def ask(self, ask: AskReplay) -> None:
@@ -469,6 +454,7 @@ class ReplayLink:
         except (ConfigurationError, zmq.ZMQError) as error:
             self._notes.counters["replay_socket_errors"] += 1
             self._notes.warn("replay_socket", "cannot ask for a replay: %s", error)
+            # Not told to the sequencer here, which is in the middle of asking: `take` reports it.
             self._close_socket()
         self._look_again()
 
@@ -477,22 +463,20 @@ class ReplayLink:
         request, connection = self.request, self.connection
         if request is None:
             return
-        if connection is None and not self._unread:
+        if connection is None:
             self.request = None
             yield ReplayOver(request, failed=True)
             return
-        if connection is not None:
-            if not self._unread:
-                self._receive(connection)
-            for _ in connection.changes(now):
-                pass  # only `trouble()` cares
-        while self._unread:  # a new request has no replies yet
+        if not self._unread:
+            self._unread.extend(connection.receive())
+            if not connection.drained:
+                self._look_again()
+        # A lost connection needs no event: the request times out. Only `trouble()` cares.
+        for _ in connection.changes(now):
+            pass
+        # An event may close the request, or make another: then there are no replies left.
+        while self._unread:
             yield from self._reader.reply(request, self._unread.popleft())
-
-    def _receive(self, connection: Connection) -> None:
-        self._unread.extend(connection.receive())
-        if not connection.drained:
-            self._look_again()
 
     def close(self, request: int | None = None) -> None:
         """Close the socket of this request, or of any; idempotent."""

@@ -19,15 +19,10 @@ _NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 class Claim(NamedTuple):
-    """One publisher's dp_rank, by its port and by its batches.
-
-    Attributes:
-        expected: the dp_rank by its port.
-        named: the dp_rank that its batches name, None while they have named none.
-    """
+    """One publisher's dp_rank, by its port and by its batches."""
 
     expected: int
-    named: int | None
+    named: int | None  # None while its batches have named none
 
 
 def settle(claims: Sequence[Claim]) -> list[int]:
@@ -57,19 +52,12 @@ def settle(claims: Sequence[Claim]) -> list[int]:
 
 
 class SavedCursor(msgspec.Struct, frozen=True, kw_only=True):
-    """A cursor, and what its subscriber needs in order to give it to the right publisher.
-
-    Attributes:
-        cursor: how far the stream was applied.
-        dp_rank: the publisher's by its port; the rank may have had another name.
-        named: the dp_rank that its batches named, or None.
-        fingerprints: which function made the fingerprints.
-    """
+    """A cursor, and what its subscriber needs in order to give it to the right publisher."""
 
     cursor: Cursor
-    dp_rank: int
-    named: int | None
-    fingerprints: str
+    dp_rank: int  # by the publisher's port; the rank may have had another name
+    named: int | None  # the dp_rank that its batches named
+    fingerprints: str  # which function made them
 
     def encode(self) -> bytes:
         """Return the cursor as bytes: msgpack of this format's version and the fields."""
@@ -127,19 +115,12 @@ class SavedRanks(ABC):
 
 
 class Resumption(NamedTuple):
-    """How one publisher begins.
+    """How one publisher begins."""
 
-    Attributes:
-        dp_rank: the name it begins under.
-        saved: its cursor; None if there is none that can be read.
-        refused: why it cannot go on from the cursor, one word; "" if it may try.
-        restored: whether a state was saved under its name; it must be proven or dropped.
-    """
-
-    dp_rank: int
-    saved: SavedCursor | None
-    refused: str
-    restored: bool
+    dp_rank: int  # the name it begins under
+    saved: SavedCursor | None  # None if there is none that can be read
+    refused: str  # why it cannot go on from the cursor, one word; "" if it may try
+    restored: bool  # whether a state was saved under its name; it must be proven or dropped
 
 
 _ANEW = Resumption(0, None, "no_cursor", False)
@@ -180,20 +161,13 @@ def resume_ranks(
     fingerprints: str,
     present: Mapping[int, int] = _NOBODY,
 ) -> tuple[list[Resumption], list[Rank]]:
-    """Return how each of a worker's new publishers begins, and the ranks saved in vain.
-
-    Args:
-        saved: the saved states; it restores into the sink those of ranks that go on.
-        worker: whose publishers they are.
-        dp_ranks: as for `plan_resumption`.
-        fingerprints: as for `plan_resumption`.
-        present: as for `plan_resumption`.
-    """
+    """Return how each of a worker's new publishers begins, and the ranks saved in vain."""
     cursors = saved.cursors(worker)
     plan = plan_resumption(dp_ranks, cursors, fingerprints, present)
     refused = {Rank(worker, r.dp_rank): r.refused for r in plan if r.restored}
     names = () if saved.patient else cursors.keys() - present.values()
     unused = [rank for name in sorted(names) if (rank := Rank(worker, name)) not in refused]
+    # Before the sink gets the ranks' first items, which follow upon what is restored.
     refused.update(saved.restore(worker, refused))
     plan = [r._replace(refused=refused.get(Rank(worker, r.dp_rank), r.refused)) for r in plan]
     return plan, unused
@@ -209,17 +183,13 @@ def plan_resumption(
 
     A cursor is given to the publisher at the port where it was saved. That publisher begins under
     the dp_rank under which it was saved, if no other rank of the worker has that: its batches named
-    the dp_rank in the earlier process.
-
-    Args:
-        dp_ranks: the publishers, by their ports.
-        cursors: the saved cursors, by the names that the ranks had; None without a cursor.
-        fingerprints: identity of the function in use.
-        present: the names of publishers that the worker has already, by their ports; they stay.
+    the dp_rank in the earlier process. Publishers go by their ports, cursors and those `present`
+    (which stay as they are) by the names of the ranks.
     """
     taken = set(present.values())
     assigned: dict[int, Resumption] = {}
     read = [_read(name, data, fingerprints) for name, data in sorted(cursors.items())]
+    # Those that can be read first: they say at which port they were saved, the others do not.
     for resumption in sorted(read, key=lambda resumption: resumption.saved is None):
         name, saved = resumption.dp_rank, resumption.saved
         port = name if saved is None else saved.dp_rank

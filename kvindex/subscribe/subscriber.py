@@ -112,8 +112,18 @@ class Subscriber(Following):
         has_room: Callable[[], bool] | None = None,
         lanes: Lanes | None = None,
     ) -> None:
-        calls = {"sink": sink, "decode": decode, "on_batch": on_batch}
-        _check_settings(replay_policy, socket_options, calls)
+        if not isinstance(replay_policy, ReplayPolicy | None):
+            raise ConfigurationError(
+                f"replay_policy must be ReplayPolicy(timeout=…, attempts=…), not {replay_policy!r};"
+                " the replay endpoint belongs to the Worker"
+            )
+        if not isinstance(socket_options, SocketOptions | None):
+            raise ConfigurationError(
+                f"socket_options must be SocketOptions(…), not {socket_options!r}"
+            )
+        for name, call in (("sink", sink), ("decode", decode), ("on_batch", on_batch)):
+            if not callable(call) and not (name == "on_batch" and call is None):
+                raise ConfigurationError(f"{name} must be callable, not {call!r}")
         saved = check_saved(resume)
         self._counters: Counter[str] = Counter()
         settings = FeedSettings(
@@ -143,18 +153,10 @@ class Subscriber(Following):
         self._thread = SubscriberThread(settings, on_stop)
         self.board = self._board = self._thread.board
         self.wake = self._thread.wake
+        # The thread has no reference to this: what was dropped without `close` ends it.
         self._drop = weakref.finalize(self, _drop, self._thread, os.getpid())
         self._drop.atexit = False
         disown_in_children(self, Subscriber._disown)
-        self._begin(workers, saved, resume)
-
-    def _begin(
-        self,
-        workers: Iterable[Worker] | Worker,
-        saved: SavedRanks,
-        resume: Mapping[Rank, bytes] | SavedRanks,
-    ) -> None:
-        """Add the first workers; close everything if that fails."""
         try:
             for worker in workers_of(workers):
                 self.add(worker, resume=saved)
@@ -162,8 +164,9 @@ class Subscriber(Following):
                 roster = self._thread.roster
                 self.call(lambda: roster.note_strangers(Rank(*rank) for rank in resume))
         except BusyError:
+            # The sink was waited for; `close` would wait for it once more.
             self._drop.detach()
-            self._thread.end(0.0)  # `close` has waited long enough for the sink
+            self._thread.end(0.0)
             raise
         except BaseException:
             self.close()
@@ -294,18 +297,3 @@ def _drop(thread: SubscriberThread, pid: int) -> None:
         ResourceWarning,
         stacklevel=2,
     )
-
-
-def _check_settings(
-    replay_policy: object, socket_options: object, calls: Mapping[str, object]
-) -> None:
-    if not isinstance(replay_policy, ReplayPolicy | None):
-        raise ConfigurationError(
-            f"replay_policy must be ReplayPolicy(timeout=…, attempts=…), not {replay_policy!r}; "
-            "the replay endpoint belongs to the Worker"
-        )
-    if not isinstance(socket_options, SocketOptions | None):
-        raise ConfigurationError(f"socket_options must be SocketOptions(…), not {socket_options!r}")
-    for name, call in calls.items():
-        if not callable(call) and not (name == "on_batch" and call is None):
-            raise ConfigurationError(f"{name} must be callable, not {call!r}")

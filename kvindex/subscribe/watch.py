@@ -40,39 +40,31 @@ from kvindex.wire.waker import Waker
 if TYPE_CHECKING:
     from kvindex.wire._native import Fingerprints, Intake, Lane
 
+SHOW_AFTER = 0.1
+"""Seconds after which the batches that lanes took show in statuses, where nobody waits for them."""
+
+Owner = TypeVar("Owner")
+
 _CALLS = ("msg_init", "msg_recv", "msg_close", "msg_more", "msg_data", "msg_size", "getsockopt")
 """The functions of libzmq in the order of `ZmqCalls` in `native/core/lane.hpp`."""
 
 
 class Lanes:
-    """The lanes of one subscriber, all into one index.
-
-    Args:
-        core: the native index.
-        number: returns the number of a rank in it; None if there is no such rank.
-        fingerprints: those of the subscriber.
-        on_payload: called with each batch that a lane took, as its publisher sent it.
-        payload_delay: seconds for which such a batch may be kept back.
-
-    Attributes:
-        collects_after: seconds after which what was taken must be collected.
-        trouble: why there are no lanes; "" if there are.
-
-    Thread safety: owned by the subscriber's thread.
-    """
+    """The lanes of one subscriber, all into one index. Owned by the subscriber's thread."""
 
     def __init__(
         self,
-        core: Any,
-        number: Callable[[Rank], int | None],
+        core: Any,  # the native index
+        number: Callable[[Rank], int | None],  # of a rank in it; None if there is no such rank
         fingerprints: Fingerprints,
-        on_payload: Callable[[Rank, bytes], None] | None = None,
-        payload_delay: float = 0.0,
+        on_payload: Callable[[Rank, bytes], None] | None = None,  # gets what a lane took, as sent
+        payload_delay: float = 0.0,  # seconds for which that may be kept back
     ) -> None:
         self.number = number
         self.on_payload = on_payload
+        # Seconds after which what was taken must be collected: statuses show it, and taps get it.
         self.collects_after = SHOW_AFTER if on_payload is None else payload_delay
-        self.trouble = ""
+        self.trouble = ""  # why there are no lanes
         self._core = core
         self._fingerprints = fingerprints
 
@@ -81,10 +73,18 @@ class Lanes:
         if sys.platform != "linux" or not isinstance(selector, selectors.EpollSelector):
             self.trouble = "they need Linux"
             return None
-        calls = _zmq_calls()
-        if calls is None:
+        try:
+            # pyzmq's own, not the system's: a socket of one libzmq means nothing to another. A
+            # symbol is looked for in the libraries that pyzmq's module was linked with, too.
+            library = ctypes.CDLL(import_module("zmq.backend.cython._zmq").__file__)
+            functions = [getattr(library, f"zmq_{name}") for name in _CALLS]
+        except (AttributeError, ImportError, OSError):
+            functions = []
+        calls = [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in functions]
+        if not calls or 0 in calls:
             self.trouble = "the libzmq of pyzmq was not found"
             return None
+        # Here, so that the package can be imported without the native module.
         from kvindex.wire._native import Intake
 
         return Intake(selector.fileno(), calls)
@@ -96,34 +96,8 @@ class Lanes:
         return Lane(intake, self._core, self._fingerprints, self.on_payload is not None)
 
 
-def _zmq_calls() -> list[int] | None:
-    """Return the addresses of libzmq's functions; None if they cannot be found."""
-    try:
-        # A symbol is looked for in the libraries that pyzmq's module was linked with, too.
-        library = ctypes.CDLL(import_module("zmq.backend.cython._zmq").__file__)
-        found = [getattr(library, f"zmq_{name}") for name in _CALLS]
-    except (AttributeError, ImportError, OSError):
-        return None
-    addresses = [ctypes.cast(call, ctypes.c_void_p).value for call in found]
-    return None if None in addresses else [address for address in addresses if address]
-
-
-SHOW_AFTER = 0.1
-"""Seconds after which the batches that lanes took show in statuses, where nobody waits for them."""
-
-Owner = TypeVar("Owner")
-
-
 class Watch:
     """Waits for any of many sockets, each watched on behalf of an owner.
-
-    Args:
-        lanes: take ordinary messages while this waits, if given.
-
-    Attributes:
-        wake: makes the waiting thread return from `wait`.
-        intake: what lanes belong to; None if there are none.
-        taken: of the last wait: the owners whose lanes have taken something, not collected yet.
 
     Thread safety: `wake` from any thread; everything else by the waiting thread only.
     """
@@ -133,10 +107,11 @@ class Watch:
         self.intake: Intake | None = None if lanes is None else lanes.intake(self._selector)
         self._descriptors: dict[zmq.Socket[bytes], int] = {}
         self._owners: dict[int, Any] = {}  # by descriptor
-        self.taken: list[Any] = []
+        self.taken: list[Any] = []  # owners whose lanes took something in the last wait
         self._again: dict[Any, None] = {}
         self._waker = Waker()
         self._selector.register(self._waker, selectors.EVENT_READ)
+        # With the waker alone: for waits that must leave the sockets as they are.
         self._calls = selectors.PollSelector()
         self._calls.register(self._waker, selectors.EVENT_READ)
         self.wake = self._waker.wake
@@ -174,15 +149,15 @@ class Watch:
         If lanes take something, it returns `collects_after` seconds later at most.
         """
         seconds = 0.0 if self._again else max(0.0, seconds)
-        of = self._owners
         if self.intake is None:
             ready = [key.fd for key, _ in self._selector.select(seconds)]
         else:
+            # The second: lanes that stopped at a bound. They go on in the next wait by themselves.
             ready, _, taken = self.intake.wait(seconds, collects_after, not collects_after)
-            self.taken = [of[d] for d in taken]
+            self.taken = [self._owners[descriptor] for descriptor in taken]
         owners, self._again = self._again, {}
         for descriptor in ready:
-            owner = of.get(descriptor)
+            owner = self._owners.get(descriptor)
             if owner is not None:
                 owners[owner] = None
             elif descriptor == self._waker.fileno():
@@ -220,10 +195,11 @@ class Deadlines(Generic[Owner]):
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Owner]] = []
         self._called: dict[Owner, float] = {}  # when each will be called
-        self._order = 0
+        self._order = 0  # breaks ties: owners cannot be compared
 
     def set(self, owner: Owner, when: float | None) -> None:
         """Have the owner called at `when`, if not before. O(log n), mostly O(1)."""
+        # A later time is not noted: at the earlier one the owner is asked again.
         if when is None or when >= self._called.get(owner, float("inf")):
             return
         self._called[owner] = when
@@ -247,4 +223,5 @@ class Deadlines(Generic[Owner]):
 
     def forget(self, owner: Owner) -> None:
         """Call this owner no more."""
+        # Its entries stay in the heap until their time, and are passed over then.
         self._called.pop(owner, None)

@@ -16,34 +16,25 @@ _IN_CURSOR = ("epoch", "seq", "ts", "next_seq", "complete", "oldest_ts")
 
 
 class Applied:
-    """The batches applied so far, as far as they are remembered. Owner: one sequencer.
-
-    Attributes:
-        epoch: restarts so far.
-        seq, ts: the last batch applied; seq is None before the first one of the epoch.
-        next_seq: the seq that must follow; None while the epoch may start anywhere.
-        complete: whether every batch from the publisher's first on was applied.
-        oldest_ts: batches older than this belong to an earlier epoch (unless replay contains them).
-        count: batches applied, over all epochs.
-        skipped: whether there was a loss in this epoch.
-        unproven: whether the connection broke since; another publisher may be sending.
-        start_in_doubt: whether the first batch of the epoch must arrive by replay: a live one may
-            be a straggler of another publisher.
-        replayed_to: the last seq that arrived by replay, -1 if none of the epoch did.
-    """
+    """The batches applied so far, as far as they are remembered. Owner: one sequencer."""
 
     def __init__(self, *, recent: int) -> None:
-        self.epoch = 0
+        self.epoch = 0  # restarts so far
+        # The last batch applied; no seq before the first one of the epoch.
         self.seq: int | None = None
         self.ts = -math.inf
-        self.next_seq: int | None = None
-        self.complete = False
+        self.next_seq: int | None = None  # None while the epoch may start anywhere
+        self.complete = False  # whether every batch from the publisher's first on was applied
+        # Batches older than this belong to an earlier epoch, unless replay contains them.
         self.oldest_ts = -math.inf
-        self.count = 0
-        self.skipped = False
+        self.count = 0  # batches applied, over all epochs
+        self.skipped = False  # whether there was a loss in this epoch
+        # Whether the connection broke since: another publisher may be sending.
         self.unproven = False
+        # Whether the first batch of the epoch must arrive by replay: a live one may be a straggler
+        # of another publisher.
         self.start_in_doubt = False
-        self.replayed_to = -1
+        self.replayed_to = -1  # the last seq that arrived by replay; -1 if none of the epoch did
         self._recent: dict[int, int] = {}  # fingerprints by seq
         self._capacity = recent
 
@@ -73,10 +64,8 @@ class Applied:
         self._forget_oldest()
 
     def apply_run(self, timestamps: Sequence[float], fingerprints: Sequence[int]) -> None:
-        """Advance over several batches, the next ones, none of them older than `oldest_ts`.
-
-        The same as `apply` for each; an epoch that has yet to begin needs `apply`.
-        """
+        """Advance over several batches, the next ones, none of them older than `oldest_ts`."""
+        # As `apply` for each, in one step. An epoch that has yet to begin needs `apply`.
         first = self.next_seq
         assert first is not None
         end = first + len(fingerprints)
@@ -107,6 +96,7 @@ class Applied:
         if trigger is not None:
             self.oldest_ts = trigger.ts
         elif self.seq is not None:
+            # Nothing shows when the new publisher began: only what was applied is surely older.
             self.oldest_ts = math.nextafter(self.ts, math.inf)
         self.seq = None
         self.ts = -math.inf
@@ -137,52 +127,32 @@ class Applied:
 
 
 class HeldBatch(msgspec.Struct):
-    """A held batch and the evidence for it.
-
-    Attributes:
-        batch: the batch.
-        arrived_at: when it arrived.
-        asked: the newest replay request when it arrived; only later requests can testify.
-        confirmed: whether a replay contained it.
-        missed: how many replays that should have contained it ended without it.
-        denied: whether one of them ended below it with nothing but what was applied already.
-    """
+    """A held batch and the evidence for it."""
 
     batch: Batch
     arrived_at: float
-    asked: int
-    confirmed: bool
-    missed: int = 0
-    denied: bool = False
+    asked: int  # the newest replay request when it arrived; only later ones can testify
+    confirmed: bool  # whether a replay contained it
+    missed: int = 0  # replays that should have contained it and ended without it
+    denied: bool = False  # whether one of them ended below it with nothing new
 
 
 class ReorderBuffer:
     """The batches that arrived out of order, and the seqs of known batches that arrived damaged.
 
     A seq is held or damaged, never both; `bool` returns whether any is. Owner: one sequencer.
-
-    Args:
-        max_batches: most batches held, and most damaged seqs remembered.
-        max_bytes: most bytes held.
-        refuted_by: how many replays must have ended without a held batch for it to be discarded.
-
-    Attributes:
-        entries: the batches held, by seq.
-        damaged: when each known batch arrived damaged, by seq.
-        size: bytes held.
-        dropped: highest seq of a batch that was not held for want of room; -1 if none.
     """
 
     def __init__(self, *, max_batches: int, max_bytes: int, refuted_by: int = 2) -> None:
-        self.size = 0
-        self.dropped = -1
+        self.size = 0  # bytes held
+        self.dropped = -1  # highest seq of a batch that found no room
         self.entries: SortedDict[int, HeldBatch] = SortedDict()
-        self.damaged: SortedDict[int, float] = SortedDict()
+        self.damaged: SortedDict[int, float] = SortedDict()  # when each arrived
         # The same in the order of arrival. A plain dict would step over all removed entries.
         self._arrivals: OrderedDict[int, float] = OrderedDict()
         self._max_batches = max_batches
         self._max_bytes = max_bytes
-        self._refuted_by = refuted_by
+        self._refuted_by = refuted_by  # replays that ended without a batch, for it to be bogus
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -221,14 +191,11 @@ class ReorderBuffer:
         return entry
 
     def add(self, entry: HeldBatch) -> bool:
-        """Hold an entry in place of any of the same seq; return False when there is no room.
-
-        One batch is always accepted, however large, so that the owner can go on past it.
-        Complexity: O(log n).
-        """
+        """Hold an entry in place of any of the same seq; return False when there is no room."""
         self.pop(entry.batch.seq)
         size = entry.batch.size
         full = len(self) >= self._max_batches or self.size + size > self._max_bytes
+        # One is always accepted, however large, so that the owner can go on past it.
         if full and self.entries:
             return False
         self.entries[entry.batch.seq] = entry
@@ -298,7 +265,7 @@ class ReorderBuffer:
     # Evidence ---------------------------------------------------------------------------------
 
     def testify(self, request: int, *, ends_at: int | None = None) -> None:
-        """Note that the replay `request` has ended without batches that it should have contained.
+        """Note that a replay has ended without batches that it should have contained.
 
         `ends_at` is the seq that it ended with, if it brought nothing new.
         """

@@ -48,29 +48,23 @@ MAX_DISPUTES = 3
 
 
 class Replay:
-    """The facts about a publisher's replay endpoint, over all repairs. Owner: one sequencer.
-
-    Attributes:
-        exists: whether this publisher has an endpoint.
-        foreign: whether the given endpoint is another publisher's, by all that it sent. It is asked
-            now and then, and its replies are compared and not applied.
-        paired: whether it sent a batch that also arrived live, in this epoch and connection.
-        keeps: whether the publisher keeps batches for replay; None while unknown.
-        wanted: whether a replay must be asked after the current one, which began too early to show
-            the missing batches.
-        requests: how many were made; the number of the latest.
-        unanswered: how many in a row, up to now, had no reply.
-        quiet_since: when the stream last brought a batch, or a replay showed that it is whole.
-    """
+    """The facts about a publisher's replay endpoint, over all repairs. Owner: one sequencer."""
 
     def __init__(self, config: SequencerConfig, now: float) -> None:
         self.exists = config.has_replay
+        # Whether the given endpoint is another publisher's, by all that it sent. It is asked now
+        # and then, and its replies are compared and not applied.
         self.foreign = False
+        # Whether it sent a batch that also arrived live, in this epoch and connection.
         self.paired = False
+        # Whether the publisher keeps batches for replay; None while unknown.
         self.keeps: bool | None = None
+        # Whether a replay must be asked after the current one, which began too early to show the
+        # missing batches.
         self.wanted = False
-        self.requests = 0
-        self.unanswered = 0
+        self.requests = 0  # how many were made; the number of the latest
+        self.unanswered = 0  # how many in a row, up to now, had no reply
+        # When the stream last brought a batch, or a replay showed that it is whole.
         self.quiet_since = now
         self._attempts = config.replay_policy.attempts
         self._probe_interval = config.probe_interval
@@ -141,42 +135,26 @@ class Purpose(enum.Enum):
 
 
 class Repair(msgspec.Struct):
-    """The state of a repair: tries, back-off, time-outs and the replies to the open request.
-
-    Attributes:
-        purpose: why.
-        policy, random: the patience with replay, and the jitter of back-off.
-        applied: the stream's batches, whose count shows progress.
-        asked: requests made in all.
-        tries: requests made since the last progress.
-        request: the open request; None between tries.
-        start_seq: the first seq that the latest request asked for.
-        due: when the open request times out, or when the next one is to be made.
-        replies: replies to the latest request.
-        first_seq, highest_seq: of these replies, the damaged included; None if none yet.
-        replied_at: time of its latest reply, or of the request itself.
-        until_end: whether only the end of a replay can show that nothing is missing.
-        applied_before, advanced_at, idle_replies: batches applied before the latest request, when
-            a reply last brought something new, and the replies since.
-    """
+    """The state of a repair: tries, back-off, time-outs and the replies to the open request."""
 
     purpose: Purpose
     policy: ReplayPolicy
-    random: Random
-    applied: Applied
-    asked: int = 0
-    tries: int = 0
-    request: int | None = None
-    start_seq: int = 0
-    due: float = 0.0
+    random: Random  # for the jitter of back-off
+    applied: Applied  # whose count shows progress
+    asked: int = 0  # requests in all
+    tries: int = 0  # requests since the last progress
+    request: int | None = None  # the open one; None between tries
+    start_seq: int = 0  # the first seq that the latest request asked for
+    due: float = 0.0  # when the open request times out, or the next one is to be made
+    # Of the replies to the latest request, the damaged included:
     replies: int = 0
     first_seq: int | None = None
     highest_seq: int | None = None
-    replied_at: float = 0.0
-    until_end: bool = False
-    applied_before: int = 0
-    advanced_at: float = 0.0
-    idle_replies: int = 0
+    replied_at: float = 0.0  # or when it was asked
+    until_end: bool = False  # whether only the end of a replay can show that nothing is missing
+    applied_before: int = 0  # batches, before the latest request
+    advanced_at: float = 0.0  # when a reply last brought something new
+    idle_replies: int = 0  # replies since then
 
     @property
     def progress(self) -> bool:
@@ -231,6 +209,7 @@ class Repair(msgspec.Struct):
 
     def back_off(self, now: float) -> None:
         """Set `due` to the next try: doubling from `backoff`, capped, less up to half of it."""
+        # Less up to half: subscribers that lost the same engine must not ask in step.
         # The exponent is bounded too: a float power of thousands of tries would overflow.
         doublings = min(max(self.tries - 1, 0), 60)
         delay = min(self.policy.max_backoff, self.policy.backoff * 2.0**doublings)
@@ -256,27 +235,12 @@ _STATE_DURING: Mapping[Purpose, State] = {
 
 
 class StreamState:
-    """The facts about a stream, and its moves from state to state. Owner: one `Sequencer`.
-
-    Attributes:
-        rank, config: as the sequencer's.
-        state: the state; change it by a move only.
-        applied: the delivered batches.
-        held: the batches that wait behind them.
-        replay: the facts about the replay endpoint.
-        repair: the replay that is under way, or None.
-        counters: what happened how often, by name.
-        now: the time of the latest entrance.
-        alive_at: when the publisher last gave a sign of life.
-        is_stale: whether that is too long ago.
-        refused: batches refused in a row for their age.
-        out: what the sequencer's owner is to carry out next.
-    """
+    """The facts about a stream, and its moves from state to state. Owner: one `Sequencer`."""
 
     def __init__(self, rank: Rank, config: SequencerConfig, now: float, random: Random) -> None:
         self.rank = rank
         self.config = config
-        self.state = State.CONNECTING
+        self.state = State.CONNECTING  # changed by a move only
         self.applied = Applied(recent=config.recent)
         self.held = ReorderBuffer(
             max_batches=config.max_held,
@@ -287,11 +251,12 @@ class StreamState:
         self.replay = Replay(config, now)
         self.repair: Repair | None = None
         self.counters: Counter[str] = Counter()
-        self.now = self.alive_at = now
-        self.is_stale = False
-        self.refused = 0
+        self.now = now  # of the latest entrance
+        self.alive_at = now  # when the publisher last gave a sign of life
+        self.is_stale = False  # whether that is too long ago
+        self.refused = 0  # batches refused in a row for their age
         self.fell_back: deque[float] = deque(maxlen=MANY_RESTARTS)  # when, on this connection
-        self.out: list[Action] = []
+        self.out: list[Action] = []  # what the sequencer's owner is to carry out next
         self._random = random
         self._disconnected_at = -math.inf
 
@@ -378,10 +343,12 @@ class StreamState:
 
     def restart(self, reason: str, trigger: Batch | None = None, *, resync: bool = True) -> None:
         """Begin a new epoch; with `resync`, by a join."""
+        # Many of these on one connection show several publishers there, who do not share numbers.
         if reason == "seq_fell_back":
             self.fell_back.append(self.now)
         self.abandon_repair()
         self._begin_epoch(reason, trigger)
+        # Held, not delivered: what the publisher sent before it may come by the join.
         if trigger is not None:
             self.hold(trigger)
         if self.state is State.CONNECTING:
@@ -397,12 +364,14 @@ class StreamState:
         if self.replay.exists:
             self.held.clear()
         elif trigger is not None:
+            # Without replay nothing brings the new publisher's batches again: keep what may be its.
             oldest = trigger.ts
             self.held.discard(lambda entry: entry.batch.ts < oldest)
         self.held.forget_losses()
         self.applied.restart(trigger)
         self.refused = 0
         self.replay.wanted = self.replay.paired = False
+        # The new publisher may keep batches though the old one did not.
         if self.replay.keeps is False:
             self.replay.keeps = None
         self.out.append(RankRestarted(self.rank, self.applied.epoch, reason))
@@ -443,6 +412,7 @@ class StreamState:
         elif self.repair is None:
             self.counters["gaps"] += 1
             self.begin(Purpose.GAP)
+        # A probe asks from the last applied batch on, as a repair does: it becomes one.
         elif self.repair.purpose is Purpose.PROBE:
             self.counters["gaps"] += 1
             self.repair.purpose = Purpose.GAP
@@ -468,6 +438,7 @@ class StreamState:
         if self.applied.unproven and (entry := self.held.get(self.held.first)) is not None:
             self.restart("unproven_reconnect", entry.batch)
             return
+        # No join told where to start: so at what is there.
         if self.applied.next_seq is None and (start := self.held.hole_end) is not None:
             self.applied.start(start)
         self.drain()
@@ -529,6 +500,7 @@ class StreamState:
             known.confirmed |= confirmed
             return False
         if known is not None:
+            # Two publishers' batches under one number: the later one is the living one's.
             self.counters["conflicting"] += 1
             if batch.ts < known.batch.ts:
                 return False
@@ -627,6 +599,8 @@ class StreamState:
     def ask(self, repair: Repair) -> None:
         """Make a request: from the last applied batch on."""
         replay = self.replay
+        # With the last applied batch, which proves the publisher. Where nothing was kept so far,
+        # everything: whatever it keeps by now may be another publisher's.
         start_seq = 0 if replay.keeps is False else self.applied.seq or 0
         replay.requests += 1
         repair.until_end |= replay.wanted

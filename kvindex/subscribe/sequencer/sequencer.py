@@ -28,19 +28,6 @@ class Sequencer:
     out, in order. Only `live_run` returns a number: a run's only items are its own batches.
     After `close` all return nothing.
 
-    Thread safety: none; one owner calls everything.
-
-    Args:
-        rank: whose batches they are; the name that items carry.
-        config: the settings.
-        now: the time.
-        random: source of the jitter of back-off.
-
-    Attributes:
-        applied: what was delivered: `epoch`, `seq`, `complete`, … Read, do not write.
-        held: the batches that wait behind. Read, do not write.
-        counters: what happened how often, by name. Read, do not write.
-
     Examples:
         >>> from kvindex import Rank
         >>> from kvindex.subscribe.sequencer import SequencerConfig
@@ -58,6 +45,7 @@ class Sequencer:
         self, rank: Rank, config: SequencerConfig, *, now: float, random: Random | None = None
     ) -> None:
         self._stream = stream = StreamState(rank, config, now, random or Random())
+        # To be read by the owner, and not written.
         self.applied = stream.applied
         self.held = stream.held
         self.counters = stream.counters
@@ -121,27 +109,23 @@ class Sequencer:
         """Go on from an earlier sequencer's cursor, before anything else has happened.
 
         As after a reconnect, the publisher must prove that it is still the same. Where there can be
-        no proof, the rank's restored contents are dropped at once, by `RankRestarted`.
-
-        Args:
-            cursor: where the earlier sequencer stood; None if unknown.
-            now: the time.
-            refused: why the caller refuses the cursor, one word; "" if it accepts it.
+        no proof, the rank's restored contents are dropped at once, by `RankRestarted`. `refused`
+        is why the caller refuses the cursor, one word; "" if it accepts it.
         """
         if self._enter(now):
             assert self._stream.state is State.CONNECTING
             assert self.applied.seq is None
-            self._stream.go_on_from(cursor, refused or self._why_not_resume(cursor))
+            # A lost batch may have removed blocks that were kept; "reset" would have dropped them.
+            drops_losses = self._stream.config.on_loss == "reset"
+            if not refused:
+                if cursor is None:
+                    refused = "no_cursor"
+                elif not self._replay.exists:
+                    refused = "no_replay"
+                elif cursor.kept_losses and drops_losses:
+                    refused = "kept_losses"
+            self._stream.go_on_from(cursor, refused)
         return self._leave()
-
-    def _why_not_resume(self, cursor: Cursor | None) -> str:
-        if cursor is None:
-            return "no_cursor"
-        if not self._replay.exists:
-            return "no_replay"
-        # A lost batch may have removed blocks that were kept; this policy would drop them.
-        drops_losses = self._stream.config.on_loss == "reset"
-        return "kept_losses" if cursor.kept_losses and drops_losses else ""
 
     def connected(self, now: float) -> list[Action]:
         """Record a connection to the publisher."""
@@ -205,6 +189,7 @@ class Sequencer:
         if first_seq != self.run_start:
             return 0
         applied = self.applied
+        # One that is too old for the epoch, or has no legal number, is for `live` to judge.
         count = min(len(timestamps), MAX_SEQ + 1 - first_seq)
         if count and min(timestamps) < applied.oldest_ts:
             count = min(count, next(i for i, ts in enumerate(timestamps) if ts < applied.oldest_ts))
@@ -215,6 +200,7 @@ class Sequencer:
             stream.refused = 0
             counters["live"] += count
             counters["delivered"] += count
+            # Else a probe must come soon, to check whose replay it is.
             if replay.paired and replay.exists and replay.keeps is not False:
                 replay.quiet_since = now
             applied.apply_run(timestamps[:count], fingerprints[:count])
@@ -271,8 +257,9 @@ class Sequencer:
     def _next_step(self) -> tuple[float, Callable[[], None]]:
         """Return what is to be done next, and when."""
         stream = self._stream
-        if stream.repair is not None:  # decides before the time-out of a gap
-            return stream.repair.due, self._time_out
+        # A repair decides before the time-out of a gap: it may still bring what is missing.
+        if (repair := stream.repair) is not None:
+            return repair.due, lambda: decisions.time_out(stream, repair)
         if stream.state is State.LIVE:
             return self._replay.probe_due, self._probe
         return stream.gap_due, self._give_up_gaps
@@ -283,10 +270,6 @@ class Sequencer:
         if stream.state is not State.LIVE or stream.is_stale:
             return math.inf
         return stream.alive_at + stream.config.stale_after
-
-    def _time_out(self) -> None:
-        assert self._stream.repair is not None
-        decisions.time_out(self._stream, self._stream.repair)
 
     def _give_up_gaps(self) -> None:
         """Without replay: lose every hole behind which a batch has waited for a time-out."""
