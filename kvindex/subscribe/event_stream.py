@@ -28,7 +28,7 @@ class _Waiting:
 
     def __init__(self, max_items: int) -> None:
         self.closed = ""  # the reason, once it is closed
-        self.bell: LoopBell | None = None  # of an iterating task
+        self.bell: LoopBell | None = None  # of an iterating task; one consumer has one
         self.on_room: Callable[[], None] = lambda: None
         self._ended = False  # nothing more arrives
         self._max_items = max_items
@@ -77,6 +77,7 @@ class _Waiting:
     def _take(self) -> StreamItem | None:
         if self.closed:
             raise ClosedError(self.closed)
+        # What has arrived is returned also after the end.
         if not self._items:
             return None
         item = self._items.popleft()
@@ -212,6 +213,7 @@ class EventStream(Following):
             try:
                 item = self._whole(await self._waiting.take_async(bell))
             except ClosedError:
+                # Only what the user closed ends quietly: else events would be missed unnoticed.
                 if self._waiting.closed:
                     return
                 raise

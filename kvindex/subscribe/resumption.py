@@ -165,6 +165,7 @@ def resume_ranks(
     cursors = saved.cursors(worker)
     plan = plan_resumption(dp_ranks, cursors, fingerprints, present)
     refused = {Rank(worker, r.dp_rank): r.refused for r in plan if r.restored}
+    # Patient ones keep them for a publisher that comes later.
     names = () if saved.patient else cursors.keys() - present.values()
     unused = [rank for name in sorted(names) if (rank := Rank(worker, name)) not in refused]
     # Before the sink gets the ranks' first items, which follow upon what is restored.
@@ -195,6 +196,7 @@ def plan_resumption(
         port = name if saved is None else saved.dp_rank
         if port in dp_ranks and name not in taken:
             assigned.setdefault(port, resumption)
+    # Names are settled as when batches name them; those present go first, for they have theirs.
     named = {port: resumption.dp_rank for port, resumption in assigned.items()}
     claims = [Claim(port, name) for port, name in present.items()]
     claims += [Claim(port, named.get(port)) for port in dp_ranks]

@@ -74,24 +74,7 @@ class Worker(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
             raise ConfigurationError(f"name must be a non-empty string, not {self.name!r}")
-        self._check_types()
-        if self.dp_size is not None and not 1 <= self.dp_size <= _MAX_DP_SIZE:
-            raise ConfigurationError(
-                f"dp_size must be 1 to {_MAX_DP_SIZE} ranks, not {self.dp_size}"
-            )
-        self.publishers()
-        shared = self.shared_endpoints() if isinstance(self.endpoint, str) else []
-        if shared:
-            raise ConfigurationError(
-                f"with {self.dp_size} ranks, one publishes at {shared[0]}, where another replays: "
-                f"set the engine's replay port at least {self.dp_size} above its events' port"
-            )
-
-    def __hash__(self) -> int:
-        """Return a hash of immutable fields: endpoints and settings may hold lists and dicts."""
-        return hash((self.name, self.dp_size, self.topic, self.bind, self.curve))
-
-    def _check_types(self) -> None:
+        # Here, for a program without a type checker: ZeroMQ would refuse much later, in its words.
         kinds: dict[str, tuple[type, ...]] = {
             "endpoint": (str, Sequence, Mapping),
             "replay": (str, Sequence, Mapping, type(None)),
@@ -118,6 +101,23 @@ class Worker(msgspec.Struct, frozen=True):
                     f"{name} {endpoints!r}: nobody can connect to '*', which is what the engine "
                     f"binds; give its host{or_bind}"
                 )
+        if self.dp_size is not None and not 1 <= self.dp_size <= _MAX_DP_SIZE:
+            raise ConfigurationError(
+                f"dp_size must be 1 to {_MAX_DP_SIZE} ranks, not {self.dp_size}"
+            )
+        # It raises where no rank could be reached.
+        self.publishers()
+        # Of listed endpoints it may be meant: `Roster` only warns of those.
+        shared = self.shared_endpoints() if isinstance(self.endpoint, str) else []
+        if shared:
+            raise ConfigurationError(
+                f"with {self.dp_size} ranks, one publishes at {shared[0]}, where another replays: "
+                f"set the engine's replay port at least {self.dp_size} above its events' port"
+            )
+
+    def __hash__(self) -> int:
+        """Return a hash of immutable fields: endpoints and settings may hold lists and dicts."""
+        return hash((self.name, self.dp_size, self.topic, self.bind, self.curve))
 
     def publishers(self) -> list[PublisherAddress]:
         """Return the address of each rank's publisher, by dp_rank."""
@@ -164,6 +164,7 @@ def not_a_worker(given: object) -> ConfigurationError:
     """Return the error for a value that is no `Worker`, with what to write instead."""
     write = 'Worker("NAME", "tcp://HOST:PORT", replay="tcp://HOST:PORT"), or a list of such'
     if isinstance(given, str):
+        # What people pass instead: an endpoint, or the engine's address.
         if given.startswith(_TRANSPORTS):
             write = f'Worker("NAME", "{given:.500}", replay="tcp://HOST:PORT")'
         elif _HOST_PORT.fullmatch(given):
@@ -196,6 +197,7 @@ def _offset(endpoint: str, dp_rank: int, name: str) -> str:
     """Return a rank's endpoint from rank 0's, by the engines' own rule."""
     scheme, _, address = endpoint.partition("://")
     if scheme in ("inproc", "ipc") and address:
+        # vLLM's `offset_endpoint_port` knows tcp and inproc only.
         if dp_rank and scheme == "ipc":
             raise ConfigurationError(
                 f"{name} {endpoint!r}: ranks of an ipc endpoint follow no rule; "

@@ -107,21 +107,6 @@ def test_a_stream_with_room_for_fewer_items_than_ranks_can_be_made() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_calls_while_the_sink_is_stuck_say_busy_and_are_not_carried_out_later(
-    engine: FakeEngine,
-) -> None:
-    sink = BlockingSink()
-    with Subscriber([worker_of(engine)], sink=sink, replay_policy=REPLAYS) as subscriber:
-        engine.serve(prompt(1))
-        sink.wait_blocked()
-        with pytest.raises(BusyError, match="its sink has not returned"):
-            subscriber.add(LATE)
-        sink.go_on.set()
-        assert subscriber.wait_for(lambda statuses: statuses[RANK].seq == 0, PATIENCE)
-        assert subscriber.ranks == (RANK,)
-
-
-@pytest.mark.usefixtures("impatient")
 def test_closing_while_the_sink_is_stuck_returns_and_ends_when_the_sink_does(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -18,9 +17,8 @@ import pytest
 import zmq
 
 from kvindex import BlockStored, EventBatch, Rank, SocketOptions, Worker, ZmqEventPublisher
-from kvindex.subscribe import RankBatch, StreamItem, Subscriber
+from kvindex.subscribe import RankBatch, Subscriber
 from kvindex.subscribe import connection as connection_module
-from kvindex.subscribe.connection import Connection as LinkedSocket
 from kvindex.testing import FakeEngine, Faults, LaneFaults
 from tests.live import (
     PATIENCE,
@@ -161,28 +159,6 @@ def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on
         assert status.counters["replayed"] >= 1, "nothing was dropped: the test does not test"
 
 
-def test_more_messages_than_may_wait_wait_at_their_publisher(context: Context) -> None:
-    """Each has 256 KiB: some megabytes of them fit into the system's buffers."""
-    publisher, payload = RawPublisher(context, hwm=1), bytes(256 * 1024)
-    publisher.socket.setsockopt(zmq.XPUB_NODROP, 1)
-    publisher.socket.setsockopt(zmq.SNDTIMEO, 500)
-    options = SocketOptions(hwm=8)
-    reading = LinkedSocket(context, zmq.SUB, publisher.endpoint, options, subscriptions=(b"",))
-    publisher.wait_subscribed()
-    sent = 0
-    with suppress(zmq.Again):
-        while sent < 600:
-            publisher.send_batches(range(sent, sent + 1), payload)
-            sent += 1
-    assert sent < 600, "all of it fits into ZeroMQ"
-    received: list[list[bytes]] = []
-    while len(received) < sent:
-        reading.socket.poll(int(PATIENCE * 1000))
-        received += reading.receive()
-    assert [int.from_bytes(seq, "big") for _, seq, _ in received] == list(range(sent))
-    reading.close()
-
-
 def test_a_rank_that_floods_costs_others_nothing(context: Context, engine: FakeEngine) -> None:
     flooding, stop = RawPublisher(context, hwm=1), threading.Event()
     flooding.socket.setsockopt(zmq.XPUB_NODROP, 1)
@@ -210,28 +186,6 @@ def test_a_rank_that_floods_costs_others_nothing(context: Context, engine: FakeE
         assert_true(client, engine)
         status = client.status(engine.rank)
         assert (status.gaps, status.losses, status.complete) == (0, 0, True)
-
-
-def test_store_with_an_unknown_parent_whose_parent_comes_later_counts_from_then_on() -> None:
-    prompt_tokens = list(range(64))
-    stores = [
-        BlockStored(
-            block_hashes=[3, 4], parent_block_hash=2, token_ids=prompt_tokens[32:], block_size=16
-        ),
-        BlockStored(block_hashes=[1, 2], token_ids=prompt_tokens[:32], block_size=16),
-    ]
-    with ZmqEventPublisher(endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
-        worker = Worker("engine", publisher.endpoint, replay=publisher.replay_endpoint)
-        with client_of(worker) as client:
-            publisher.publish(EventBatch(ts=time.time(), events=[stores[0]]))
-            wait_status(client, RANK, seq=0)
-            assert client.match(prompt_tokens)[RANK].tokens == 0
-            assert client.match(prompt_tokens[32:])[RANK].tokens == 0  # never re-rooted
-            assert client.status(RANK).orphans == 2
-            publisher.publish(EventBatch(ts=time.time(), events=[stores[1]]))
-            wait_status(client, RANK, seq=1)
-            assert client.match(prompt_tokens)[RANK].tokens == 64
-            assert client.status(RANK).orphans == 0
 
 
 def test_drops_duplicates_delays_reorder_and_corruption_at_once_end_in_the_truth() -> None:
@@ -265,67 +219,6 @@ def test_drops_duplicates_delays_reorder_and_corruption_at_once_end_in_the_truth
         for engine in engines:
             status = client.status(engine.rank)
             assert (status.epoch, status.losses, status.complete) == (0, 0, True), status
-
-
-def test_sink_that_fails_is_counted_and_the_stream_goes_on(engine: FakeEngine) -> None:
-    seqs: list[int] = []
-
-    def sink(item: StreamItem) -> None:
-        if isinstance(item, RankBatch):
-            seqs.append(item.seq)
-            raise RuntimeError("a user's mistake")
-
-    with Subscriber([worker_of(engine)], sink=sink, replay_policy=REPLAYS) as subscriber:
-        for number in range(3):
-            engine.serve(prompt(number))
-        assert subscriber.wait_for(lambda s: s[RANK].seq == 2, PATIENCE)
-        assert seqs == [0, 1, 2]
-        assert subscriber.statistics()["thread"]["sink_failures"] == 3
-
-
-def test_strangers_that_connect_and_hang_up_while_we_are_held_do_not_freeze_the_process() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    child = spawn.Process(target=_close_a_bound_socket_after_a_port_scan)
-    child.start()
-    child.join(PATIENCE)
-    try:
-        assert child.exitcode == 0
-    finally:
-        child.kill()
-        child.join(PATIENCE)
-
-
-def _close_a_bound_socket_after_a_port_scan() -> None:
-    """Close a listening socket whose monitor nobody has read since strangers came and went."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with zmq.Context[zmq.Socket[bytes]]() as context:
-        listening = LinkedSocket(
-            context, zmq.SUB, f"tcp://127.0.0.1:{port}", SocketOptions(), bind=True
-        )
-        for _ in range(1_500):
-            try:
-                with socket.create_connection(("127.0.0.1", port), 5) as stranger:
-                    stranger.recv(1)
-            except OSError:
-                break  # ZeroMQ's thread has stopped: closing will show it
-        listening.close()
-
-
-def test_one_look_takes_at_most_two_of_the_largest_messages_and_says_that_more_is_left(
-    context: Context,
-) -> None:
-    publisher, link = RawPublisher(context, "inproc://large"), SocketOptions()
-    listening = LinkedSocket(context, zmq.SUB, "inproc://large", link, subscriptions=(b"",))
-    publisher.wait_subscribed()
-    sizes = [1024 * 1024] * 40
-    publisher.send(*([bytes(size)] for size in sizes))
-    looks = []
-    while not listening.drained:
-        looks.append([len(message[0]) for message in listening.receive()])
-    assert max(map(sum, looks)) <= 2 * link.max_message_bytes
-    assert [size for look in looks for size in look] == sizes
-    listening.close()
 
 
 def test_publisher_whose_messages_are_too_large_twice_in_a_row_is_connected_to_again(

@@ -146,23 +146,6 @@ def test_a_restart_in_the_middle_of_a_burst_starts_a_new_epoch_there(
     assert epochs == [(0, number) for number in range(60)] + [(1, number) for number in range(30)]
 
 
-def test_messages_of_another_topic_have_no_part_in_a_run(
-    publisher: RawPublisher, runs: list[int]
-) -> None:
-    items: list[StreamItem] = []
-    messages = [message(number, b"kv-%d" % (number % 2)) for number in range(100)]
-    messages[5:5] = [live_frames(b"other", 5, payload(1_005))]  # as if it were the next
-    messages[0:0] = [message(number, b"other") for number in range(7)]
-    with subscribed(publisher, items, topic="kv") as subscriber:
-        publisher.send(*messages)
-        status = reached(subscriber, 99)
-    batches = [item for item in items if isinstance(item, RankBatch)]
-    assert [b.batch.ts for b in batches] == [1_000.0 + number for number in range(100)]
-    assert status.counters["filtered_by_topic"] >= 7  # ZeroMQ itself leaves out later ones
-    assert (status.duplicates, status.restarts) == (0, 0)
-    assert sum(runs) >= 90
-
-
 def test_a_stream_that_replay_brought_to_life_still_waits_for_its_topic() -> None:
     # Replies of this version have no topic: the first live message confirms it, in no run.
     with FakeEngine("engine", topic="kv", dialect="vllm-0.10.2") as engine:

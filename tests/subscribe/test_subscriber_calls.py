@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,9 +27,9 @@ from kvindex.subscribe import (
     StreamItem,
     Subscriber,
 )
-from kvindex.subscribe.resumption import SavedCursor
+from kvindex.subscribe.subscriber_thread import Commands
 from kvindex.testing import FakeEngine, Workload
-from tests.live import PATIENCE, REPLAYS, worker_of
+from tests.live import PATIENCE, REPLAYS, until, worker_of
 from tests.subscribe.peers import RANK, BlockingSink, batch_seqs
 
 pytestmark = pytest.mark.e2e
@@ -96,24 +96,6 @@ def test_a_slow_sink_is_waited_for_as_long_as_the_caller_says(engine: FakeEngine
             subscriber.call(lambda: called.append(1), timeout=0.01)
         sink.go_on.set()
         assert subscriber.call(lambda: len(called)) == 0, "what was given up is not made up for"
-
-
-def test_within_a_call_the_cursor_stands_where_the_sink_does(engine: FakeEngine) -> None:
-    items: list[StreamItem] = []
-
-    def both() -> tuple[int, bytes | None]:
-        return max(batch_seqs(items), default=-1), subscriber.cursor(RANK)
-
-    with subscriber_to(engine, sink=items.append) as subscriber:
-        subscriber.wait_live(PATIENCE)
-        for number in range(300):
-            engine.serve([number * 100 + i for i in range(16)])
-            if number % 10 == 0:
-                seen, cursor = subscriber.call(both)
-                stands = -1 if cursor is None else SavedCursor.decode(cursor).cursor.seq
-                assert stands == seen
-        caught_up(subscriber, engine)
-        assert subscriber.call(both)[0] == engine.published - 1
 
 
 def test_a_rank_without_batches_has_no_cursor_and_an_unknown_one_is_unknown(
@@ -213,3 +195,82 @@ def test_a_timeout_that_is_no_number_is_refused(timeout: Any) -> None:
     with Subscriber(sink=ignore) as subscriber:
         with pytest.raises(ConfigurationError, match="pass seconds, or None for ever"):
             subscriber.wait_live(timeout)
+
+
+# Each call gets an answer, whatever becomes of it
+
+
+class Owner:
+    """A thread that carries out commands until one of them ends it, or it is told to end."""
+
+    def __init__(self) -> None:
+        self.commands = Commands(lambda: self._woken.set())
+        self.failure: BaseException | None = None
+        self._woken = threading.Event()
+        self._stopping = False
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._woken.wait()
+                self._woken.clear()
+                self.commands.run()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.commands.close()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._woken.set()
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.stop()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_what_ends_the_owner_reaches_the_caller_too(
+    kind: type[BaseException], owner: Owner
+) -> None:
+    def end() -> None:
+        raise kind("planted")
+
+    with pytest.raises(kind, match="planted"):
+        owner.commands.call(end, PATIENCE)
+    owner.thread.join(PATIENCE)
+    assert isinstance(owner.failure, kind)
+    assert not owner.commands.running
+    with pytest.raises(ClosedError):
+        owner.commands.call(end, PATIENCE)
+
+
+def test_a_call_that_does_not_end_is_given_up_after_its_time(owner: Owner) -> None:
+    go = threading.Event()
+
+    def give_up() -> BusyError:
+        with pytest.raises(BusyError) as raised:
+            owner.commands.call(lambda: go.wait(PATIENCE), 0.05)
+        return raised.value
+
+    assert "ends when that does" in str(until(give_up, lambda error: error.begun))
+    with pytest.raises(BusyError, match="nothing was done") as raised:
+        owner.commands.call(lambda: go.wait(PATIENCE), 0.05)
+    assert not raised.value.begun
+    go.set()
+    assert owner.commands.call(lambda: 7, PATIENCE) == 7
+
+
+def test_a_timeout_error_of_the_command_is_its_own(owner: Owner) -> None:
+    def fail() -> None:
+        raise TimeoutError("the command's")
+
+    with pytest.raises(TimeoutError, match="the command's"):
+        owner.commands.call(fail, PATIENCE)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from kvindex.subscribe.sequencer import decisions
-from kvindex.subscribe.sequencer.batches import Applied
 from kvindex.subscribe.sequencer.machine import Purpose, Repair, StreamState
 from kvindex.subscribe.sequencer.values import (
     MANY_RESTARTS,
@@ -331,10 +330,9 @@ def _legible(seq: int | None) -> int | None:
 def explain(stream: StreamState, state: State) -> str:
     """Return why a stream is not live and what it awaits; empty when it is live."""
     applied, held, repair, now = stream.applied, stream.held, stream.repair, stream.now
+    next_seq, hole_end = applied.next_seq, held.hole_end
     if state is State.CONNECTING:
-        return "not connected" + (
-            "" if applied.next_seq is None else f", next seq {applied.next_seq}"
-        )
+        return "not connected" + ("" if next_seq is None else f", next seq {next_seq}")
     if state is State.CLOSED:
         return "closed"
     if state is State.STALE:
@@ -343,32 +341,26 @@ def explain(stream: StreamState, state: State) -> str:
         if applied.unproven:
             return "reconnected: the next batch shows whether it is the same publisher"
         return ""
-    words = [_awaited(state, applied, held.hole_end)]
+    kind = "joining" if state is State.SYNCING else "gap"
+    if applied.unproven:
+        words = [f"checking by replay that seq {(next_seq or 0) - 1} is still the same"]
+    elif next_seq is None:
+        words = ["joining: waiting for replay from 0"]
+    elif hole_end is None or hole_end <= next_seq:
+        words = [f"{kind}: waiting for {next_seq} and what follows"]
+    else:
+        count = hole_end - next_seq
+        words = [f"{kind}: waiting for {next_seq}..{hole_end - 1} ({count} batches)"]
     if len(held):
         words.append(f"{len(held)} held")
     if repair is not None:
-        words.append(_progress(repair, now))
+        words.append(f"replay asked {repair.asked} time{'s' if repair.asked != 1 else ''}")
+        if repair.request is None:
+            words.append(f"next try in {max(0.0, repair.due - now):.1f} s")
+        elif repair.replies:
+            words.append(f"{max(0.0, now - repair.replied_at):.1f} s since the last reply")
+        else:
+            words.append("no reply yet")
     elif stream.gap_due < math.inf:
         words.append(f"no replay, given up in {max(0.0, stream.gap_due - now):.1f} s")
     return ", ".join(words)
-
-
-def _awaited(state: State, applied: Applied, hole_end: int | None) -> str:
-    next_seq = applied.next_seq
-    if applied.unproven:
-        return f"checking by replay that seq {(next_seq or 0) - 1} is still the same"
-    if next_seq is None:
-        return "joining: waiting for replay from 0"
-    kind = "joining" if state is State.SYNCING else "gap"
-    if hole_end is None or hole_end <= next_seq:
-        return f"{kind}: waiting for {next_seq} and what follows"
-    count = hole_end - next_seq
-    return f"{kind}: waiting for {next_seq}..{hole_end - 1} ({count} batches)"
-
-
-def _progress(repair: Repair, now: float) -> str:
-    requests = f"replay asked {repair.asked} time{'s' if repair.asked != 1 else ''}"
-    if repair.request is None:
-        return f"{requests}, next try in {max(0.0, repair.due - now):.1f} s"
-    since = f"{max(0.0, now - repair.replied_at):.1f} s since the last reply"
-    return f"{requests}, {since}" if repair.replies else f"{requests}, no reply yet"

@@ -148,6 +148,12 @@ def test_held_batches_are_bounded_in_bytes() -> None:
     assert script.count["held_dropped"] == 1
 
 
+def test_one_batch_is_held_however_large_so_that_the_stream_can_go_on_past_it() -> None:
+    script = Script(max_held_bytes=1).joined(0, live=[2, 3])
+    assert script.count["held_dropped"] == 1
+    assert script.reply(0, 1, end=True).delivered == [1, 2]
+
+
 def test_overflow_without_replay_is_a_loss_at_once() -> None:
     script = without_replay(max_held=2)
     out = script.live(0, 2, 3, 4)

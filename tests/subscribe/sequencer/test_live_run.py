@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvindex.subscribe.sequencer import State
-from tests.subscribe.sequencer.sequencer_script import START_TS, Script, batch, without_replay
+from tests.subscribe.sequencer.sequencer_script import Script, batch, without_replay
 
 pytestmark = pytest.mark.unit
 
@@ -18,36 +18,6 @@ def take_run(script: Script, first_seq: int, count: int, *, ts: list[float] | No
     return script.sequencer.live_run(
         first_seq, ts or [b.ts for b in batches], [b.fingerprint for b in batches], script.now
     )
-
-
-def test_a_run_advances_as_so_many_batches_would() -> None:
-    script = Script(recent=3).joined(0)
-    assert script.sequencer.run_start == 1
-    assert take_run(script, 1, 5) == 5
-    sequencer = script.sequencer
-    assert (sequencer.applied.seq, sequencer.applied.next_seq, sequencer.run_start) == (5, 6, 6)
-    assert (script.count["live"], script.count["delivered"]) == (5, 6)
-    assert sequencer.applied.complete
-    assert script.live(6).delivered == [6]
-
-
-def test_batches_of_a_run_are_remembered_as_far_back_as_others() -> None:
-    script = Script(recent=3).joined(0)
-    take_run(script, 1, 5)
-    script.live(5, 3, 2)
-    assert script.count["duplicates"] == 2
-    assert script.count["delayed"] == 1  # 2 is forgotten: no more can be said than that it is old
-    script.live(batch(4, life=1))
-    assert script.applied.epoch == 1, "another payload under its number is a restart"
-
-
-def test_a_run_ends_before_a_batch_that_is_older_than_the_epoch() -> None:
-    script = Script().joined(0)
-    ts = [START_TS + 1, START_TS, START_TS - 0.5, START_TS + 4]
-    assert take_run(script, 1, 4, ts=ts) == 2
-    assert script.applied.next_seq == 3
-    assert take_run(script, 3, 1, ts=[START_TS - 0.5]) == 0
-    assert script.applied.next_seq == 3
 
 
 def test_a_run_that_begins_elsewhere_or_is_empty_changes_nothing() -> None:
