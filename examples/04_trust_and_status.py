@@ -5,6 +5,7 @@ python examples/04_trust_and_status.py tcp://host:5557 # the status of yours
 """
 
 import sys
+import time
 from contextlib import ExitStack
 from typing import Literal
 
@@ -35,13 +36,15 @@ def lose_a_batch(on_loss: Literal["reset", "keep"]) -> None:
         )
         client.wait_live()
         engine.serve(prompt[:80])
-        client.wait_for(lambda statuses: statuses[rank].seq == 0, timeout=5.0)
+        while client.status(rank).seq != 0:
+            time.sleep(0.01)
         before = client.match(prompt)[rank].tokens
         link.silence_replay()
         link.drop_next()
         engine.serve(range(1000, 1080))  # this batch never arrives
         engine.serve(range(2000, 2080))  # the next one shows that it is missing
-        client.wait_for(lambda statuses: statuses[rank].losses > 0, timeout=5.0)
+        while not client.status(rank).losses:
+            time.sleep(0.01)
         after = client.match(prompt)[rank].tokens
         print(f"on_loss={on_loss!r}: {before} tokens before, {after} after the loss")
         show(client.status(rank))

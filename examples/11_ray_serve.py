@@ -78,7 +78,8 @@ handle = deploy(
 # The first request makes the handle's router. Until engines are known, the queues decide.
 handle.remote({"token_ids": [1], "new_tokens": []}).result(timeout_s=30.0)
 (router,) = routers
-router.client.wait_for(lambda statuses: len(statuses) == REPLICAS, timeout=30.0)
+while len(router.client.ranks) < REPLICAS:
+    time.sleep(0.01)
 router.client.wait_live(timeout=30.0)
 by_prefix_and_load = hit_rate(handle)
 

@@ -52,7 +52,8 @@ class Engines(litellm.CustomLLM):  # type: ignore[misc]  # where LiteLLM is not 
         engine = self._engines[model]
         served = engine.serve(tokenize({"messages": messages}))
         # A fake engine needs no time, a real one does: let the events arrive first.
-        self._client.wait_for(lambda now: now[engine.rank].seq == engine.published - 1, timeout=5.0)
+        while self._client.status(engine.rank).seq != engine.published - 1:
+            await asyncio.sleep(0.001)
         self.hit_tokens += served.hit_tokens
         self.prompt_tokens += served.prompt_tokens
         model_response.usage = litellm.Usage(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Iterable
 from time import monotonic, perf_counter
 from typing import Any
@@ -51,13 +52,11 @@ class Fanned:
 
     def wait(self, batches: int, timeout: float) -> None:
         """Return when so many batches of all ranks are applied."""
-
-        def applied(statuses: Any) -> bool:
-            seqs = [s.seq for s in statuses.values() if s.seq is not None]
-            return bool(sum(seqs) + len(seqs) >= batches)
-
-        if not self._asked.wait_for(applied, timeout):
-            raise TimeoutError(f"{self._asked!r} has not applied {batches} batches")
+        until = perf_counter() + timeout
+        while self.applied() < batches:
+            if perf_counter() > until:
+                raise TimeoutError(f"{self._asked!r} has not applied {batches} batches")
+            time.sleep(0.002)
 
     def applied(self) -> int:
         """Return how many batches of all ranks are applied."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -27,8 +26,7 @@ from kvindex.subscribe import (
     Tap,
     Worker,
 )
-from kvindex.subscribe.following import checked_timeout
-from kvindex.wire.errors import ConfigurationError, NotLiveError, UnknownRankError, check_options
+from kvindex.wire.errors import ConfigurationError, UnknownRankError, check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
@@ -189,7 +187,7 @@ class Client(Answering):
             from kvindex.subscribe.discovery.engines import follow_engines
 
             try:
-                self.discovery = follow_engines(self, sources, discovery)
+                self.discovery = follow_engines(self, sources, discovery, self._board.ring)
             except BaseException:
                 self.subscriber.close()
                 raise
@@ -225,53 +223,11 @@ class Client(Answering):
         """
         self.subscriber.remove(name)
 
-    def wait_live(
-        self,
-        timeout: float | None = 5.0,
-        *,
-        ranks: Iterable[RankName] | str | None = None,
-        complete: bool = False,
-    ) -> None:
-        """Return once every engine is found and every rank (or each of those given) is live.
-
-        Args and Raises: as `Following.wait_live`. A `NotLiveError` also names, in `engines`,
-        those that are not found yet, and why.
-        """
-        timeout = checked_timeout(timeout)
-        until, ranks = time.monotonic() + timeout, _listed(ranks)
-        missing = {}
-        if self.discovery is not None:
-            missing = self.discovery.wait_found(timeout, partial(self._knows, ranks))
-        with _naming_missing(timeout, missing if ranks is None else {}):
-            left = max(until - time.monotonic(), 0.0)
-            super().wait_live(left, ranks=ranks, complete=complete)
-
-    async def wait_live_async(
-        self,
-        timeout: float | None = 5.0,
-        *,
-        ranks: Iterable[RankName] | str | None = None,
-        complete: bool = False,
-    ) -> None:
-        """Return once all is live, as `wait_live`; for asyncio.
-
-        The event loop goes on meanwhile. No thread waits, and cancelling leaves nothing behind.
-        """
-        timeout = checked_timeout(timeout)
-        until, ranks = time.monotonic() + timeout, _listed(ranks)
-        missing = {}
-        if self.discovery is not None:
-            missing = await self.discovery.wait_found_async(timeout, partial(self._knows, ranks))
-        with _naming_missing(timeout, missing if ranks is None else {}):
-            left = max(until - time.monotonic(), 0.0)
-            await super().wait_live_async(left, ranks=ranks, complete=complete)
-
-    def _knows(self, ranks: list[RankName] | None) -> bool:
-        """Whether all these ranks are subscribed to; None stands for all, which cannot be known."""
-        try:
-            return self._board.named(ranks) is not None
-        except UnknownRankError:
-            return False
+    def _missing(self) -> Mapping[str, str]:
+        if self.discovery is None:
+            return {}
+        self.discovery.check_open()  # it may have failed: nothing is found any more
+        return self.discovery.missing()
 
     def _own_statistics(self) -> dict[str, Any]:
         own = {
@@ -364,19 +320,3 @@ def _split(engines: Engines) -> tuple[Iterable[Worker] | Worker, Sequence[Source
     from kvindex.subscribe.discovery import split_engines
 
     return split_engines(engines)
-
-
-def _listed(ranks: Iterable[RankName] | str | None) -> list[RankName] | None:
-    """Return the given ranks as a list, which may be read twice."""
-    return [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
-
-
-@contextmanager
-def _naming_missing(timeout: float, missing: dict[str, str]) -> Iterator[None]:
-    """Add the missing engines to a `NotLiveError`; raise one if nothing else is wrong."""
-    try:
-        yield
-    except NotLiveError as error:
-        raise NotLiveError(timeout, error.reasons, missing) from None
-    if missing:
-        raise NotLiveError(timeout, {}, missing)

@@ -229,6 +229,7 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
 # Engines ------------------------------------------------------------------------------------------
 
 
+_LOOK_EVERY: Final = 0.05  # seconds between two looks whether all engines are found
 _NO_ENGINE: Final = "no engine is named: give the URL of one, http://HOST:PORT"
 
 
@@ -310,7 +311,10 @@ class Routers:
 
     def found(self, timeout: float) -> dict[str, str]:
         """Wait until all engines are found, or for so long; return those that are missing, why."""
-        return self._discovery.wait_found(timeout)
+        until = time.monotonic() + timeout
+        while (missing := self._discovery.missing()) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY)
+        return missing
 
     def missing(self) -> dict[str, str]:
         """Return the engines that are not found yet, and why."""

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_LOOK: Final = 1.0  # seconds for sources to report workers before requests are answered
 _FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
+_BETWEEN: Final = 0.01  # seconds between two looks meanwhile
 _BEING_ADDED: Final = "it is being added"
 
 
@@ -122,10 +123,13 @@ class Server:
 
     def _first_missing(self) -> dict[str, str]:
         """Return the same once the workers of files and options, which lack a reason, are added."""
-        until = time.monotonic() + _FIRST_ADDED
-        missing = self._discovery.wait_found(_FIRST_LOOK)
-        while "" in missing.values() and time.monotonic() < until:
-            missing = self._discovery.wait_found(_FIRST_LOOK)
+        begun = time.monotonic()
+        while missing := self._discovery.missing():
+            patience = _FIRST_ADDED if "" in missing.values() else _FIRST_LOOK
+            if time.monotonic() - begun >= patience:
+                break
+            self._discovery.check_open()
+            time.sleep(_BETWEEN)
         return self._missing()
 
     # Its parts --------------------------------------------------------------------------------

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from kvindex.subscribe.delivery import RankStatus
 from kvindex.subscribe.status_board import StatusBoard
-from kvindex.wire.errors import ConfigurationError, NotLiveError
+from kvindex.wire.errors import (
+    ConfigurationError,
+    KVIndexError,
+    NotLiveError,
+    UnknownRankError,
+)
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName
 
@@ -58,70 +66,6 @@ class LoopBell:
         await self._event.wait()
         self._event.clear()
         self._rung = False
-
-
-async def wait_until(
-    condition: Callable[[], bool],
-    timeout: float,
-    listen: Callable[[Callable[[], None]], Callable[[], None]],
-) -> None:
-    """Wait in an asyncio task until a condition holds, or for `timeout` seconds.
-
-    `listen` registers a function to be called, on any thread, whenever the condition may hold, and
-    returns a function that ends the calls.
-    """
-    import asyncio
-
-    loop = asyncio.get_running_loop()
-    until = loop.time() + timeout
-    bell = LoopBell()
-    stop = listen(bell.ring)
-    try:
-        while not condition():
-            try:
-                await asyncio.wait_for(bell.wait(), until - loop.time())
-            except asyncio.TimeoutError:
-                return
-    finally:
-        stop()
-
-
-class Changes:
-    """The latest unread status of each rank that has changed; at first, the status of every rank.
-
-    The board reports them until `stop`. One task takes.
-    """
-
-    def __init__(self, board: StatusBoard) -> None:
-        self._board = board
-        self._bell = LoopBell()
-        self._lock = threading.Lock()
-        self._latest: dict[Rank, RankStatus] = {}
-        self._ended = False
-        present, self.stop = board.listen(self._put)
-        with self._lock:
-            for status in present:
-                self._latest.setdefault(status.rank, status)
-
-    def _put(self, changed: Sequence[RankStatus]) -> None:
-        with self._lock:
-            self._latest.update((status.rank, status) for status in changed)
-            # Asking the board later is wrong: it ends a moment before it notifies.
-            self._ended = self._ended or self._board.ended is not None
-        self._bell.ring()
-
-    async def take(self) -> RankStatus | None:
-        """Return the next status; None when none is left and none will arrive."""
-        import asyncio
-
-        await asyncio.sleep(0)  # other tasks get their turn, however many statuses there are
-        while True:
-            with self._lock:
-                for rank in self._latest:
-                    return self._latest.pop(rank)
-                if self._ended:
-                    return None
-            await self._bell.wait()
 
 
 class Following(ABC):
@@ -180,26 +124,25 @@ class Following(ABC):
 
         Raises:
             NotLiveError: time ran out (a TimeoutError); it names the ranks, and for each what is
-                wrong and what to try.
+                wrong and what to try. Of a client, it also names the engines that are not found
+                yet: they are waited for unless `ranks` are given.
             UnknownRankError: one of `ranks` is not subscribed to.
             ClosedError: this is closed, or was closed meanwhile.
         """
-        self._board.wait_live(ranks, checked_timeout(timeout), complete=complete)
-
-    def wait_for(
-        self, condition: Callable[[Mapping[Rank, RankStatus]], bool], timeout: float
-    ) -> bool:
-        """Wait until the ranks' statuses meet a condition; return whether they did in time.
-
-        Args:
-            condition: called with the latest statuses, whenever one has changed; it must not
-                call this object.
-            timeout: longest wait, in seconds.
-
-        Raises:
-            ClosedError: this is closed, or was closed meanwhile.
-        """
-        return self._board.wait_for(condition, checked_timeout(timeout))
+        timeout = checked_timeout(timeout)
+        until = time.monotonic() + timeout
+        obstacle = self._obstacles(ranks, complete, timeout)
+        bell = threading.Event()
+        _, stop = self._board.listen(lambda _: bell.set())
+        try:
+            while (error := obstacle()) is not None:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise error()
+                bell.wait(min(left, threading.TIMEOUT_MAX))
+                bell.clear()
+        finally:
+            stop()
 
     async def wait_live_async(
         self,
@@ -209,16 +152,57 @@ class Following(ABC):
         complete: bool = False,
     ) -> None:
         """Return as `wait_live`, for asyncio: no thread waits, and cancelling leaves nothing."""
-        board, timeout = self._board, checked_timeout(timeout)
-        wanted = board.named(ranks)
+        import asyncio
 
-        def is_over() -> bool:
-            return board.ended is not None or board.is_live(wanted, complete)
+        timeout = checked_timeout(timeout)
+        until = time.monotonic() + timeout
+        obstacle = self._obstacles(ranks, complete, timeout)
+        bell = LoopBell()
+        _, stop = self._board.listen(lambda _: bell.ring())
+        try:
+            while (error := obstacle()) is not None:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise error()
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(bell.wait(), left)
+        finally:
+            stop()
 
-        await wait_until(is_over, timeout, lambda ring: board.listen(lambda _: ring())[1])
-        board.check_open()
-        if not board.is_live(wanted, complete):
-            raise NotLiveError(timeout, board.late(wanted, complete))
+    def _obstacles(
+        self, ranks: Iterable[RankName] | str | None, complete: bool, timeout: float
+    ) -> Callable[[], Callable[[], KVIndexError] | None]:
+        """Return a function: what `wait_live` raises if time runs out now; None once all is live.
+
+        The error is made on request: the function is called at each change of a large fleet.
+        """
+        names = [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
+        wanted: list[Rank] | None = None
+
+        def obstacle() -> Callable[[], KVIndexError] | None:
+            nonlocal wanted
+            self._board.check_open()
+            missing = self._missing()
+            if names is not None and wanted is None:
+                try:
+                    wanted = self._board.named(names)  # once: a rank that goes later is missed
+                except UnknownRankError as error:
+                    if not missing:
+                        raise
+                    unknown = error  # an engine that is not found yet may have it
+                    return lambda: unknown
+            if names is not None:
+                missing = {}  # other engines may never be found
+            late = self._board.late(wanted, complete)
+            if late is None and not missing:
+                return None
+            return partial(NotLiveError, timeout, late or {}, missing)
+
+        return obstacle
+
+    def _missing(self) -> Mapping[str, str]:
+        """Return the engines that are not followed yet, and why; the board rings when they are."""
+        return {}
 
     async def watch(self) -> AsyncGenerator[RankStatus, None]:
         """Yield every rank's status, and again whenever its state, completeness or epoch changes.
@@ -235,12 +219,39 @@ class Following(ABC):
         between: no more than one status of each rank waits. There may be any number of consumers,
         on any number of event loops. Cancelling the task leaves nothing behind.
         """
-        changes = Changes(self._board)
+        import asyncio
+
+        board, bell, lock = self._board, LoopBell(), threading.Lock()
+        latest: dict[Rank, RankStatus] = {}  # the status of each rank that was not yielded yet
+        has_ended = False
+
+        def note(changed: Sequence[RankStatus]) -> None:
+            nonlocal has_ended
+            with lock:
+                latest.update((status.rank, status) for status in changed)
+                # Asking the board later is wrong: it ends a moment before it calls.
+                has_ended = has_ended or board.ended is not None
+            bell.ring()
+
+        present, stop = board.listen(note)
         try:
-            while (status := await changes.take()) is not None:
-                yield self._shown(self._board.aged(status))
+            with lock:
+                for status in present:
+                    latest.setdefault(status.rank, status)  # what `note` received is later
+            while True:
+                await asyncio.sleep(0)  # other tasks get their turn, however many statuses wait
+                with lock:
+                    rank = next(iter(latest), None)
+                    unread = None if rank is None else latest.pop(rank)
+                    is_over = has_ended
+                if unread is not None:
+                    yield self._shown(board.aged(unread))
+                elif is_over:
+                    return
+                else:
+                    await bell.wait()
         finally:
-            changes.stop()
+            stop()
 
     def on_change(self, callback: Callable[[RankStatus], object]) -> Callable[[], None]:
         """Register a function that is called with each status change that `watch` would yield.

@@ -1,6 +1,6 @@
 """The latest status of each rank, as the subscriber's thread shows it to all others.
 
-Only that thread writes; any thread reads and waits.
+Only that thread writes; any thread reads, and may be called when something changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from kvindex.subscribe.delivery import RankStatus
 from kvindex.subscribe.sequencer import State
-from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
+from kvindex.wire.errors import ClosedError, UnknownRankError
 from kvindex.wire.rank import Rank, Trust
 from kvindex.wire.rank_lookup import RankName, find_ranks
 
@@ -27,12 +27,11 @@ _AWAY = (State.CONNECTING, State.CLOSED)
 _REMOVED = "it is not subscribed to any more"
 _RENAMED = "its batches give it another name"
 
-Statuses = Mapping[Rank, RankStatus]
 Listener: TypeAlias = Callable[[Sequence[RankStatus]], None]
 
 
 class StatusBoard:
-    """The ranks' latest snapshots, and waiting for them to change.
+    """The ranks' latest snapshots, and who is called when they change.
 
     Args:
         clock: the subscriber's clock, in seconds.
@@ -64,8 +63,6 @@ class StatusBoard:
 
     def _make_lock(self) -> None:
         self._lock = threading.RLock()  # held by its own `with`: see BatchQueue
-        self._changed = threading.Condition(self._lock)
-        self._waiters = 0
 
     # By the writing thread --------------------------------------------------------------------
 
@@ -153,18 +150,20 @@ class StatusBoard:
 
     @contextmanager
     def _writing(self) -> Iterator[list[RankStatus]]:
-        """Hold the lock, then wake waiting threads, and notify listeners of listed statuses."""
+        """Hold the lock, then call the listeners with the statuses that the writer lists."""
         changed: list[RankStatus] = []
         with self._lock:
             yield changed
-            self._changed.notify_all()
+            # Now: who listens later finds the change in the statuses of that moment.
             listeners = tuple(self._listeners.values())
         if changed or self._ended is not None:
-            for listener in listeners:
-                try:
-                    listener(changed)
-                except Exception:
-                    logger.exception("a function that is called with changed statuses failed")
+            _call(listeners, changed)
+
+    def ring(self) -> None:
+        """Call the listeners with no status: something else that they wait for has changed."""
+        with self._lock:
+            listeners = tuple(self._listeners.values())
+        _call(listeners, ())
 
     def disown(self, reason: str) -> None:
         """End, in a forked child: it lacks the writing thread and the thread that held the lock."""
@@ -181,11 +180,6 @@ class StatusBoard:
             return tuple(sorted(self._statuses))
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a thread waits for the statuses to change."""
-        return self._waiters > 0
-
-    @property
     def ended(self) -> str | None:
         """Why the writing thread has ended; None while it runs."""
         return self._ended
@@ -194,8 +188,8 @@ class StatusBoard:
         """Return the present statuses, and register a function for those that change.
 
         It is called on the writing thread, with the statuses whose state, completeness or epoch
-        has changed; with those of removed ranks, as closed; and a last time when the board ends
-        (at once, with none, if it has ended).
+        has changed; with those of removed ranks, as closed; with none when `ring` is called; and a
+        last time when the board ends (at once, with none, if it has ended).
 
         Returns:
             The statuses as they are now, and a function that ends the calls. It waits for no
@@ -277,45 +271,6 @@ class StatusBoard:
             statuses = sorted(self._statuses.items())
         return {rank: self.aged(status) for rank, status in statuses}
 
-    def wait_for(self, condition: Callable[[Statuses], bool], timeout: float) -> bool:
-        """Wait until the snapshots, as of `get`, meet a condition; return whether they did in time.
-
-        Raises:
-            ClosedError: the writing thread has ended, or ended meanwhile.
-        """
-        with self._lock:
-            self._waiters += 1
-            try:
-                met = self._changed.wait_for(
-                    lambda: (
-                        self._ended is not None
-                        or condition(_Snapshots(dict(self._statuses), self.aged))
-                    ),
-                    timeout,
-                )
-            finally:
-                self._waiters -= 1
-            self.check_open()
-            return met
-
-    def wait_live(
-        self,
-        ranks: Iterable[RankName] | str | None,
-        timeout: float,
-        *,
-        complete: bool = False,
-    ) -> None:
-        """Wait until every rank (at least one), or each of these, is live, and complete if wanted.
-
-        Raises:
-            NotLiveError: time ran out.
-            UnknownRankError: one of `ranks` is not known.
-            ClosedError: the writing thread has ended, or ended meanwhile.
-        """
-        wanted = self.named(ranks)
-        if not self.wait_for(lambda _: self.is_live(wanted, complete), timeout):
-            raise NotLiveError(timeout, self.late(wanted, complete))
-
     def named(self, ranks: Iterable[RankName] | str | None) -> list[Rank] | None:
         """Return the named ranks, None for all; raises UnknownRankError."""
         if ranks is None:
@@ -324,32 +279,28 @@ class StatusBoard:
             names = [ranks] if isinstance(ranks, str) else ranks
             return [rank for name in names for rank in self._find(name)]
 
-    def is_live(self, wanted: list[Rank] | None, complete: bool) -> bool:
-        """Return whether all ranks, at least one, or all wanted ones, are as `late` demands."""
+    def late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str] | None:
+        """Return the wanted ranks (None: all) that are not live, and why; None if there are none.
+
+        Where `complete` is wanted, ranks that are not complete count too. Where all ranks are
+        wanted and there is no rank, nothing is live: the result is empty.
+        """
+        late = {}
         with self._lock:
             if wanted is None and not self._statuses:
-                return False
-            return not self._late(wanted, complete)
-
-    def late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
-        """Return the ranks that are not live, or not complete if that is wanted, and why."""
-        with self._lock:
-            return self._late(wanted, complete)
-
-    def _late(self, wanted: list[Rank] | None, complete: bool) -> dict[Rank, str]:
-        late = {}
-        for rank in self._statuses if wanted is None else map(self._name, wanted):
-            status = self._statuses.get(rank)
-            if status is None:
-                late[rank] = _REMOVED
-                continue
-            status = self._believed(status)
-            if status.state is not State.LIVE:
-                late[rank] = status.reason or f"its state is {status.state}"
-            elif complete and not status.complete:
-                why = status.reason or "batches were lost, or published before we came"
-                late[rank] = f"it is live, but not complete: {why}"
-        return late
+                return {}
+            for rank in self._statuses if wanted is None else map(self._name, wanted):
+                status = self._statuses.get(rank)
+                if status is None:
+                    late[rank] = _REMOVED
+                    continue
+                status = self._believed(status)
+                if status.state is not State.LIVE:
+                    late[rank] = status.reason or f"its state is {status.state}"
+                elif complete and not status.complete:
+                    why = status.reason or "batches were lost, or published before we came"
+                    late[rank] = f"it is live, but not complete: {why}"
+        return late or None
 
     def _find(self, name: RankName) -> list[Rank]:
         """Return the ranks that a name stands for, at least one; a port's own name finds its rank.
@@ -389,23 +340,13 @@ class StatusBoard:
         return msgspec.structs.replace(status, last_event_age=age)
 
 
-class _Snapshots(Mapping[Rank, RankStatus]):
-    """The immutable statuses of one moment; each is aged when it is read."""
-
-    def __init__(
-        self, statuses: dict[Rank, RankStatus], aged: Callable[[RankStatus], RankStatus]
-    ) -> None:
-        self._statuses = statuses
-        self._aged = aged
-
-    def __getitem__(self, rank: Rank) -> RankStatus:
-        return self._aged(self._statuses[rank])
-
-    def __iter__(self) -> Iterator[Rank]:
-        return iter(self._statuses)
-
-    def __len__(self) -> int:
-        return len(self._statuses)
+def _call(listeners: Iterable[Listener], changed: Sequence[RankStatus]) -> None:
+    # Without the lock: a listener may ask the board, or wait for another thread that does.
+    for listener in listeners:
+        try:
+            listener(changed)
+        except Exception:
+            logger.exception("a function that is called with changed statuses failed")
 
 
 def under_new_name(status: RankStatus, name: Rank) -> RankStatus:

@@ -329,8 +329,7 @@ class Progress:
         taken ──── collects_after ────► collected ──── SHOW_AFTER in all ────► shown
 
     Collecting and showing cost more than a batch does, so both wait for more of them. Taps want
-    batches early, so those are collected before they are shown. Nothing waits while a thread waits
-    for statuses.
+    batches early, so those are collected before they are shown.
     """
 
     def __init__(self, guard: Callable[[Feed, Step, float], object], collects_after: float) -> None:
@@ -483,11 +482,8 @@ class SubscriberThread:
             return
         self._note_turn()
         watch, progress = self._watch, self._progress
-        shows_at_once = self._shows_at_once
         seconds = 0.0 if self._waiting else self._sleep()
-        self._waiting.update(
-            watch.wait(seconds, collects_after=0.0 if shows_at_once else self._collects_after)
-        )
+        self._waiting.update(watch.wait(seconds, collects_after=self._collects_after))
         now = self._clock()
         progress.note_taken(watch.taken)
         self.board.sign(now)
@@ -499,15 +495,10 @@ class SubscriberThread:
         # At once: in a child that a command has forked the sockets are the parent's.
         if self.stopping:
             return
-        # Asked again: whoever began to wait meanwhile has waited for long enough.
-        changed += progress.take_all(now) if self._shows_at_once else progress.take_due(now)
+        # All at once for a tap that has no patience.
+        changed += progress.take_due(now) if self._collects_after else progress.take_all(now)
         changed += [*self._pump(now), *self._tick(now)]
         self.roster.publish(dict.fromkeys(changed), now)
-
-    @property
-    def _shows_at_once(self) -> bool:
-        """Whether somebody waits for what lanes take."""
-        return self.board.is_awaited or not self._collects_after
 
     def _note_turn(self) -> None:
         """Count the turn that ends, and those that lanes have made alone."""

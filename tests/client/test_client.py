@@ -40,8 +40,10 @@ from tests.live import (
     assert_true,
     caught_up,
     client_of,
+    until,
     wait_counter,
     wait_status,
+    within,
     worker_of,
 )
 
@@ -175,7 +177,7 @@ def test_we_bind_for_a_publisher_that_connects() -> None:
             while client.status(RANK).seq is None and number < 1000:
                 publisher.publish(batch(number))
                 number += 1
-                client.wait_for(lambda statuses: statuses[RANK].seq is not None, 0.02)
+                within(0.02, lambda: client.status(RANK).seq is not None)
             assert client.status(RANK).seq is not None
         finally:
             publisher.shutdown()
@@ -282,8 +284,7 @@ def test_a_full_event_stream_holds_the_subscriber_and_closing_frees_it() -> None
             target=lambda: seen.extend(i.seq for i in stream if isinstance(i, RankBatch))
         )
         consumer.start()
-        reached = stream.subscriber.wait_for(lambda s: s[RANK].seq == 9, PATIENCE)
-        assert reached
+        until(lambda: stream.subscriber.status(RANK).seq == 9)
         stream.close()
         consumer.join(PATIENCE)
         assert not consumer.is_alive()

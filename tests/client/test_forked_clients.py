@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,13 @@ from kvindex import (
     ClosedError,
     EventStream,
     Rank,
-    RankStatus,
     State,
 )
 from kvindex.subscribe import Subscriber
+from kvindex.subscribe.status_board import StatusBoard
 from kvindex.testing import FakeEngine
 from tests.children import in_child
-from tests.live import PATIENCE, caught_up, client_of, worker_of
+from tests.live import PATIENCE, caught_up, client_of, until, worker_of
 
 pytestmark = pytest.mark.e2e
 
@@ -46,7 +46,6 @@ def check_closed(client: Client, rank: Rank) -> None:
     refused(lambda: client.match(PROMPT))
     refused(client.statistics)
     refused(lambda: client.wait_live(PATIENCE))
-    refused(lambda: client.wait_for(lambda _: False, PATIENCE))
     refused(lambda: client.remove(rank.worker))
     refused(lambda: client.subscriber.call(lambda: None))
     refused(lambda: client.subscriber.cursor(rank))
@@ -92,11 +91,12 @@ class Held:
 
     def __init__(self, client: Client) -> None:
         self._held, self._let_go = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=client.wait_for, args=(self._hold, PATIENCE))
+        self._thread = threading.Thread(target=self._hold, args=(client._board,))
 
-    def _hold(self, _: Mapping[Rank, RankStatus]) -> bool:
-        self._held.set()
-        return self._let_go.wait(PATIENCE)
+    def _hold(self, board: StatusBoard) -> None:
+        with board._lock:
+            self._held.set()
+            self._let_go.wait(PATIENCE)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -167,7 +167,7 @@ def test_a_child_that_is_forked_on_the_thread_ends_with_it(how: str) -> None:
         engine.serve(PROMPT)
         if how == "call":
             subscriber.call(fork)
-        subscriber.wait_for(lambda _: bool(children), PATIENCE)
+        until(lambda: bool(children))
         assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
         subscriber.wait_live(PATIENCE)
 

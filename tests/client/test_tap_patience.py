@@ -53,19 +53,4 @@ def test_a_tap_waits_for_batches_as_long_as_it_allows_and_a_call_finds_all_of_th
         else:
             assert tap.batches == 1
         assert client.subscriber.call(lambda: tap.batches) == 6
-        caught_up(client, engine)  # it shows at once to whoever waits
-
-
-def test_a_thread_that_waits_for_a_status_does_not_keep_the_subscriber_turning() -> None:
-    with (
-        FakeEngine() as engine,
-        Client(worker_of(engine), tap=CountingTap(0.01)) as client,
-    ):
-        engine.serve(range(64))
         caught_up(client, engine)
-        engine.serve(range(1000, 1064))  # collected after its patience, and shown later
-        until(lambda: resident(client, engine.rank), lambda held: held == truth(engine))
-        until(lambda: client.subscriber._thread._progress._collected)
-        before = client.statistics()["thread"]["turns"]
-        client.wait_for(lambda statuses: False, timeout=0.3)
-        assert client.statistics()["thread"]["turns"] - before < 100

@@ -145,13 +145,14 @@ def test_what_maps_no_ranks_to_cursors_is_refused(resume: Any) -> None:
 # Another process ----------------------------------------------------------------------------------
 
 CHILD = """
-import json, os, sys, threading
+import json, os, sys, threading, time
 from kvindex import Rank, Worker, connect
 
 path, mode, endpoint, replay, last = sys.argv[1:]
 client = connect([Worker("engine", endpoint, replay=replay)], resume=path)
 rank = Rank("engine")
-assert client.wait_for(lambda statuses: statuses[rank].seq == int(last), 120.0)
+while client.status(rank).seq != int(last):
+    time.sleep(0.01)
 client.wait_live(120.0)
 if mode == "report":
     print(json.dumps(client.status(rank).counters))

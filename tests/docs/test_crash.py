@@ -9,6 +9,7 @@ import pytest
 from kvindex import Client, Rank, RankStatus, State, Worker, connect
 from kvindex.testing import FakeEngine, FaultyLink
 from tests.docs.pages import DOCS
+from tests.live import until
 
 pytestmark = pytest.mark.e2e
 
@@ -36,13 +37,13 @@ def test_a_crashed_engine_goes_through_the_states_of_the_table() -> None:
         engine.serve(PROMPT)
         other.serve(PROMPT[:50])
         client.wait_live(timeout=120.0)
-        client.wait_for(lambda now: now[engine.rank].seq == now[OTHER].seq == 0, timeout=120.0)
+        until(client.statuses, lambda now: now[engine.rank].seq == now[OTHER].seq == 0)
         assert best_of(client) == engine.rank
         seen: SimpleQueue[RankStatus] = SimpleQueue()
         client.on_change(seen.put)
 
         link.cut()
-        client.wait_for(lambda now: now[engine.rank].state == "connecting", timeout=120.0)
+        until(client.statuses, lambda now: now[engine.rank].state == "connecting")
         down = client.status(engine.rank)
         assert (down.complete, down.counters["disconnects"]) == (True, 1)
         assert client.match(PROMPT)[engine.rank].tokens == 96  # the old blocks stay, marked
@@ -51,7 +52,7 @@ def test_a_crashed_engine_goes_through_the_states_of_the_table() -> None:
         engine.restart()
         engine.serve(PROMPT)
         link.heal()
-        client.wait_for(lambda now: now[engine.rank].restarts == 1, timeout=120.0)
+        until(client.statuses, lambda now: now[engine.rank].restarts == 1)
         client.wait_live(timeout=120.0, complete=True)
         back = client.status(engine.rank)
         assert (back.epoch, back.seq, back.replays_filled) == (1, 0, down.replays_filled + 1)

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from tests.docs.pages import (
     name_of,
 )
 from tests.docs.test_commands import commands
+from tests.live import until
 from tests.native_ring import MISSING, needs_ring
 from tests.tools.commands import started
 
@@ -284,8 +286,8 @@ def test_the_router_of_the_quickstart_sends_nothing_to_a_dead_engine(
         assert names["choose"](PROMPT, busy) == engines[0].rank
         for engine, left in ((engines[0], engines[1].rank), (engines[1], None)):
             engine.close()
-            names["client"].wait_for(
-                lambda now, dead=engine.rank: now[dead].state == "connecting", timeout=120.0
+            until(
+                partial(names["client"].status, engine.rank), lambda now: now.state == "connecting"
             )
             assert names["choose"](PROMPT, busy) == left
     finally:

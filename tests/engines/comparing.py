@@ -14,6 +14,7 @@ import msgspec
 from kvindex import Client, Rank
 from tests.engines.vllm import BLOCK_SIZE, LONGEST, PATIENCE, Vllm
 from tests.engines.workload import Request, Workload
+from tests.live import until
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -78,10 +79,9 @@ class Fleet:
         for rank, engine in self.places:
             marker = work.tokens(BLOCK_SIZE + 1)
             engine.complete({"prompt": marker, "max_tokens": 1}, rank.dp_rank)
-            arrived = self.client.wait_for(partial(self._holds, rank, marker), PATIENCE)
-            assert arrived, self.client.status(rank)
+            until(partial(self._holds, rank, marker), timeout=PATIENCE)
 
-    def _holds(self, rank: Rank, token_ids: Sequence[int], statuses: object) -> bool:
+    def _holds(self, rank: Rank, token_ids: Sequence[int]) -> bool:
         return self.client.match(token_ids)[rank].tokens > 0
 
     def compare(

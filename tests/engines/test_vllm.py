@@ -18,6 +18,7 @@ from kvindex.routing import Router
 from tests.engines.comparing import Compared, Fleet, Ledger
 from tests.engines.vllm import BLOCK_SIZE, BLOCKS, LONGEST, PATIENCE, Vllm
 from tests.engines.workload import Workload
+from tests.live import until
 
 pytestmark = pytest.mark.engine
 
@@ -163,7 +164,7 @@ def test_an_engine_that_is_killed_and_started_again_begins_anew(
     fleet.one_by_one(work, 10)
     rank, engine = fleet.places[0]
     engine.kill()
-    assert fleet.client.wait_for(lambda statuses: not statuses[rank].connected, PATIENCE)
+    until(lambda: not fleet.client.status(rank).connected)
     assert fleet.client.match(work.tokens(64))[rank].state != State.LIVE
     engine.start()
     engine.wait_until_ready()

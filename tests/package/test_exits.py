@@ -72,8 +72,10 @@ def test_a_process_that_does_not_close_its_replica_ends_well(ending: str, tmp_pa
 
 
 AGAIN = """
+import time
 print("joined", flush=True)
-replica.wait_for(lambda _: replica.statistics()["replica"]["joins"] == 2, 120.0)
+while replica.statistics()["replica"]["joins"] != 2:
+    time.sleep(0.01)
 print("again", flush=True)
 sys.stdin.readline()
 """

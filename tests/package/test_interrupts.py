@@ -19,6 +19,7 @@ from kvindex.tools.cli.signals import handled
 from kvindex.wire import EventBatch
 from kvindex.wire.errors import ClosedError, UnknownRankError
 from kvindex.wire.rank import Rank
+from tests.subscribe.test_status_board import Followed
 
 pytestmark = pytest.mark.unit
 
@@ -74,8 +75,8 @@ def board() -> tuple[Call, Call]:
 
 
 def waiting_board() -> tuple[Call, Call]:
-    made = StatusBoard(lambda: 0.0, 1.0)
-    return lambda: made.wait_for(lambda _: True, 1.0), lambda: made.show(())
+    made = Followed()
+    return lambda: made.wait_live(1.0, ranks=["a"]), lambda: made.board.show(())
 
 
 @pytest.mark.parametrize("make", [queue, closed_queue, stream, board, waiting_board])

@@ -13,7 +13,7 @@ from kvindex import Client, Match, Rank, RankStatus, Worker
 from kvindex.replicas import FanOut, Replica, join
 from kvindex.subscribe import State
 from kvindex.testing import FakeEngine, Workload
-from tests.live import PATIENCE, REPLAYS
+from tests.live import PATIENCE, REPLAYS, until, within
 from tests.shm.queue_peers import Nursery, Peer, ProcessPeer
 
 Answers = list[dict[Rank, tuple[Any, ...]]]
@@ -72,7 +72,7 @@ class FanOutEnd:
 
     def reached(self, wanted: Mark, timeout: float = PATIENCE) -> Any:
         """Wait until every rank is as marked."""
-        if not self.replica.wait_for(lambda statuses: mark(statuses) == wanted, timeout):
+        if not within(timeout, self.replica.statuses, lambda now: mark(now) == wanted):
             return wanted, self.replica.statistics()
         return None
 
@@ -84,17 +84,17 @@ class FanOutEnd:
                 s.state is State.STALE and reason in s.reason for s in statuses.values()
             )
 
-        self.replica.wait_for(reached, timeout)
+        within(timeout, self.replica.statuses, reached)
         return {rank: self.replica.status(rank).reason for rank in self.replica.ranks}
 
     def rejoined(self, joins: int, timeout: float = PATIENCE) -> bool:
         """Wait until it has joined so many times and follows."""
 
-        def reached(_: Any) -> bool:
-            found = self.replica.statistics()["replica"]
-            return bool(found["joins"] >= joins and found["following"])
-
-        return self.replica.wait_for(reached, timeout)
+        return within(
+            timeout,
+            lambda: self.replica.statistics()["replica"],
+            lambda now: now["joins"] >= joins and now["following"],
+        )
 
     def held(self) -> Any:
         return held(self.replica)
@@ -124,9 +124,9 @@ class FanOutEnd:
     def server_mark(self, last: dict[Rank, int]) -> Mark:
         """Wait until these batches are applied; how far the server is then."""
         client = self.fanout.client
-        assert client.wait_for(
+        until(
+            client.statuses,
             lambda s: all(s[r].seq == q and s[r].state is State.LIVE for r, q in last.items()),
-            PATIENCE,
         )
         return mark(client.subscriber.statuses())
 
@@ -172,13 +172,13 @@ def counted(fanout: FanOut, **counts: Any) -> None:
     def reached(_: Any) -> bool:
         return counts.items() <= fanout.statistics().items()
 
-    assert fanout.client.wait_for(reached, PATIENCE), fanout.statistics()
+    until(fanout.client.statuses, reached)
 
 
 def assert_same(client: Client, replica: Replica) -> None:
     """Wait until a replica here is as far as the server; it holds and answers the same."""
     wanted = mark(client.subscriber.statuses())
-    assert replica.wait_for(lambda statuses: mark(statuses) == wanted, PATIENCE)
+    until(replica.statuses, lambda statuses: mark(statuses) == wanted)
     assert replica.ranks == client.ranks
     assert held(replica) == held(client)
     assert answers(replica, PROMPTS) == answers(client, PROMPTS)

@@ -13,7 +13,7 @@ import pytest
 from kvindex.replicas import join
 from kvindex.testing import FakeEngine, Workload
 from tests.children import ended_after
-from tests.live import PATIENCE, caught_up
+from tests.live import PATIENCE, caught_up, until
 from tests.native_ring import needs_ring
 
 pytestmark = [pytest.mark.e2e, needs_ring]
@@ -65,9 +65,7 @@ def test_it_ends_quietly_and_replicas_are_told(ending: str, tmp_path: Path) -> N
             assert process.returncode == code, err
             assert err.count("Traceback") == bool(last), err
             assert (err.splitlines() or [""])[-1].startswith(last)
-            assert replica.wait_for(
-                lambda _: bool(replica.statistics()["replica"]["rejoins"]), PATIENCE
-            )
+            until(replica.statuses, lambda _: bool(replica.statistics()["replica"]["rejoins"]))
             assert replica.statistics()["replica"]["rejoins"] == {"server_closed": 1}
             assert not path.exists()
 

@@ -24,7 +24,7 @@ from kvindex.routing import Router
 from kvindex.testing import Workload
 from kvindex.wire import CacheSettings, GroupSpec
 from kvindex.wire.errors import ClosedError, UnknownRankError
-from tests.live import PATIENCE, QUICK, caught_up, link_to, until, wait_status, worker_of
+from tests.live import PATIENCE, QUICK, caught_up, link_to, until, wait_status, within, worker_of
 from tests.native_ring import needs_ring
 from tests.replicas.fanout_peers import (
     BEFORE,
@@ -51,7 +51,7 @@ def could_not_join(replica: Replica, rank: Rank, times: int) -> bool:
         failures = replica.statistics()["replica"]["join_failures"]
         return failures.get("no_server", 0) >= times and "no_server" in statuses[rank].reason
 
-    return replica.wait_for(reached, PATIENCE)
+    return within(PATIENCE, replica.statuses, reached)
 
 
 def test_four_processes_answer_as_the_subscriber(site: Site) -> None:
@@ -101,7 +101,7 @@ def test_an_engine_restart_and_a_declared_loss_travel_along(site: Site) -> None:
         first = 0
         while client.status(b.rank).seq is None:  # without replay a stream begins when it can
             b.serve(range(first := first + 1, first + 100))
-            client.wait_for(lambda s: s[b.rank].seq is not None, 0.05)
+            within(0.05, lambda: client.status(b.rank).seq is not None)
         peers = site.peers(2)
         a.restart()
         a.run(MEANWHILE)
@@ -133,7 +133,7 @@ def test_workers_that_come_and_go_and_are_renamed_travel_along(site: Site) -> No
             assert_same(client, follower)
             assert follower.status(Rank("renamed", 0)).rank == Rank("renamed", 5)
         client.remove("a")
-        assert replica.wait_for(lambda statuses: a.rank not in statuses, PATIENCE)
+        until(replica.statuses, lambda statuses: a.rank not in statuses)
         assert replica.ranks == client.ranks
         assert held(replica) == held(client)
         for name in (a.rank, "a/0", "a"):
@@ -195,7 +195,7 @@ def test_closing_the_server_notifies_the_replicas_and_leaves_nothing(site: Site)
     fanout.close()
     assert fanout.wait(0)
     assert fanout.statistics()["joined"] == 1
-    assert replica.wait_for(lambda s: s[a.rank].state is State.STALE, PATIENCE)
+    until(replica.statuses, lambda s: s[a.rank].state is State.STALE)
     # The first reason is still shown when it could not be joined again, and again.
     for times in (1, 2):
         assert could_not_join(replica, a.rank, times)
@@ -261,4 +261,4 @@ def test_a_path_with_braces_is_shown_as_it_is(site: Site, tmp_path: Path) -> Non
     server.call("serve", path, [worker_of(a)])
     with join(path, PATIENCE) as replica:
         server.kill()
-        assert replica.wait_for(lambda s: path in s[a.rank].reason, PATIENCE)
+        until(replica.statuses, lambda s: path in s[a.rank].reason)

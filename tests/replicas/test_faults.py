@@ -27,7 +27,7 @@ from kvindex.replicas.messages import (
 )
 from kvindex.replicas.replica import JoinerConnection
 from kvindex.testing import Workload
-from tests.live import PATIENCE, caught_up, worker_of
+from tests.live import PATIENCE, caught_up, until, worker_of
 from tests.native_ring import needs_ring
 from tests.replicas.fanout_peers import (
     BEFORE,
@@ -253,8 +253,9 @@ def test_connections_that_say_nothing_are_bounded(site: Site) -> None:
     with ExitStack() as idle:
         for _ in range(40):
             idle.enter_context(connected(site))
-        assert fanout.client.wait_for(
-            lambda _: fanout.statistics()["turned_away"].get("crowded", 0) == 23, PATIENCE
+        until(
+            fanout.client.statuses,
+            lambda _: fanout.statistics()["turned_away"].get("crowded", 0) == 23,
         )
     site.join()
 
@@ -284,5 +285,5 @@ def test_a_sink_failure_at_the_server_ends_the_fan_out_and_says_so(
     caught_up(fanout.client, a)  # the client goes on
     with pytest.raises(Exception, match="no such memory"):
         fanout.wait(PATIENCE)
-    assert replica.wait_for(lambda s: "no such memory" in s[a.rank].reason, PATIENCE)
+    until(replica.statuses, lambda s: "no such memory" in s[a.rank].reason)
     assert replica.statistics()["replica"]["rejoins"] == {"server_closed": 1}

@@ -10,7 +10,7 @@ import zmq
 from kvindex import BlockStored, Client, EventBatch, Rank, RankStatus
 from kvindex.subscribe import RankBatch, StreamItem
 from kvindex.wire import live_frames
-from tests.live import PATIENCE
+from tests.live import PATIENCE, within
 from tests.publish.publish_peers import Context, Peer
 
 RANK = Rank("engine", 0)
@@ -36,7 +36,7 @@ def publish_until(
     """
     for number in range(1000):
         publish(number)
-        if client.wait_for(lambda statuses: bool(reached(statuses[RANK])), 0.05):
+        if within(0.05, lambda: client.status(RANK), reached):
             return number
     raise AssertionError(client.status(RANK))
 

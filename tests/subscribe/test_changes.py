@@ -11,35 +11,17 @@ from functools import partial
 
 import pytest
 
-from kvindex.subscribe import Following, RankStatus, State
+from kvindex.subscribe import RankStatus, State
 from kvindex.subscribe.following import LoopBell
 from kvindex.wire.errors import ClosedError, NotLiveError, UnknownRankError
 from kvindex.wire.rank import Rank
 from tests.children import in_child
-from tests.live import PATIENCE
-from tests.subscribe.test_status_board import LATEST, Board, status
+from tests.live import PATIENCE, until
+from tests.subscribe.test_status_board import LATEST, Followed, status
 
 pytestmark = pytest.mark.unit
 
 A, B, C = Rank("a", 0), Rank("b", 0), Rank("c", 0)
-
-
-class Followed(Following):
-    """Rank a is live and rank b is syncing, until the test says otherwise."""
-
-    def __init__(self) -> None:
-        self._board: Board = Board()
-
-    @property
-    def board(self) -> Board:
-        return self._board
-
-    @property
-    def listeners(self) -> int:
-        return len(self._board._listeners)
-
-    def close(self) -> None:
-        self._board.end("closed by the test")
 
 
 @pytest.fixture
@@ -207,6 +189,23 @@ async def test_waiting_ends_when_the_last_rank_is_live_and_the_loop_turns_meanwh
     in_thread(lambda: followed.board.show([status(A)]))
     await waiting
     await followed.wait_live_async(0.0)
+    assert followed.listeners == 0
+
+
+@pytest.mark.parametrize("timeout", [PATIENCE, None])
+def test_a_thread_waits_until_the_last_rank_is_live(
+    followed: Followed, timeout: float | None
+) -> None:
+    waiting = threading.Thread(target=followed.wait_live, args=(timeout,), daemon=True)
+    waiting.start()
+    until(lambda: followed.listeners == 1)
+    followed.board.show([status(A, state=State.REPAIRING)])
+    followed.board.show([status(B)])
+    followed.board.ring()  # whatever else has changed, a is not live
+    assert waiting.is_alive()
+    followed.board.show([status(A)])
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
     assert followed.listeners == 0
 
 

@@ -40,9 +40,7 @@ pytestmark = pytest.mark.e2e
 
 def complains(client: Client, *words: str) -> None:
     """Wait until the reason has all of these words; then `wait_live` has them too."""
-    assert client.wait_for(lambda s: all(word in s[RANK].reason for word in words), PATIENCE), (
-        client.status(RANK).reason
-    )
+    until(client.statuses, lambda s: all(word in s[RANK].reason for word in words))
     with pytest.raises(TimeoutError) as caught:
         client.wait_live(0.01)
     assert isinstance(caught.value, NotLiveError)
@@ -237,7 +235,7 @@ def test_an_engine_that_dies_and_comes_back_is_logged_and_its_reason_says_since_
     with client_of(worker_of(engine, link)) as client:
         client.wait_live(PATIENCE)
         link.cut()
-        assert client.wait_for(lambda s: s[RANK].state is State.CONNECTING, PATIENCE)
+        until(client.statuses, lambda s: s[RANK].state is State.CONNECTING)
         status = client.status(RANK)
         assert f"connection to {link.endpoint} lost 0 s ago" in status.reason
         assert "is the engine up" not in status.reason
@@ -257,7 +255,7 @@ def test_a_host_that_is_unknown_is_told_from_a_port_where_nothing_listens(
 
     monkeypatch.setattr(HostCheck.__init__, "__defaults__", (resolve,))
     with client_of(Worker("engine", "tcp://no-such-host.invalid:5557")) as client:
-        assert client.wait_for(lambda s: "is unknown (" in s[RANK].reason, PATIENCE)
+        until(client.statuses, lambda s: "is unknown (" in s[RANK].reason)
         reason = client.status(RANK).reason
         assert "the host 'no-such-host.invalid' is unknown" in reason
         assert "is the engine up" not in reason

@@ -142,9 +142,9 @@ def test_publishers_that_come_one_by_one_at_swapped_ports_are_sorted_out() -> No
 
 def test_when_one_of_two_that_claim_a_name_leaves_the_other_gets_it() -> None:
     with client_of() as client, named_publisher(client, 0, 1), named_publisher(client, 1, 1):
-        assert client.wait_for(
+        until(
+            client.statuses,
             lambda statuses: any("dp_rank_conflicts" in s.counters for s in statuses.values()),
-            PATIENCE,
         )
         kept = client.status(ZERO).endpoint
         client.remove(ONE)
@@ -163,9 +163,9 @@ def test_replicas_follow_a_worker_that_grows_and_shrinks(
         fan_out.client.add(worker_of(second))
         caught_up(fan_out.client, first, second)
         last = second.published - 1
-        assert replica.wait_for(lambda s: ONE in s and s[ONE].seq == last, PATIENCE)
+        until(replica.statuses, lambda s: ONE in s and s[ONE].seq == last)
         fan_out.client.remove(ZERO)
-        assert replica.wait_for(lambda statuses: set(statuses) == {ONE}, PATIENCE)
+        until(replica.statuses, lambda statuses: set(statuses) == {ONE})
         assert replica.index.ranks == (ONE,)
 
 

@@ -24,7 +24,16 @@ from kvindex import (
 from kvindex.subscribe import RankAdded, RankBatch, StreamItem, Subscriber
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
-from tests.live import PATIENCE, REPLAYS, caught_up, client_of, wait_counter, wait_status, worker_of
+from tests.live import (
+    PATIENCE,
+    REPLAYS,
+    caught_up,
+    client_of,
+    until,
+    wait_counter,
+    wait_status,
+    worker_of,
+)
 from tests.publish.publish_peers import Context
 from tests.subscribe.peers import RANK, BlockingSink, RawPublisher, prompt, publish_until, stored
 
@@ -84,7 +93,7 @@ def test_a_thread_that_fails_ends_every_wait_with_the_reason(
     for number in range(5):
         engine.serve(prompt(number))
     last = engine.published - 1
-    assert stream.subscriber.wait_for(lambda s: s[RANK].seq == last, PATIENCE)
+    until(stream.subscriber.statuses, lambda s: s[RANK].seq == last)
     monkeypatch.setattr(stream.subscriber._thread, "_sleep", fail)
     stream.subscriber._thread._watch.wake()
     items: list[StreamItem] = []
@@ -138,8 +147,9 @@ def test_workers_can_be_added_and_removed_from_within_the_sink(
     with Subscriber(sink=sink, replay_policy=REPLAYS) as subscriber:
         subscriber.add(worker_of(engine))
         engine.serve(prompt(1))
-        assert subscriber.wait_for(
-            lambda s: RANK not in s and other.rank in s and s[other.rank].seq == 0, PATIENCE
+        until(
+            subscriber.statuses,
+            lambda s: RANK not in s and other.rank in s and s[other.rank].seq == 0,
         )
     names = [type(item).__name__ for item in items if getattr(item, "rank", None) == RANK]
     assert names == ["RankAdded", "RankBatch", "RankRemoved"]
@@ -223,7 +233,7 @@ def test_a_sink_that_blocks_when_a_rank_is_added_does_not_hold_the_caller_for_ev
             subscriber.add(LATE)
         assert raised.value.begun
         sink.go_on.set()
-        assert subscriber.wait_for(lambda statuses: Rank("late", 0) in statuses, PATIENCE)
+        until(subscriber.statuses, lambda statuses: Rank("late", 0) in statuses)
 
 
 @pytest.mark.usefixtures("impatient")

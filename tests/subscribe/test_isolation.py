@@ -27,6 +27,7 @@ from tests.live import (
     caught_up,
     client_of,
     link_to,
+    until,
     wait_counter,
     wait_status,
     worker_of,
@@ -78,10 +79,7 @@ def test_publisher_killed_mid_batch_and_started_again_only_the_new_contents_are_
         with client_of(Worker("engine", endpoint, replay=replay)) as client:
 
             def wait_published(epoch: int) -> None:
-                reached = client.wait_for(
-                    lambda s: s[RANK].epoch >= epoch and (s[RANK].seq or 0) > 50, PATIENCE
-                )
-                assert reached, client.status(RANK)
+                until(lambda: client.status(RANK), lambda s: s.epoch >= epoch and (s.seq or 0) > 50)
 
             wait_published(epoch=0)
             first.kill()
@@ -151,7 +149,7 @@ def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on
         last = engine.published - 1
         threading.Event().wait(3.0)  # longer than the time-out of a dead connection
         sink.go_on.set()
-        assert subscriber.wait_for(lambda s: s[RANK].seq == last, PATIENCE)
+        until(lambda: subscriber.status(RANK).seq == last)
         status = subscriber.status(RANK)
         assert (status.losses, status.restarts, status.complete) == (0, 0, True)
         assert "disconnects" not in status.counters

@@ -13,7 +13,7 @@ from kvindex.subscribe import RankAdded, RankBatch, RankLost, RanksRenamed, Stre
 from kvindex.subscribe.sequencer import Sequencer
 from kvindex.testing import FakeEngine
 from kvindex.wire import encode_batch, live_frames
-from tests.live import PATIENCE, caught_up, client_of, until, worker_of
+from tests.live import caught_up, client_of, until, worker_of
 from tests.publish.publish_peers import Context
 from tests.subscribe.peers import RANK, RawPublisher, batch_seqs, stored
 
@@ -42,9 +42,7 @@ def subscribed(
 
 
 def reached(subscriber: Subscriber, seq: int, rank: Rank = RANK) -> RankStatus:
-    assert subscriber.wait_for(lambda s: rank in s and s[rank].seq == seq, PATIENCE), (
-        subscriber.statuses()
-    )
+    until(subscriber.statuses, lambda s: rank in s and s[rank].seq == seq)
     return subscriber.status(rank)
 
 
@@ -140,7 +138,7 @@ def test_a_restart_in_the_middle_of_a_burst_starts_a_new_epoch_there(
     items: list[StreamItem] = []
     with subscribed(publisher, items) as subscriber:
         publisher.send(*old, *new)
-        assert subscriber.wait_for(lambda all_: all_[RANK].epoch == 1, PATIENCE)
+        until(subscriber.statuses, lambda all_: all_[RANK].epoch == 1)
         reached(subscriber, 29)
     epochs = [(item.epoch, item.seq) for item in items if isinstance(item, RankBatch)]
     assert epochs == [(0, number) for number in range(60)] + [(1, number) for number in range(30)]

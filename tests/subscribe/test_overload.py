@@ -14,7 +14,7 @@ from kvindex.subscribe import RankBatch, RankRemoved, StreamItem, Subscriber
 from kvindex.subscribe.resumption import SavedCursor
 from kvindex.testing import FakeEngine, ManualClock, Workload
 from kvindex.wire import encode_batch
-from tests.live import PATIENCE, assert_true, caught_up, client_of, wait_status, worker_of
+from tests.live import assert_true, caught_up, client_of, until, wait_status, worker_of
 from tests.publish.publish_peers import Context
 from tests.subscribe.peers import RawPublisher, batch_seqs, prompt
 
@@ -94,10 +94,10 @@ class Bench:
         self.subscriber.call(send)
 
     def wait(self, **seqs: int) -> None:
-        assert self.subscriber.wait_for(
+        until(
+            self.subscriber.statuses,
             lambda statuses: all(statuses[Rank(name, 0)].seq == seq for name, seq in seqs.items()),
-            PATIENCE,
-        ), self.subscriber.statuses()
+        )
 
     def __enter__(self) -> Bench:
         return self
@@ -129,7 +129,7 @@ def test_rank_whose_batches_take_long_leaves_the_others_their_turn(bench: Bench)
 def test_gap_that_closes_on_much_that_is_held_leaves_the_others_their_turn(bench: Bench) -> None:
     slow = Rank("slow", 0)
     bench.send_at_once(slow=range(2, 50))
-    assert bench.subscriber.wait_for(lambda s: s[slow].state is State.REPAIRING, PATIENCE)
+    until(bench.subscriber.statuses, lambda s: s[slow].state is State.REPAIRING)
     seen = []
 
     def look(statuses: Mapping[Rank, RankStatus]) -> bool:
@@ -137,7 +137,7 @@ def test_gap_that_closes_on_much_that_is_held_leaves_the_others_their_turn(bench
         return statuses[slow].seq == 49
 
     bench.send_at_once(slow=range(1, 2), good=range(1, 4))
-    assert bench.subscriber.wait_for(look, PATIENCE)
+    until(bench.subscriber.statuses, look)
     bench.wait(good=3)
     assert_each_had_its_turn(bench)
     assert seen[-1].state is State.LIVE
@@ -193,7 +193,7 @@ def test_a_subscriber_receives_nothing_while_its_sink_has_no_room_and_serves_cal
     with Subscriber(
         [worker_of(engine)], sink=items.append, has_room=lambda: len(items) < room
     ) as subscriber:
-        assert subscriber.wait_for(lambda s: s[engine.rank].seq == 3, PATIENCE)
+        until(subscriber.statuses, lambda s: s[engine.rank].seq == 3)
         for _ in range(5):
             subscriber.add(worker_of(other))
             subscriber.remove("other")
@@ -201,5 +201,5 @@ def test_a_subscriber_receives_nothing_while_its_sink_has_no_room_and_serves_cal
         room = 100
         subscriber.wake()
         last = engine.published - 1
-        assert subscriber.wait_for(lambda s: s[engine.rank].seq == last, PATIENCE)
+        until(subscriber.statuses, lambda s: s[engine.rank].seq == last)
     assert batch_seqs(items) == list(range(last + 1))

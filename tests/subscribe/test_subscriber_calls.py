@@ -43,12 +43,12 @@ def subscriber_to(
 
 
 def caught_up(subscriber: Subscriber, engine: FakeEngine) -> None:
-    assert subscriber.wait_for(
+    until(
+        subscriber.statuses,
         lambda statuses: (
             statuses[engine.rank].seq == engine.published - 1
             and statuses[engine.rank].state is State.LIVE
         ),
-        PATIENCE,
     )
 
 
@@ -172,13 +172,13 @@ def test_a_rank_is_found_and_not_live_until_the_sink_has_renamed_it() -> None:
     def sink(item: StreamItem) -> None:
         if isinstance(item, RanksRenamed):
             rank = subscriber.status("named").rank
-            seen.append((subscriber.ranks, rank, subscriber.board.is_live(None, False)))
+            seen.append((subscriber.ranks, rank, subscriber.board.late(None, False) is None))
 
     with FakeEngine("named", dp_rank=3) as engine, Subscriber(sink=sink) as subscriber:
         subscriber.add(Worker("named", engine.endpoint, replay=engine.replay_endpoint))
         subscriber.wait_live(PATIENCE)
         engine.serve(range(100))
-        assert subscriber.wait_for(lambda statuses: engine.rank in statuses, PATIENCE)
+        until(subscriber.statuses, lambda statuses: engine.rank in statuses)
         assert subscriber.status("named/0").rank == engine.rank
     assert seen == [((Rank("named", 0),), Rank("named", 0), False)]
 

@@ -79,9 +79,9 @@ def test_a_prompt_sent_twice_is_cached_counted_and_indexed() -> None:
         assert cached(server, {"prompt": prompt}) == 12 == engine.hit(prompt)
         with connect([worker]) as client:
             client.wait_live(timeout=PATIENCE)
-            client.wait_for(
+            until(
+                client.statuses,
                 lambda statuses: all(status.seq is not None for status in statuses.values()),
-                PATIENCE,
             )
             assert client.match(prompt)["w/0"].tokens == 12
         text = ask(server.url + "/metrics")

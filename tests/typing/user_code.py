@@ -12,7 +12,7 @@ from __future__ import annotations
 import array
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from typing_extensions import Unpack, assert_type
 
@@ -136,7 +136,7 @@ def run() -> int:
         assert_type(client.ranks, tuple[Rank, ...])
         client.add(Worker("vllm-2", "tcp://10.0.0.4:5557"))
         client.remove("vllm-2")
-        client.wait_for(all_live, timeout=1.0)
+        client.wait_live(timeout=None, ranks="vllm-0", complete=True)
         try:
             status = client.status("vllm-0/1")
         except UnknownRankError:
@@ -147,10 +147,6 @@ def run() -> int:
         assert_type(client.save("state.kvindex"), tuple[Rank, ...])
         chosen = route(client, list(range(100)))
         return 0 if chosen is None else chosen.dp_rank
-
-
-def all_live(statuses: Mapping[Rank, RankStatus]) -> bool:
-    return all(status.state is State.LIVE for status in statuses.values())
 
 
 async def run_in_a_task() -> None:

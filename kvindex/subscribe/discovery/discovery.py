@@ -18,7 +18,6 @@ import msgspec
 from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
 from kvindex.subscribe.discovery.targets import Engine, Source, Target, check_names
 from kvindex.subscribe.discovery.tracker import Step, Tracker
-from kvindex.subscribe.following import wait_until
 from kvindex.wire.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
 from kvindex.wire.forks import FORKED, disown_in_children
 
@@ -77,6 +76,7 @@ class Discovery:
         remove: called by the same thread with an engine to forget.
         options: how engines are asked, and how long they are kept.
         is_alive: whether events of a worker (by name) still arrive.
+        on_change: called by the same thread when `missing` may have changed, and at the end.
 
     Raises:
         ConfigurationError: a value cannot work.
@@ -87,8 +87,8 @@ class Discovery:
     Examples:
         >>> from kvindex.subscribe.discovery import Discovery, EngineSource
         >>> with Discovery(EngineSource(["http://127.0.0.1:1"]), print, print) as discovery:
-        ...     discovery.wait_found(0.2)
-        {'http://127.0.0.1:1': ...}
+        ...     discovery.missing()
+        {'...http://127.0.0.1:1': ...}
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Discovery:
         options: DiscoveryOptions | None = None,
         *,
         is_alive: Callable[[str], bool] = lambda worker: False,
+        on_change: Callable[[], object] = lambda: None,
     ) -> None:
         options = options or DiscoveryOptions()
         self.sources = _checked(sources)
@@ -106,7 +107,8 @@ class Discovery:
         self._ask = partial(
             ask_engine, timeout=options.timeout, token=options.token, context=options.context
         )
-        self._changed = threading.Condition()
+        self._on_change = on_change
+        self._lock = threading.RLock()  # `is_alive` is called with it, and may ask back
         self._tracker = Tracker(
             [(source.name, source.is_certain) for source in self.sources],
             interval=options.interval,
@@ -119,7 +121,6 @@ class Discovery:
         self._askers = _Askers(_ASKERS)
         self._ended = threading.Event()
         self._reason = "closed"
-        self._listeners: dict[object, Callable[[], object]] = {}
         self._threads = [
             threading.Thread(target=partial(self._watch, s), name="kvindex-source", daemon=True)
             for s in self.sources
@@ -136,26 +137,7 @@ class Discovery:
         By the name of a source, and by the URL (or name) of an engine; empty when every known
         engine is added.
         """
-        with self._changed:
-            return self._tracker.missing()
-
-    def wait_found(
-        self, timeout: float, enough: Callable[[], bool] = lambda: False
-    ) -> dict[str, str]:
-        """Wait until nothing is missing, or for so long; return what is still missing.
-
-        Args:
-            timeout: longest wait, in seconds.
-            enough: ends the wait, too; called whenever an engine was found. It must not wait.
-
-        Raises:
-            ClosedError: it is closed, or was closed meanwhile.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended.is_set() or not self._tracker.missing() or enough(), timeout
-            )
-            self._check_open()
+        with self._lock:
             return self._tracker.missing()
 
     def engines(self) -> Mapping[str, EngineReport]:
@@ -165,34 +147,6 @@ class Discovery:
         mapping is immutable, and the same object until a report differs. O(1).
         """
         return self._engines
-
-    async def wait_found_async(
-        self, timeout: float, enough: Callable[[], bool] = lambda: False
-    ) -> dict[str, str]:
-        """Wait as `wait_found`, for asyncio: no thread waits."""
-
-        def is_over() -> bool:
-            return self._ended.is_set() or not self.missing() or enough()
-
-        await wait_until(is_over, timeout, self.on_change)
-        self._check_open()
-        return self.missing()
-
-    def on_change(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Register a function, called whenever `missing` may have changed, and at the end.
-
-        It is called on the discovery's thread, and must not wait. The result unregisters it.
-        """
-        key = object()
-        with self._changed:
-            self._listeners[key] = callback
-        if self._ended.is_set():
-            callback()
-
-        def stop() -> None:
-            self._listeners.pop(key, None)
-
-        return stop
 
     def refresh(self, worker: str | None = None) -> None:
         """Ask one engine again at once, by its worker's name, or every engine."""
@@ -205,7 +159,7 @@ class Discovery:
         last error in words, if it stands. `engines`: by name, the source, URL, ranks, model, the
         seconds since it last answered, and what is wrong. `counters`: how often each step was done.
         """
-        with self._changed:
+        with self._lock:
             return self._tracker.statistics(time.monotonic())
 
     @property
@@ -232,13 +186,14 @@ class Discovery:
             source.close()
 
     def __enter__(self) -> Discovery:
-        self._check_open()
+        self.check_open()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError if it is closed."""
         if self._ended.is_set():
             raise ClosedError(f"the discovery is {self._reason}")
 
@@ -256,18 +211,18 @@ class Discovery:
         finally:
             self.end()
             self._askers.close()
-            self._notify_listeners()
+            self._notify()
 
     def _turn(self) -> None:
         """Process one event, or the passing of time, and carry out the steps."""
-        with self._changed:
+        with self._lock:
             wait = self._tracker.next_at() - time.monotonic()
         try:
             event = self._inbox.get(timeout=min(max(wait, 0.0), 3600.0))
         except Empty:
             event = None
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             if event is not None:
                 event(now)
             self._tracker.tick(now)
@@ -278,7 +233,7 @@ class Discovery:
         for step in steps:
             self._carry_out(step)
         if steps or event is not None:
-            self._notify_listeners()
+            self._notify()
 
     def _carry_out(self, step: Step) -> None:
         if self._ended.is_set():
@@ -293,7 +248,7 @@ class Discovery:
         except Exception as error:
             logger.exception("%s of %s failed", step.do, step.engine.worker.name)
             refusal = repr(error)
-        with self._changed:
+        with self._lock:
             self._tracker.taken(step, refusal, time.monotonic())
             self._show_engines()
 
@@ -303,15 +258,11 @@ class Discovery:
         if reports != self._engines:
             self._engines = MappingProxyType(reports)
 
-    def _notify_listeners(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-            listeners = list(self._listeners.values())
-        for listener in listeners:
-            try:
-                listener()
-            except Exception:
-                logger.exception("a listener of discovery failed")
+    def _notify(self) -> None:
+        try:
+            self._on_change()
+        except Exception:
+            logger.exception("a function that is called when discovery changes failed")
 
     # The other threads ------------------------------------------------------------------------
 
@@ -364,7 +315,7 @@ class Discovery:
 
     def _disown(self) -> None:
         """In a forked child: its threads are the parent's."""
-        self._changed, self._ended = threading.Condition(), threading.Event()
+        self._lock, self._ended = threading.RLock(), threading.Event()
         self._inbox, self._threads, self.sources = SimpleQueue(), [], ()
         self._reason = f"closed: {FORKED}"
         self._ended.set()

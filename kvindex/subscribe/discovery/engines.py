@@ -120,7 +120,10 @@ class _Fed(Protocol):
 
 
 def follow_engines(
-    client: _Fed, sources: Iterable[Source], options: DiscoveryOptions | None
+    client: _Fed,
+    sources: Iterable[Source],
+    options: DiscoveryOptions | None,
+    on_change: Callable[[], object],
 ) -> Discovery:
     """Return a discovery that feeds a client, for as long as the client is referenced."""
     held = weakref.ref(client)
@@ -139,7 +142,12 @@ def follow_engines(
         return any(rank.worker == worker for rank in living().connected_ranks())
 
     discovery = Discovery(
-        sources, lambda engine: living().add(engine.worker), remove, options, is_alive=is_alive
+        sources,
+        lambda engine: living().add(engine.worker),
+        remove,
+        options,
+        is_alive=is_alive,
+        on_change=on_change,
     )
     client.on_change(_asking_again(discovery))
     weakref.finalize(client, discovery.end).atexit = False

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvindex import ConfigurationError, KVIndexError, State, connect
+from kvindex import ConfigurationError, KVIndexError, NotLiveError, State, connect
 from kvindex.service.overview import Fleet, RankView, Totals, overview
 from kvindex.tools.cli.arguments import add_cacert_option, count, option, seconds, trusting
 from kvindex.tools.cli.engines import add_engine_options, engines_of, names_engines
@@ -135,10 +135,8 @@ def run_top(arguments: argparse.Namespace) -> int:
             if live:
                 client.on_change(lambda _: news.wake())
             else:
-                client.wait_for(
-                    lambda statuses: all(s.state is State.LIVE for s in statuses.values()),
-                    arguments.wait,
-                )
+                with suppress(NotLiveError):  # then it shows that
+                    client.wait_live(arguments.wait)
         if not live:
             print_once(read(), sort=arguments.sort, most=arguments.ranks)
             return 0

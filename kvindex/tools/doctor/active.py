@@ -7,6 +7,7 @@ engine hits it the second time: the eight outcomes separate the engine, the stre
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from kvindex.tools.doctor.engine import EngineHttp, Usage
 _BLOCKS: Final = 4
 _MAX_PROMPT: Final = 1 << 18  # tokens
 _USUAL_BLOCK: Final = 16  # tokens, where nothing states it
+_LOOK_EVERY: Final = 0.01  # seconds between two looks whether the index has the prompt
 _COMMON_IDS: Final = range(300, 1000)  # in any tokenizer's vocabulary
 _HITS: Final = ("vllm:prefix_cache_hits", "sglang:cached_tokens")
 
@@ -149,8 +151,10 @@ def _predicted(case: Case, client: Client, tokens: Sequence[int]) -> int:
         match = client.match(list(tokens), recomputed=1)
         return max((held.tokens for held in match if held.rank.worker == case.name), default=0)
 
-    client.wait_for(lambda _: best() > 0, case.shared.limits.listen)
-    return best()
+    until = time.monotonic() + case.shared.limits.listen
+    while (hit := best()) == 0 and time.monotonic() < until:
+        time.sleep(_LOOK_EVERY)
+    return hit
 
 
 def _cached(usage: Usage, before: float | None, http: EngineHttp) -> int | None:

@@ -33,6 +33,7 @@ from kvindex.tools.doctor.streams import (
 from kvindex.wire.errors import ConfigurationError
 
 _AT_ONCE: Final = 64  # questions under way
+_LOOK_EVERY: Final = 0.02  # seconds between two looks whether all ranks are live
 _MAX_TARGETS: Final = 1024
 
 
@@ -195,12 +196,12 @@ def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping
 
     while True:
         before = last_batches(client.statuses())
-
-        def done(statuses: Mapping[Rank, RankStatus], before: Any = before) -> bool:
-            now = last_batches(statuses)
-            return not now or (now != before and time.monotonic() >= until)
-
-        client.wait_for(done, limits.live)
+        waited_until = time.monotonic() + limits.live
+        while now := last_batches(client.statuses()):
+            moment = time.monotonic()
+            if moment >= waited_until or (now != before and moment >= until):
+                break
+            time.sleep(_LOOK_EVERY)
         # Replays pass a filter that lets no live batch through: such a rank is never done.
         waits = {rank.worker for rank in last_batches(client.statuses())}
         broken |= {

@@ -16,7 +16,7 @@ from kvindex import Rank, State
 from kvindex.replicas import Replica, nats
 from kvindex.testing import FakeEngine, Workload
 from kvindex.wire.nats import NatsPool, open_connection, parse_pool
-from tests.live import BEFORE, PATIENCE, truth, until
+from tests.live import BEFORE, PATIENCE, truth, until, within
 from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer, cluster_of_three
 from tests.replicas.nats.cut_routes import cluster_that_can_be_cut
@@ -84,14 +84,14 @@ class Scene:
                     for rank, seq in published.items()
                 )
 
-            is_live = replica.wait_for(is_newer, PATIENCE)
+            is_live = within(PATIENCE, replica.statuses, is_newer)
             assert is_live, f"{explain(replica)}\n{[relay.report for relay in self.relays]}"
 
     def stale(self) -> None:
         """Wait until no replica has a live rank, and they answer all the same."""
         prompt = [1] * 16
         for replica in self.replicas:
-            assert replica.wait_for(are_stale, PATIENCE), explain(replica)
+            until(replica.statuses, are_stale)
             assert all(contents(replica.index, rank) for rank in replica.ranks)
             replica.match(prompt)
 
@@ -318,7 +318,7 @@ def test_a_replica_at_a_server_that_is_cut_off_is_stale_and_goes_on_later(
     scene.publish()
     scene.live_again()
     with routes.cut_off(0):
-        assert far_replica.wait_for(are_stale, PATIENCE), explain(far_replica)
+        until(far_replica.statuses, are_stale)
         with measured("cut off"):
             scene.live_again()
     scene.live_again()

@@ -461,7 +461,7 @@ def test_a_relay_a_replica_and_gateways_do_their_work_with_the_rights_of_the_doc
                 with routers[0].reserve(PROMPT):
                     until(lambda: routers[1].load(engine.rank).open_requests == 1)
                 engine.serve(LATER)
-                replica.wait_for(lambda now: now[engine.rank].seq == engine.published - 1, PATIENCE)
+                until(replica.statuses, lambda now: now[engine.rank].seq == engine.published - 1)
                 assert replica.match(LATER)[engine.rank].tokens == 192
         # Another one continues from the pool's snapshot, and purges what is old.
         with nats.Relay([worker_of(engine)], guarded.url, pool="llama", **RELAY) as relay:

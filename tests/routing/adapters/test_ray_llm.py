@@ -76,9 +76,7 @@ Start = Callable[..., Awaitable[list[Ingress]]]
 
 async def applied(service: SelectionService, rank: Rank, published: int) -> None:
     last = published - 1 if published else None
-    await asyncio.to_thread(
-        service.client.wait_for, lambda ranks: ranks[rank].seq == last, timeout=PATIENCE
-    )
+    await asyncio.to_thread(until, lambda: service.client.status(rank).seq == last)
 
 
 def is_idle(service: SelectionService) -> bool:

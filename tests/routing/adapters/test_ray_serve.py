@@ -90,9 +90,9 @@ def serve_all(handle: Any, router: Any, at_once: int = 4) -> float:
 def applied(router: Any, served: dict[str, Any]) -> None:
     """Wait until the router's index has what the engine had published with this answer."""
     rank = Rank(served["worker"], served["dp_rank"])
-    assert router.client.wait_for(
+    until(
+        router.client.statuses,
         lambda all_of: all_of[rank].seq is not None and all_of[rank].seq >= served["published"] - 1,
-        PATIENCE,
     )
 
 

@@ -23,7 +23,7 @@ from kvindex.service.page import Page
 from kvindex.service.service import Service
 from kvindex.service.traffic import Traffic, Trends
 from kvindex.testing import FakeEngine
-from tests.live import PATIENCE
+from tests.live import PATIENCE, until
 from tests.service.http.page_server import at_a_port
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
@@ -102,13 +102,7 @@ def trouble(workers: Sequence[Sequence[FakeEngine]], client: Client) -> None:
     for number, engines in enumerate(workers):
         for engine in engines if number != 23 else ():
             serve(engine)
-    done = client.wait_for(
-        lambda statuses: (
-            sum(status.state == "live" for status in statuses.values()) == RANKS - EACH
-        ),
-        PATIENCE,
-    )
-    assert done, "not as many ranks are live as were left"
+    until(lambda: len(client.live_ranks()) == RANKS - EACH)
 
 
 def asked_of(traffic: Traffic) -> Trends:

@@ -26,7 +26,7 @@ from kvindex import (
 )
 from kvindex.service.app import app_routes
 from kvindex.service.service import Service
-from tests.live import PATIENCE, REPLAYS
+from tests.live import REPLAYS, until
 from tests.service.http.in_process import Asker
 
 pytestmark = pytest.mark.service
@@ -218,14 +218,14 @@ def all_live(statuses: Mapping[Rank, RankStatus]) -> bool:
 
 def settle(client: Client, engines: Engines) -> None:
     """Wait until every rank is live, and those of instance 1 have applied what was published."""
-    assert client.wait_for(all_live, PATIENCE)
-    assert client.wait_for(
+    until(client.statuses, all_live)
+    until(
+        client.statuses,
         lambda statuses: all(
             statuses[rank].seq == last
             for rank, last in engines.published.items()
             if rank in statuses and statuses[rank].replay_endpoint  # else it came too late
         ),
-        PATIENCE,
     )
 
 

@@ -12,7 +12,7 @@ from kvindex import Client, State, Worker
 from kvindex.service.catalog import Partition
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
-from tests.live import PATIENCE, caught_up, worker_of
+from tests.live import PATIENCE, caught_up, until, worker_of
 from tests.service.http.in_process import Asker
 
 pytestmark = pytest.mark.service
@@ -87,8 +87,8 @@ def test_a_rank_that_was_live_is_behind_later_even_if_nobody_asked_before(
     engine: FakeEngine, client: Client, ask: Asker
 ) -> None:
     engine.close()
-    assert client.wait_for(
-        lambda now: all(status.state is not State.LIVE for status in now.values()), PATIENCE
+    until(
+        client.statuses, lambda now: all(status.state is not State.LIVE for status in now.values())
     )
     status, said = ask.get("/ready")
     assert (status, said["live"], list(said["behind"])) == (200, False, ["live/0"])

@@ -161,7 +161,7 @@ def test_an_engine_that_grows_and_moves_is_followed(engine: FakeEngine) -> None:
         first, later = (Rank(name_of(server), dp_rank) for dp_rank in (0, 1))
         client.wait_live(PATIENCE)
         server.replies["/kv_event_sources"] = (200, sources_of(engine, second))
-        assert client.wait_for(lambda ranks: len(ranks) == 2, PATIENCE)
+        until(client.statuses, lambda ranks: len(ranks) == 2)
         client.wait_live(PATIENCE)
         for rank, fake in ((first, engine), (later, second)):
             assert client.match(PROMPT)[rank].tokens == fake.lookup(PROMPT).tokens
@@ -249,7 +249,7 @@ def test_a_callback_that_fails_stops_nothing(server: HttpEngine, caplog: Any) ->
 
     with Discovery(EngineSource(server.url), add, print, OFTEN) as discovery:
         assert second.wait(PATIENCE)
-        assert discovery.wait_found(PATIENCE) == {}
+        until(lambda: discovery.missing() == {})
     assert "the consumer is broken" in caplog.text
 
 
@@ -265,7 +265,7 @@ def test_an_engine_whose_answer_breaks_its_reader_is_asked_again(
 
     monkeypatch.setattr("kvindex.subscribe.discovery.discovery.ask_engine", ask)
     with Discovery(EngineSource(server.url), print, print, OFTEN) as discovery:
-        assert discovery.wait_found(PATIENCE) == {}
+        until(lambda: discovery.missing() == {})
     assert "nobody thought of this" in caplog.text
 
 
@@ -290,7 +290,7 @@ def test_a_source_that_fails_is_called_again() -> None:
 
     added: list[Engine] = []
     with Discovery(Flaky(), added.append, print) as discovery:
-        assert discovery.wait_found(PATIENCE) == {}
+        until(lambda: discovery.missing() == {})
         assert discovery.statistics()["sources"]["flaky"]["failures"] == 1
     assert [engine.worker.name for engine in added] == ["a"]
 
@@ -318,7 +318,7 @@ def test_the_index_follows_what_a_found_engine_serves(
         engine.serve(PROMPT[::-1])
         rank = Rank(name_of(server), 0)
         last = engine.published - 1
-        assert client.wait_for(lambda statuses: statuses[rank].seq == last, PATIENCE)
+        until(client.statuses, lambda statuses: statuses[rank].seq == last)
         assert resident(client, rank) == truth(engine)
         for prompt in (PROMPT, PROMPT[::-1]):
             assert client.match(prompt)[rank].tokens == engine.lookup(prompt).tokens
@@ -353,7 +353,7 @@ def test_commands_say_why_an_engine_does_not_answer(
 def test_a_dead_engine_does_not_hold_up_whoever_waits_for_another(server: HttpEngine) -> None:
     with unused("http") as dead, connect([dead, server.url]) as client:
         rank = Rank(name_of(server), 0)
-        client.wait_for(lambda statuses: rank in statuses, PATIENCE)
+        until(client.statuses, lambda statuses: rank in statuses)
         assert client.discovery is not None
 
         def wait() -> None:

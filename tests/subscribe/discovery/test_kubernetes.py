@@ -398,9 +398,7 @@ def assert_follows(client: Any, pods: Pods, but: str = "") -> None:
 
 def wait_ranks(client: Any, ranks: str) -> None:
     wanted = set(ranks.split())
-    assert client.wait_for(lambda ranks: {str(rank) for rank in ranks} == wanted, PATIENCE), (
-        client.ranks
-    )
+    until(client.statuses, lambda ranks: {str(rank) for rank in ranks} == wanted)
 
 
 def counter(client: Any, name: str) -> int:

@@ -12,7 +12,7 @@ import pytest
 import kvindex
 from kvindex import Worker, connect
 from kvindex.testing import FakeEngine
-from tests.live import PATIENCE
+from tests.live import PATIENCE, until
 from tests.tools.commands import PROMPT, Run, started
 
 pytestmark = pytest.mark.e2e
@@ -30,7 +30,7 @@ def test_a_fake_engine_is_matched_by_others(number: signal.Signals) -> None:
         endpoints, replays = zip(*ranks, strict=True)
         with connect([Worker("vllm-0", endpoints, replay=replays)]) as client:
             client.wait_live(PATIENCE)
-            client.wait_for(lambda all_: all(s.seq is not None for s in all_.values()), PATIENCE)
+            until(client.statuses, lambda all_: all(s.seq is not None for s in all_.values()))
             assert [held.tokens for held in client.match(PROMPT)] == [96, 48]
         ran = command.end(number)
         assert ran.err == ""

@@ -13,7 +13,7 @@ import pytest
 from kvindex import State, Worker
 from kvindex.replicas import FanOut, ask, join
 from kvindex.testing import FakeEngine, FaultyLink, Workload
-from tests.live import PATIENCE, caught_up, worker_of
+from tests.live import PATIENCE, caught_up, until, worker_of
 from tests.native_ring import needs_ring
 from tests.tools.commands import NOBODY, Run, at, started
 
@@ -38,9 +38,7 @@ def test_a_fanout_continues_from_its_state(
             caught_up(replica, engine)  # type: ignore[arg-type]  # it has what that asks
             counters = command.end(number).json
             assert (counters["joined"], counters["died"]) == (1, 0)
-            assert replica.wait_for(
-                lambda statuses: statuses[engine.rank].state is State.STALE, PATIENCE
-            )
+            until(replica.statuses, lambda statuses: statuses[engine.rank].state is State.STALE)
             assert state.exists()
             assert not Path(path).exists()
             engine.run(Workload(20, seed=2))
