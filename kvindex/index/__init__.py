@@ -15,10 +15,7 @@ from kvindex.index.explanation import (
     OtherPrompts,
     RankExplanation,
 )
-from kvindex.index.hits import Hits, RankRows
-from kvindex.index.keys import ExtraKeys, Lora
-from kvindex.index.match import Match, RankMatch, Trusts
-from kvindex.index.prefixes import Prefixes, PrefixNode
+from kvindex.index.match import Hits, Match, RankMatch, RankRows, Trusts
 from kvindex.index.questions import MatchOptions
 from kvindex.index.snapshot import (
     Snapshot,
@@ -29,8 +26,8 @@ from kvindex.index.snapshot import (
     replaced_file,
     write_snapshot,
 )
-from kvindex.index.tokens import TokenBuffer, TokenIds
-from kvindex.index.views import ResidentBlock, TreeView
+from kvindex.index.tokens import ExtraKeys, Lora, TokenBuffer, TokenIds
+from kvindex.index.views import Prefixes, PrefixNode, ResidentBlock, TreeView
 from kvindex.wire import Fingerprints
 from kvindex.wire.backend import BACKEND
 from kvindex.wire.rank import Trust

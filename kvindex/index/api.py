@@ -12,11 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
-from kvindex.index.explaining import Holding, explain
-from kvindex.index.explanation import Explanation, Notes
-from kvindex.index.keys import Lora
+from kvindex.index.explanation import Explanation, Notes, explain
 from kvindex.index.match import Match, Trusts
-from kvindex.index.prefixes import Prefixes
 from kvindex.index.questions import MatchOptions, Question, check_extra_keys, read_question
 from kvindex.index.snapshot import (
     SnapshotReader,
@@ -25,8 +22,8 @@ from kvindex.index.snapshot import (
     needs_native,
     write_snapshot,
 )
-from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.index.views import TreeView, Viewed
+from kvindex.index.tokens import Lora, Prompt, TokenIds
+from kvindex.index.views import Prefixes, TreeView, Viewed
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.backend import Backend
 from kvindex.wire.errors import ConfigurationError, check_options
@@ -258,12 +255,6 @@ class BaseIndex(Viewed):
     @abstractmethod
     def _answer(self, token_ids: TokenIds, question: Question, trust: Trusts | None) -> Match:
         """Return the answer to a question."""
-
-    @abstractmethod
-    def _look(
-        self, token_ids: TokenIds, question: Question, trust: Trusts | None
-    ) -> tuple[Match, list[Holding]]:
-        """Return an answer, and all blocks of the prompt that the ranks hold at that moment."""
 
     @abstractmethod
     def _block_sizes(self, lora: Lora) -> Collection[int]: ...

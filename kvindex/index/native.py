@@ -10,17 +10,12 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from kvindex.index.api import BaseIndex
-from kvindex.index.explaining import Holding
-from kvindex.index.keys import Lora, Namespace, lora_tag, tagged_lora
-from kvindex.index.match import Match, Trusts
-from kvindex.index.native_answer import Directory, NativeContents
-from kvindex.index.packing import group_number, pack_batch, pack_text
-from kvindex.index.prefixes import Prefixes, prefix_node, walk_limit
+from kvindex.index.match import Hits, Match, RankMatch, RankRows, Trusts
 from kvindex.index.questions import (
     MatchOptions,
     Question,
@@ -28,17 +23,50 @@ from kvindex.index.questions import (
     check_recomputed,
     wanted_ranks,
 )
-from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
 from kvindex.index.snapshot import open_section, seal_section, section_identity
-from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.index.views import ResidentBlock
-from kvindex.wire import CacheSettings, EventBatch
-from kvindex.wire._native import SECRET_BYTES, PackedBatch, decode
+from kvindex.index.tokens import (
+    Lora,
+    Namespace,
+    Prompt,
+    TokenIds,
+    event_lora,
+    lora_tag,
+    pack_extra,
+    pack_tokens,
+    tagged_lora,
+)
+from kvindex.index.views import (
+    Holding,
+    Prefixes,
+    ResidentBlock,
+    largest_loras,
+    prefix_node,
+    shown_loras,
+    walk_limit,
+    with_advice,
+)
+from kvindex.wire import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    CacheSettings,
+    EventBatch,
+)
+from kvindex.wire._native import SECRET_BYTES, Answer, PackedBatch, decode
 from kvindex.wire._native import Index as Core
-from kvindex.wire.decode import bounded, check_blocks, decode_uncommon
-from kvindex.wire.errors import InvariantError, SnapshotError, UnknownRankError
+from kvindex.wire._native import RankRows as CoreRows
+from kvindex.wire.decode import (
+    bounded,
+    check_blocks,
+    copy_counts,
+    decode_uncommon,
+    informational_int,
+)
+from kvindex.wire.errors import ConfigurationError, InvariantError, SnapshotError, UnknownRankError
 from kvindex.wire.fingerprints import secret_words
 from kvindex.wire.forks import PARENTS, disown_in_children
+from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
@@ -422,3 +450,171 @@ def _resident_block(values: tuple[Any, int, str, int, int, int, bytes]) -> Resid
         block_size=block_size,
         lora=tagged_lora(tag),
     )
+
+
+# Answers ----------------------------------------------------------------------------------------
+
+
+class Directory(NamedTuple):
+    """The ranks by name and by number, and in order."""
+
+    ids: Mapping[Rank, int]
+    ranks: Mapping[int, Rank]
+    order: tuple[Rank, ...]
+
+
+class NativeContents:
+    """The core's answer, with the ranks' names at the time of the question; see `Contents`."""
+
+    __slots__ = ("_answer", "_directory")
+
+    def __init__(self, answer: Answer, directory: Directory) -> None:
+        self._answer = answer
+        self._directory = directory
+
+    def get(self, rank: Rank) -> RankMatch | None:
+        rank_id = self._directory.ids.get(rank)
+        values = None if rank_id is None else self._answer.get(rank_id)
+        return None if values is None else _rank_match(rank, values)
+
+    def nothing(self, rank: Rank) -> RankMatch:
+        rank_id = self._directory.ids.get(rank)
+        if rank_id is None:
+            return RankMatch(rank=rank)
+        block_size, lower_bound = self._answer.nothing(rank_id)
+        return RankMatch(rank=rank, block_size=block_size, lower_bound=lower_bound)
+
+    def first(self) -> RankMatch | None:
+        values = self._answer.best
+        if values is None:
+            return None
+        rank = self._directory.ranks.get(values[0])
+        if rank is not None:
+            return _rank_match(rank, values)
+        return next(map(self.get, self.longest()), None)
+
+    def longest(self) -> list[Rank]:
+        # Missing: the rank became known while the core answered.
+        names = map(self._directory.ranks.get, self._answer.longest())
+        return [rank for rank in names if rank is not None]
+
+    def hits(self, rows: RankRows, live: bytes | bytearray | None) -> Hits:
+        ids = self._directory.ids
+        numbered = rows._numbered
+        if numbered is None or numbered[0] is not ids:
+            numbered = rows._numbered = ids, CoreRows([ids.get(rank) for rank in rows])
+        columns = rows._columns()
+        self._answer.hits(numbered[1], live, *columns)
+        return columns
+
+
+_RankValues = tuple[int, int, int, int, dict[str, int], int, int, bool, bool]
+
+
+def _rank_match(rank: Rank, values: _RankValues) -> RankMatch:
+    _, blocks, tokens, block_size, by_medium, device_tokens, host_tokens, *bounds = values
+    return RankMatch(
+        rank=rank,
+        blocks=blocks,
+        tokens=tokens,
+        block_size=block_size,
+        by_medium=by_medium,
+        device_tokens=device_tokens,
+        host_tokens=host_tokens,
+        upper_bound=bounds[0],
+        lower_bound=bounds[1],
+    )
+
+
+# Typed events to the native form ----------------------------------------------------------------
+
+_MAX_UNSIGNED = 2**32 - 1
+
+
+def pack_batch(batch: EventBatch) -> PackedBatch:
+    """Return a batch in native form.
+
+    Raises:
+        TokenError: a token is no int of 64 bits.
+        ConfigurationError: a group_idx is not 0 … 2**32 - 1, or a block hash has 0 bytes.
+        DecodeError: the copies that are left are not one count for each removed block.
+    """
+    packed = PackedBatch()
+    for tag in batch.skipped:
+        packed.skipped(pack_text(tag))
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            _pack_stored(packed, event)
+        elif isinstance(event, BlockRemoved):
+            packed.removed(
+                _hashes(event.block_hashes),
+                pack_text(fold_medium(event.medium)),
+                group_number(event.group_idx),
+                copy_counts(event.remaining_copy_counts, len(event.block_hashes)),
+            )
+        elif isinstance(event, AllBlocksCleared):
+            packed.cleared()
+    return packed
+
+
+def _pack_stored(packed: PackedBatch, event: BlockStored) -> None:
+    lora = event_lora(event)
+    extras, salted_first = _extras(event, lora)
+    kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+    parent = event.parent_block_hash
+    packed.stored(
+        _hashes(event.block_hashes),
+        None if parent is None else _hash(parent),
+        pack_tokens(event.token_ids),
+        min(max(event.block_size, 0), _MAX_UNSIGNED),
+        lora_tag(lora),
+        pack_text(fold_medium(event.medium)),
+        None if event.group_idx is None else group_number(event.group_idx),
+        None if kind is None else pack_text(kind),
+        informational_int(window),
+        None
+        if event.lookahead_token_ids is None
+        else [pack_tokens(after) for after in event.lookahead_token_ids],
+        extras,
+        salted_first,
+        bool(event.block_hashes)
+        and is_content_hash(event.block_hashes[0], event.token_ids[: event.block_size]),
+    )
+
+
+def _extras(event: BlockStored, lora: Lora) -> tuple[list[bytes] | None, bytes | None]:
+    """Return each block's canonical extra keys, and the first one's with the salt."""
+    keys = event.extra_keys
+    salt = event.cache_salt
+    extras = None
+    if keys is not None:
+        extras = [pack_extra(items, lora=lora) if items else b"" for items in keys]
+    return extras, pack_extra(keys[0] if keys else None, lora=lora, salt=salt) if salt else None
+
+
+def _hash(block_hash: BlockHash) -> BlockHash:
+    if block_hash == b"":
+        raise ConfigurationError("a block hash of 0 bytes names no block")
+    return fold_hash(block_hash)
+
+
+def _hashes(hashes: list[BlockHash]) -> list[BlockHash]:
+    return [_hash(block_hash) for block_hash in hashes]
+
+
+def group_number(group_idx: int | None) -> int:
+    """Return a group's native number.
+
+    Raises:
+        ConfigurationError: it is not 0 … 2**32 - 1.
+    """
+    if group_idx is None:
+        return 0
+    if not 0 <= group_idx <= _MAX_UNSIGNED:
+        raise ConfigurationError(f"group_idx must be 0 … {_MAX_UNSIGNED}, not {group_idx}")
+    return group_idx
+
+
+def pack_text(text: str) -> bytes:
+    """Return the bytes of a text, whatever code points it holds."""
+    return text.encode("utf-8", "surrogatepass")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Final, NamedTuple, TypedDict
 
-from kvindex.index.keys import ExtraKeys, Lora, pack_extra
+from kvindex.index.tokens import ExtraKeys, Lora, pack_extra
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.quirks import fold_medium
 from kvindex.wire.rank import Rank

@@ -1,6 +1,6 @@
 // The hit that the engine itself would get, from what each of its KV cache groups holds.
 //
-// The Python twin, kvindex/index/reference/engine_hit.py, says where the rules come from.
+// The Python twin, kvindex/index/reference/matching.py, says where the rules come from.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// The extra keys of a block in the form of `kvindex.index.keys.pack_extra`.
+// The extra keys of a block in the form of `kvindex.index.tokens.pack_extra`.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A rank's stored blocks whose place is not known yet; see kvindex/index/reference/orphans.py, the twin.
+// A rank's stored blocks whose place is not known yet; see kvindex/index/reference/blocks.py, the twin.
 //
 // An orphan has content and a parent nobody has stored (yet); an unplaced block is only a label at
 // a place. Both are bounded and never matched. Owned by the index, under its lock.

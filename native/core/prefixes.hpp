@@ -1,6 +1,6 @@
 // Who holds which prefixes: the shared tree from its roots on, the most widely held first.
 //
-// The Python twin, kvindex/index/prefixes.py, says what a node is and in which order they come;
+// The Python twin, kvindex/index/views.py, says what a node is and in which order they come;
 // both give the same nodes in the same order. Nodes are found in pieces, so that nobody waits long
 // for the index: what a piece remembers for the next one is looked at anew by it.
 #pragma once

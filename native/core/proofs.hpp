@@ -1,6 +1,6 @@
 // Places of blocks that no event names whole, proven by vLLM's own hash chain.
 //
-// The Python twin, kvindex/index/reference/proofs.py, says why. Owned by the index, under its lock.
+// The Python twin, kvindex/index/reference/keys.py, says why. Owned by the index, under its lock.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // An answer as columns, one row for each rank of a list: what a router counts with.
 //
-// The Python twin is `FoundMatches.hits` in kvindex/index/match.py.
+// The Python twin is `PlainContents.hits` in kvindex/index/match.py.
 #pragma once
 
 #include <cstddef>

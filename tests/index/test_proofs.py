@@ -15,7 +15,7 @@ import pytest
 from kvindex import BACKEND, BlockRemoved, BlockStored, Index
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
-from kvindex.index.reference import proofs
+from kvindex.index.reference import keys as proofs
 from tests.index.index_events import (
     CLEAR,
     SIZE,

@@ -10,9 +10,9 @@ import pytest
 from kvindex import ConfigurationError, Index, Rank
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
-from kvindex.index.keys import Namespace
 from kvindex.index.reference.blocks import Block, Blocks, Budget, Place
 from kvindex.index.reference.keys import KeyMaker
+from kvindex.index.tokens import Namespace
 from kvindex.wire import Event
 from kvindex.wire.errors import InvariantError
 from tests.index.index_events import CLEAR, A, B, apply, index_of, prompt, removed, stored

@@ -3,7 +3,7 @@
 It applies events, matches, explains and counts, under one lock; it has no snapshots and does not
 show prefixes. The native core gives the same answers (`tests/index/test_backends_agree.py`).
 Read first: `keys.py` (what identifies a block) and `blocks.py`, then `rank_blocks.py` (what each
-event means), `matching.py` and `engine_hit.py` (what a prompt hits).
+event means) and `matching.py` (what a prompt hits).
 """
 
 from kvindex.index.reference.index import Index

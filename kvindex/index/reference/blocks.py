@@ -18,14 +18,15 @@ Complexity: O(1) for each block and label. Thread safety: none; the index's lock
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
-from kvindex.index.keys import Lora, Namespace
 from kvindex.index.reference.keys import Key, KeyMaker
+from kvindex.index.tokens import Lora, Namespace
 from kvindex.index.views import ResidentBlock
 from kvindex.wire import BlockHash
 from kvindex.wire.errors import InvariantError
+from kvindex.wire.quirks import fold_hash
 
 
 class Budget:
@@ -332,3 +333,286 @@ class Blocks:
 def _require(truth: bool, message: str) -> None:
     if not truth:
         raise InvariantError(message)
+
+
+# Held blocks ------------------------------------------------------------------------------------
+
+_MAX_CONTENT_BYTES = 64 * 2**20  # a publisher chooses its block size: the count alone is no bound
+
+
+class Orphan:
+    """A held block: its copies by place and, unless it is unplaced, its parent and content."""
+
+    __slots__ = ("content", "copies", "namespace", "parent_hash")
+
+    def __init__(self) -> None:
+        self.parent_hash: BlockHash | None = None
+        self.namespace: Namespace | None = None
+        self.content = b""
+        self.copies: dict[Place, int] = {}
+
+
+class Orphans:
+    """A rank's held blocks, oldest first, at most `limit` of them.
+
+    Attributes:
+        dropped: how many were dropped for newer ones.
+        forgot: whether dropped blocks may still be resident.
+    """
+
+    def __init__(self, limit: int, *, max_bytes: int = _MAX_CONTENT_BYTES) -> None:
+        self._limit = limit
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._held: dict[BlockHash, Orphan] = {}
+        self._waiting: dict[BlockHash, dict[BlockHash, None]] = {}  # children by their parent
+        self.dropped = 0
+        self.forgot = False
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold_label(self, block_hash: BlockHash, place: Place) -> None:
+        """Hold one copy of a block whose label alone is known."""
+        self._add(block_hash, place)
+        self._make_room()
+
+    def hold(
+        self,
+        block_hash: BlockHash,
+        parent_hash: BlockHash,
+        namespace: Namespace,
+        content: bytes,
+        place: Place,
+    ) -> None:
+        """Hold one copy of a block that can be placed once its parent is."""
+        orphan = self._add(block_hash, place)
+        self._stop_waiting(block_hash, orphan)
+        self._bytes += len(content) - len(orphan.content)
+        orphan.parent_hash, orphan.namespace, orphan.content = parent_hash, namespace, content
+        self._waiting.setdefault(parent_hash, {})[block_hash] = None
+        self._make_room()
+
+    def pop(self, block_hash: BlockHash) -> Orphan | None:
+        """Remove a held block, and return it."""
+        orphan = self._held.pop(block_hash, None)
+        if orphan is not None:
+            self._bytes -= len(orphan.content)
+            self._stop_waiting(block_hash, orphan)
+        return orphan
+
+    def pop_children(self, parent_hash: BlockHash) -> list[tuple[BlockHash, Orphan]]:
+        """Remove the held children of a block, and return them, the oldest first."""
+        hashes = list(self._waiting.get(parent_hash, ()))
+        return [(h, orphan) for h in hashes if (orphan := self.pop(h)) is not None]
+
+    def drop_copy(self, block_hash: BlockHash, place: Place, left: int | None = None) -> bool:
+        """As `Blocks.drop`, of a held block; False if the place has no copy."""
+        orphan = self._held.get(block_hash)
+        if orphan is None or place not in orphan.copies:
+            return False
+        orphan.copies[place] = orphan.copies[place] - 1 if left is None else left
+        if not orphan.copies[place]:
+            del orphan.copies[place]
+        if not orphan.copies:
+            self.pop(block_hash)
+        return True
+
+    def drop_places(self, places: Collection[Place]) -> None:
+        """Drop all copies at these places."""
+        for block_hash, orphan in list(self._held.items()):
+            orphan.copies = {p: count for p, count in orphan.copies.items() if p not in places}
+            if not orphan.copies:
+                self.pop(block_hash)
+
+    def clear(self) -> None:
+        """Drop everything held; nothing of it counts as dropped for room."""
+        self._held.clear()
+        self._waiting.clear()
+        self._bytes = 0
+        self.forgot = False
+
+    def _add(self, block_hash: BlockHash, place: Place) -> Orphan:
+        orphan = self._held.setdefault(block_hash, Orphan())
+        orphan.copies[place] = orphan.copies.get(place, 0) + 1
+        return orphan
+
+    def _make_room(self) -> None:
+        while len(self._held) > self._limit or self._bytes > self._max_bytes:
+            self.pop(next(iter(self._held)))
+            self.dropped += 1
+            self.forgot = True
+
+    def _stop_waiting(self, block_hash: BlockHash, orphan: Orphan) -> None:
+        if orphan.parent_hash is not None:
+            siblings = self._waiting[orphan.parent_hash]
+            del siblings[block_hash]
+            if not siblings:
+                del self._waiting[orphan.parent_hash]
+
+
+# Placing ----------------------------------------------------------------------------------------
+
+_COUNTERS = (
+    *("stored", "stored_text", "reannounced", "orphaned", "orphans_attached", "unplaced"),
+    *("removed", "removed_unknown", "removed_orphans", "removed_ambiguous", "cleared"),
+    *("proofs", "proofs_missed"),
+)
+_MAX_TORN: Final = 65_536  # labels remembered as torn; beyond it every parent counts as such
+
+
+class StoredChain(NamedTuple):
+    """Consecutive blocks that an event stores at one place, each of `scale` units."""
+
+    namespace: Namespace
+    hashes: Sequence[BlockHash]
+    contents: Sequence[bytes]  # of each unit
+    scale: int
+    place: Place
+    salted: bool = False  # of a chain that starts its prompts
+
+    def after(self, start: int) -> StoredChain:
+        """Return the chain without its first `start` blocks."""
+        contents = self.contents[start * self.scale :]
+        return self._replace(hashes=self.hashes[start:], contents=contents)
+
+
+class Placing:
+    """Puts one rank's blocks into its prompts and removes them from there.
+
+    Owned by the rank's `RankBlocks`.
+
+    Attributes:
+        orphans: the held blocks, whose place is not known.
+        counters: how many blocks were stored, removed, held, ….
+        ignored: blocks left out, by reason.
+    """
+
+    def __init__(self, blocks: Blocks, max_orphans: int) -> None:
+        self.blocks = blocks
+        self.orphans = Orphans(max_orphans)
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self.ignored: Counter[str] = Counter()
+        # Labels of several blocks of which one was removed: which one is unknown.
+        self._torn: set[BlockHash] = set()
+        self.left_out = False
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.blocks.clear()
+        self.orphans.clear()
+        self._torn.clear()
+        self.left_out = False
+
+    def place(
+        self, parent: Block | None, chain: StoredChain, unnamed: Sequence[bytes] = ()
+    ) -> Block | None:
+        """Put a chain of blocks after a parent, then all held blocks that waited for it.
+
+        Return its last block, or None if there was no room for all. `unnamed` units come before
+        the chain.
+        """
+        contents = [*unnamed, *chain.contents]
+        units = self.blocks.extend(parent, chain.namespace, contents, salted=chain.salted)
+        blocks = units[len(unnamed) + chain.scale - 1 :: chain.scale]
+        placed: list[tuple[BlockHash, Block]] = []
+        for block_hash, block in zip(chain.hashes, blocks, strict=True):
+            if not self.blocks.add(block_hash, block, chain.place):
+                break
+            placed.append((block_hash, block))
+        self.counters["stored"] += len(placed)
+        complete = len(placed) == len(blocks)
+        if not complete:
+            self.blocks.prune(blocks[-1])
+        if len(self.orphans):
+            self.attach(placed)
+        if not complete:
+            self.ignore(self.no_room(), len(blocks) - len(placed))
+            return None
+        return blocks[-1]
+
+    def attach(self, placed: list[tuple[BlockHash, Block]]) -> None:
+        """Place held blocks whose place has become known, and so on down the chain."""
+        placed = list(placed)
+        while placed:
+            block_hash, block = placed.pop()
+            held = self.orphans.pop(block_hash)
+            if held is not None:
+                self.add_copies(block_hash, block, held.copies)
+            for child_hash, orphan in self.orphans.pop_children(block_hash):
+                child = self._attach_child(child_hash, orphan, block)
+                if child is not None:
+                    placed.append((child_hash, child))
+
+    def _attach_child(self, block_hash: BlockHash, orphan: Orphan, parent: Block) -> Block | None:
+        if orphan.namespace != parent.namespace:
+            self.ignore("parent_namespace", 1)
+            return None
+        (block,) = self.blocks.extend(parent, orphan.namespace, [orphan.content])
+        if not self.add_copies(block_hash, block, orphan.copies):
+            self.blocks.prune(block)
+            return None
+        self.counters["orphans_attached"] += 1
+        return block
+
+    def add_copies(self, block_hash: BlockHash, block: Block, copies: dict[Place, int]) -> bool:
+        """Make a block resident at these places as far as there is room; return if it is at any."""
+        added = False
+        for place, count in copies.items():
+            if self.blocks.add(block_hash, block, place, count):
+                added = True
+            else:
+                self.ignore(self.no_room(), 1)
+        return added
+
+    def ignore(self, reason: str, blocks: int) -> None:
+        """Count stored blocks that are left out, because of which hits may be longer."""
+        if blocks:
+            self.ignored[reason] += blocks
+            self.left_out = True
+
+    def no_room(self) -> str:
+        """Return why there was no room for a block, by its counter's name."""
+        return "max_blocks_per_rank" if self.blocks.full() else "max_blocks"
+
+    def relocate(self, hashes: Sequence[BlockHash], place: Place) -> None:
+        """Note a further place of blocks that the event names without their tokens."""
+        for block_hash in hashes:
+            block = self.blocks.get(block_hash)
+            if block is None:
+                self.orphans.hold_label(block_hash, place)
+                self.counters["unplaced"] += 1
+            elif self.add_copies(block_hash, block, {place: 1}):
+                self.counters["stored"] += 1
+
+    def names_one(self, block_hash: BlockHash) -> bool:
+        """Whether a label stands for exactly one block, which is there."""
+        torn = block_hash in self._torn or len(self._torn) >= _MAX_TORN
+        return not torn and not self.blocks.is_ambiguous(block_hash)
+
+    def remove(
+        self,
+        block_hashes: Sequence[BlockHash],
+        copies_left: Iterable[int | None],
+        places: Sequence[Place],
+    ) -> None:
+        """Drop copies of each block; see `CacheSettings.copies_left`.
+
+        `places` are those of one medium and group: a removal does not show whether its labels are
+        those of blocks or of chunks.
+        """
+        for block_hash, left in zip(map(fold_hash, block_hashes), copies_left, strict=True):
+            held = [(p, block) for p in places for block in self.blocks.held_at(block_hash, p)]
+            if not held:
+                waited = [p for p in places if self.orphans.drop_copy(block_hash, p, left)]
+                self.counters["removed_orphans" if waited else "removed_unknown"] += 1
+                continue
+            self.counters["removed"] += 1
+            # Which of several blocks of one hash is gone is unknown, unless all: none may count.
+            if len(held) > 1 and left != 0:
+                left = None
+                self.counters["removed_ambiguous"] += len(held) - 1
+                if len({block for _, block in held}) > 1 and len(self._torn) < _MAX_TORN:
+                    self._torn.add(block_hash)
+            for place, block in held:
+                self.blocks.drop(block_hash, block, place, left)

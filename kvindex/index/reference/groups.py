@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import gcd, lcm
 
 from kvindex.index.reference.keys import stored_namespace
-from kvindex.index.spans import Spans, main_group, union
+from kvindex.index.views import Spans, main_group, union
 from kvindex.wire import BlockStored, CacheSettings, GroupSpec
 from kvindex.wire.decode import informational_int
 from kvindex.wire.quirks import fold_medium, medium_tier

@@ -7,17 +7,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from kvindex.index.api import BaseIndex
-from kvindex.index.explaining import Holding
-from kvindex.index.keys import Lora, Namespace
 from kvindex.index.match import Match, PlainContents, Trusts
 from kvindex.index.questions import Question, check_block_size
-from kvindex.index.rank_statistics import largest_loras, shown_loras, with_advice
 from kvindex.index.reference.blocks import Budget
 from kvindex.index.reference.keys import KeyMaker, PromptKeys
 from kvindex.index.reference.matching import Held, held_blocks, no_match, rank_match
 from kvindex.index.reference.rank_blocks import RankBlocks
-from kvindex.index.tokens import Prompt, TokenIds
-from kvindex.index.views import ResidentBlock
+from kvindex.index.tokens import Lora, Namespace, Prompt, TokenIds
+from kvindex.index.views import Holding, ResidentBlock, largest_loras, shown_loras, with_advice
 from kvindex.wire import BlockRemoved, CacheSettings, EventBatch, decode_batch
 from kvindex.wire.backend import warn_of_fallback
 from kvindex.wire.decode import copy_counts
