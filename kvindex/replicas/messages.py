@@ -44,7 +44,7 @@ from kvindex.subscribe import (
 from kvindex.wire.errors import UNREADABLE, DecodeError
 from kvindex.wire.rank import Rank
 
-PROTOCOL = 3
+PROTOCOL = 4
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1 << 20
 MAX_SECTION_BYTES = 1 << 34

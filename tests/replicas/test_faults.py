@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import struct
+import termios
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -217,6 +219,7 @@ def test_a_joiner_whose_words_come_byte_by_byte_is_served(site: Site) -> None:
     with connected(site) as joiner:
         for byte in encode_frame(JoinRequest(PROTOCOL, fanout.client.index.backend, 1)):
             joiner.sendall(bytes([byte]))
+            until(lambda: fcntl.ioctl(joiner, termios.TIOCOUTQ, bytes(4)) == bytes(4))  # it is read
         (length,) = struct.unpack(">I", joiner.recv(4, socket.MSG_WAITALL))
         answer = decode_frame(joiner.recv(length, socket.MSG_WAITALL))
         assert isinstance(answer, Admission)
@@ -226,7 +229,7 @@ def test_a_joiner_whose_words_come_byte_by_byte_is_served(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    "frames", [[], [JoinRequest(PROTOCOL, "native", 1)]], ids=["silent", "unread"]
+    "frames", [[], [JoinRequest(PROTOCOL, "native", 1)]], ids=["silent", "admitted"]
 )
 def test_a_joiner_that_takes_too_long_for_a_step_is_given_up(
     site: Site, monkeypatch: pytest.MonkeyPatch, frames: list[JoinersFrame]

@@ -61,8 +61,7 @@ class SnapshotHead(msgspec.Struct, frozen=True):
     begin: int  # number of the next message when the snapshot was begun
     end: int  # and when it was ended
     names: list[tuple[Rank, Rank]]  # the rank of each port, and its present name
-    backend: str  # of the relay's index, as the next
-    max_blocks_per_rank: int | None
+    max_blocks_per_rank: int | None  # of the relay's index
 
 
 class RankCursor(msgspec.Struct, frozen=True):
@@ -105,7 +104,6 @@ def encode_snapshot(parts: Iterable[Part], index: Index, epoch: str, position: i
         begin,
         end.number,
         end.names,
-        index.backend,
         index.max_blocks_per_rank,
     )
     encoded, file = msgspec.msgpack.encode(head), io.BytesIO()
@@ -145,11 +143,6 @@ class SnapshotContents:
                 f"{name}: its relay has protocol {self.head.protocol}, this release {PROTOCOL}: "
                 "use the same release of kvindex everywhere",
                 reason="version",
-            )
-        if self.head.backend != Index.backend:
-            raise SnapshotError(
-                f"{name}: made with the {self.head.backend} index, here it is {Index.backend}",
-                reason="backend",
             )
         # Whoever may write to the bucket can store one under another's name.
         if name_of(self.head.position, self.head.epoch) != name:
