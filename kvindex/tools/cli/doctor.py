@@ -22,7 +22,7 @@ from kvindex.tools.cli.arguments import (
 )
 from kvindex.tools.cli.engines import WORKER_FORM, parse_worker
 from kvindex.tools.cli.output import Colour, counted, in_options, painted, plain, printable
-from kvindex.tools.doctor import CAUSES, Finding, Limits, Report, Target, UserPrompt, examine
+from kvindex.tools.doctor import CAUSES, Diagnosis, Finding, Limits, Target, UserPrompt, examine
 
 _COLOURS: dict[str, Colour] = {"error": "red", "warning": "yellow", "info": "green"}
 _SHOWN_EVIDENCE = 300  # characters
@@ -140,7 +140,7 @@ def _read(what: str, name: str) -> str:
         raise ConfigurationError(f"{what} {name}: {error}") from error
 
 
-def _print(report: Report) -> None:
+def _print(report: Diagnosis) -> None:
     for finding in report.findings:
         _print_finding(finding)
     for note in report.notes:

@@ -97,11 +97,6 @@ _WHAT_THE_ENGINE_REPORTS: Final = {
         "give the ports that the engine states; where a proxy maps ports, check what it maps "
         "them to",
     ),
-    "endpoints-mapped": _info(
-        "the engine publishes at port {stated[port]} and replays at {stated[replay]}; you gave "
-        "{given[port]} and {given[replay]}, which lead there",
-        "nothing",
-    ),
     "publisher-not-zmq": _error(
         'its events go to the publisher "{publisher}", which no subscriber here can receive',
         "start it with {flag}",
@@ -173,8 +168,7 @@ _PORTS: Final = {
         "(Worker(bind=True), NAME=ENDPOINT,bind)",
     ),
     "subscriber-dials": _error(
-        "nothing listens at {endpoint}: a subscriber of this machine dials it ({socket_type}), "
-        "no engine does",
+        "nothing listens at {endpoint}: a subscriber of this machine dials it, no engine does",
         "check that events are on ({flag}), and the port (+ the rank's number)",
     ),
     "publisher-refused": _error(
@@ -200,11 +194,11 @@ _PORTS: Final = {
         "{endpoint} demands {mechanism}", "give the publisher's key: Worker(curve=...)"
     ),
     "publisher-wrong-socket": _error(
-        "{endpoint} is a {socket_type} socket, not a publisher's",
+        "{endpoint} is no publisher's socket (its type: {socket_type})",
         "give the events' port; a ROUTER is a replay socket: exchange the two if you gave both",
     ),
     "replay-wrong-socket": _error(
-        "{endpoint}, given for replay, is a {socket_type} socket, not a ROUTER",
+        "{endpoint}, given for replay, is no ROUTER (its type: {socket_type})",
         "give the replay endpoint; is another rank's publisher there?",
     ),
     "replay-refused": _warning(

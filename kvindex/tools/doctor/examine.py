@@ -14,13 +14,25 @@ import msgspec
 import zmq
 
 from kvindex import Client, Rank, RankStatus, ReplayPolicy, State, connect
-from kvindex.tools.doctor.active import probe_engine
-from kvindex.tools.doctor.case import Case, Limits, Shared, Target
-from kvindex.tools.doctor.claims import accept_mapped, ask_and_check
+from kvindex.tools.doctor.case import (
+    Case,
+    Diagnosis,
+    Examined,
+    Limits,
+    Shared,
+    Target,
+    ordered,
+    rank_of,
+)
+from kvindex.tools.doctor.claims import (
+    accept_mapped,
+    ask_and_check,
+    check_rank,
+    check_replayed,
+    check_shape,
+)
 from kvindex.tools.doctor.listener import Listener
-from kvindex.tools.doctor.ports import check_rank, check_replayed, check_shape
-from kvindex.tools.doctor.prompts import UserPrompt, check_prompt
-from kvindex.tools.doctor.report import Examined, Report, ordered, rank_of
+from kvindex.tools.doctor.prompts import UserPrompt, check_prompt, probe_engine
 from kvindex.tools.doctor.streams import (
     check_hashes,
     check_prefixes,
@@ -32,7 +44,7 @@ from kvindex.tools.doctor.streams import (
 )
 from kvindex.wire.errors import ConfigurationError
 
-_AT_ONCE: Final = 64  # questions under way
+_QUESTIONS: Final = 64  # under way
 _LOOK_EVERY: Final = 0.02  # seconds between two looks whether all ranks are live
 _MAX_TARGETS: Final = 1024
 
@@ -47,7 +59,7 @@ def examine(
     model: str = "",
     block_size: int | None = None,
     limits: Limits | None = None,
-) -> Report:
+) -> Diagnosis:
     """Look for reasons why hits are missing, and return what was found.
 
     All targets are examined at once. Engines with a URL are sent one test prompt, twice, unless
@@ -77,7 +89,7 @@ def examine(
     """
     started = time.monotonic()
     with ExitStack() as stack:
-        pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvindex-doctor")
+        pool = ThreadPoolExecutor(_QUESTIONS, thread_name_prefix="kvindex-doctor")
         stack.callback(pool.shutdown, cancel_futures=True)
         context: zmq.Context[Any] = zmq.Context()
         stack.callback(context.term)
@@ -91,17 +103,34 @@ def examine(
             seed=random.SystemRandom().getrandbits(64),
             context=context,
         )
-        cases = _cases(targets, shared)
-        _each(pool, _ask, cases)
+        cases = [Case(target, shared) for target in targets]
+        if not 1 <= len(cases) <= _MAX_TARGETS:
+            count = len(cases)
+            raise ConfigurationError(f"targets: 1 to {_MAX_TARGETS} can be examined, not {count}")
+        for case in cases:
+            if not case.target.url and case.target.worker is None:
+                raise ConfigurationError("a target needs a URL or endpoints")
+        # Ports before subscriptions: what is wrong with one explains what a stream lacks.
+        _at_once(pool, _ask, cases)
         _name_apart(cases)
         addresses = [(case, address) for case in cases for address in case.addresses]
-        _each(pool, check_rank, *zip(*addresses, strict=True))
+        _at_once(pool, check_rank, *zip(*addresses, strict=True))
         for case in cases:
             _listen_to(case, stack)
-        client = shared.client = _subscribed(cases, shared.limits, stack)
-        before = {} if client is None else _wait_live(cases, client, shared.limits)
-        _each(pool, _watch, cases)
-        _each(pool, check_replayed, cases)
+        # One client of all engines that can be reached.
+        workers = [case.worker for case in cases if case.worker is not None]
+        client: Client | None = None
+        before: Mapping[Rank, int | None] = {}
+        if workers:
+            wait = shared.limits.live
+            policy = ReplayPolicy(timeout=wait, attempts=3)
+            probe = max(0.1, shared.limits.listen / 4)
+            connected = connect(workers, replay_policy=policy, probe_interval=probe)
+            client = shared.client = stack.enter_context(connected)
+            before = _wait_live(cases, client, shared.limits)
+        _at_once(pool, _watch, cases)
+        # After the test prompt: an engine that serves nothing else has a batch to replay now.
+        _at_once(pool, check_replayed, cases)
         for case in cases:
             if client is not None and case.worker is not None:
                 check_streams(case, client, before)
@@ -111,25 +140,26 @@ def examine(
         others, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client)
         others += [] if client is None else check_prefixes(client)
     findings = [finding for case in cases for finding in ordered(case.findings)] + others
-    return Report(
-        targets=tuple(_examined(case) for case in cases),
+    examined = [
+        Examined(
+            name=case.name,
+            url=case.target.url,
+            engine=case.engine,
+            version=case.report.version if case.report else "",
+            ranks={address.dp_rank: address.endpoint for address in case.addresses},
+            test=case.test,
+        )
+        for case in cases
+    ]
+    return Diagnosis(
+        targets=tuple(examined),
         findings=tuple(sorted(findings, key=rank_of)),
         notes=tuple(notes),
         seconds=round(time.monotonic() - started, 3),
     )
 
 
-def _cases(targets: Iterable[Target], shared: Shared) -> list[Case]:
-    cases = [Case(target, shared) for target in targets]
-    if not 1 <= len(cases) <= _MAX_TARGETS:
-        raise ConfigurationError(f"targets: 1 to {_MAX_TARGETS} can be examined, not {len(cases)}")
-    for case in cases:
-        if not case.target.url and case.target.worker is None:
-            raise ConfigurationError("a target needs a URL or endpoints")
-    return cases
-
-
-def _each(pool: ThreadPoolExecutor, do: Callable[..., None], *arguments: Sequence[Any]) -> None:
+def _at_once(pool: ThreadPoolExecutor, do: Callable[..., None], *arguments: Sequence[Any]) -> None:
     for _ in pool.map(do, *arguments):
         pass
 
@@ -166,17 +196,6 @@ def _listen_to(case: Case, stack: ExitStack) -> None:
     if addresses:
         case.listener = Listener(case.shared.context, addresses)
         stack.callback(case.listener.close)
-
-
-def _subscribed(cases: Sequence[Case], limits: Limits, stack: ExitStack) -> Client | None:
-    """Return a client of all engines that can be reached."""
-    workers = [case.worker for case in cases if case.worker is not None]
-    if not workers:
-        return None
-    policy = ReplayPolicy(timeout=limits.live, attempts=3)
-    return stack.enter_context(
-        connect(workers, replay_policy=policy, probe_interval=max(0.1, limits.listen / 4))
-    )
 
 
 def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping[Rank, int | None]:
@@ -225,14 +244,3 @@ def _watch(case: Case) -> None:
     if case.listener is not None:
         case.listener.listen(lambda: False, case.shared.limits.listen)
     check_serving(case, before)
-
-
-def _examined(case: Case) -> Examined:
-    return Examined(
-        name=case.name,
-        url=case.target.url,
-        engine=case.engine,
-        version=case.report.version if case.report else "",
-        ranks={address.dp_rank: address.endpoint for address in case.addresses},
-        test=case.test,
-    )

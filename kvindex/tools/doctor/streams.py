@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvindex import BACKEND, BlockHash, Client, Rank, RankStatus, State
-from kvindex.tools.doctor.active import event_block_sizes
-from kvindex.tools.doctor.case import Case
+from kvindex.tools.doctor.case import Case, Finding, finding_of
 from kvindex.tools.doctor.engine import EngineMetrics
-from kvindex.tools.doctor.report import Finding, finding_of
 from kvindex.wire.quirks import may_remove
 
 _MANY: Final = 20  # blocks, or prompts, from which a share of them means something
@@ -29,12 +27,24 @@ def check_streams(case: Case, client: Client, before: Mapping[Rank, int | None])
             _check_status(case, status, running=status.seq != before.get(rank, status.seq))
             _check_index(case, status.rank.dp_rank, statistics["ranks"][str(rank)]["index"])
     sizes = set(event_block_sizes(case, statistics))
+    received = ", ".join(map(str, sorted(sizes)))
     stated, assumed = case.block_size, case.shared.block_size
     if sizes and stated and stated not in sizes:
-        case.add("block-size-differs", stated=stated, received=_listed(sizes))
+        case.add("block-size-differs", stated=stated, received=received)
     if sizes and assumed and assumed not in sizes:
-        case.add("block-size-assumed", assumed=assumed, received=_listed(sizes))
+        case.add("block-size-assumed", assumed=assumed, received=received)
     _check_offload(case, statistics)
+
+
+def event_block_sizes(case: Case, statistics: Mapping[str, Any]) -> list[int]:
+    """Return the block sizes in a worker's events, as its index has them."""
+    return [
+        group["block_size"]
+        for rank in statistics["ranks"].values()
+        if rank["rank"].rpartition("/")[0] == case.name
+        for group in rank["index"].get("groups", {}).values()
+        if group["block_size"]
+    ]
 
 
 def check_received(case: Case) -> None:
@@ -47,9 +57,15 @@ def check_received(case: Case) -> None:
     for rank in filtered(case):
         topics = case.listener.topics(rank)
         case.add("topic-filtered", rank, filter=case.worker.topic, topics=topics)
+    models = case.report.models if case.report else ()
     for rank in case.listener.received:
         first, topics = case.listener.first(rank), case.listener.topics(rank)
-        _check_names(case, rank, topics)
+        for topic in topics:
+            # Routers that read a topic's name look for the engine's blocks under its model.
+            parts = topic.split("@", 2)  # kv@POD@MODEL
+            if len(parts) == 3 and models and parts[2] not in models:
+                served = ", ".join(models)
+                case.add("topic-names-another", rank, topic=topic, named=parts[2], models=served)
         if first.missing:
             case.add("numbers-jump", rank, missing=first.missing, messages=first.messages)
         if first.stored >= _MANY and first.stored_again * 10 >= first.stored:
@@ -173,20 +189,5 @@ def _check_offload(case: Case, statistics: Mapping[str, Any]) -> None:
         case.add("offload-unseen", external=int(external), media=sorted(media))
 
 
-def _check_names(case: Case, rank: int, topics: Iterable[str]) -> None:
-    """Compare the model in topics of the form kv@POD@MODEL with those that the engine serves."""
-    models = case.report.models if case.report else ()
-    for topic in topics:
-        parts = topic.split("@", 2)
-        if len(parts) == 3 and models and parts[2] not in models:
-            case.add(
-                "topic-names-another", rank, topic=topic, named=parts[2], models=", ".join(models)
-            )
-
-
 def _counts(by_name: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(by_name.items()))
-
-
-def _listed(sizes: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(sizes)))

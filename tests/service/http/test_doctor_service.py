@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from kvindex.tools.cli.arguments import trusting
-from kvindex.tools.doctor import Report, Target, examine
+from kvindex.tools.doctor import Diagnosis, Target, examine
 from tests.live import until
 from tests.service.http.served import Served, certificate_in, engine, register, serving
 
 pytestmark = pytest.mark.service
 
 
-def examined(served: Served) -> Report:
+def examined(served: Served) -> Diagnosis:
     return examine([Target(url=f"http://127.0.0.1:{served.port}")])
 
 
-def ids(report: Report) -> list[str]:
+def ids(report: Diagnosis) -> list[str]:
     return [finding.id for finding in report.findings]
 
 

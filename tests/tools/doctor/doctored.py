@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvindex import Worker
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
-from kvindex.tools.doctor import Finding, Limits, Report, Target, examine
+from kvindex.tools.doctor import Diagnosis, Finding, Limits, Target, examine
 from kvindex.wire.errors import KVIndexError
 from tests.live import PATIENCE
 
@@ -40,7 +40,9 @@ def briefly(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
     monkeypatch.setattr(module, name, lambda *given: waits(*given[:-1], BRIEFLY))
 
 
-def look_at(*targets: str | Worker | Target, limits: Limits = NEVER_LIVE, **options: Any) -> Report:
+def look_at(
+    *targets: str | Worker | Target, limits: Limits = NEVER_LIVE, **options: Any
+) -> Diagnosis:
     """Examine engines by URL or by where they publish."""
     given = []
     for target in targets:
@@ -49,18 +51,18 @@ def look_at(*targets: str | Worker | Target, limits: Limits = NEVER_LIVE, **opti
     return examine(given, limits=limits, **options)
 
 
-def ids(report: Report) -> list[str]:
+def ids(report: Diagnosis) -> list[str]:
     return [finding.id for finding in report.findings]
 
 
-def finds(kinds: list[str], *targets: str | Worker | Target, **options: Any) -> Report:
+def finds(kinds: list[str], *targets: str | Worker | Target, **options: Any) -> Diagnosis:
     """Return the report of an examination, which must have these findings and no other."""
     report = look_at(*targets, **options)
     assert ids(report) == kinds
     return report
 
 
-def the(report: Report, kind: str) -> Finding:
+def the(report: Diagnosis, kind: str) -> Finding:
     """Return the one finding of this kind."""
     findings = [finding for finding in report.findings if finding.id == kind]
     assert len(findings) == 1, ids(report)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
-from kvindex.tools.doctor import CAUSES, ports
+from kvindex.tools.doctor import CAUSES
 from tests.tools.commands import Run, at
-from tests.tools.doctor.doctored import briefly
 
 pytestmark = pytest.mark.e2e
 
@@ -69,9 +68,8 @@ def test_findings_are_printed_with_evidence_and_remedy(engine: FakeEngine, run: 
 
 
 def test_what_the_headline_says_is_not_printed_once_more(
-    engine: FakeEngine, server: HttpEngine, run: Run, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, server: HttpEngine, run: Run
 ) -> None:
-    briefly(monkeypatch, ports, "_who_dials")
     worker = f"{at(engine, 'a')[1]},dp=2"
     ran = run("doctor", "--passive", worker, "--engine", server.url, code=1)
     first, *rest = ran.out.splitlines()

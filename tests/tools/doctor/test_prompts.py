@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
-from kvindex.tools.doctor import Report, UserPrompt
+from kvindex.tools.doctor import Diagnosis, UserPrompt
 from kvindex.wire.web import Web
 from tests.tools.doctor.doctored import LIVE, ids, look_at, the
 
@@ -37,7 +37,7 @@ def post(server: HttpEngine, path: str, body: dict[str, Any]) -> Any:
     return answer.json()
 
 
-def asked(server: HttpEngine, **prompt: Any) -> Report:
+def asked(server: HttpEngine, **prompt: Any) -> Diagnosis:
     return look_at(server.url, passive=True, limits=LIVE, prompt=UserPrompt(**prompt))
 
 

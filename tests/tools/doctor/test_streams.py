@@ -25,7 +25,7 @@ from kvindex.testing import (
     HttpOptions,
     LaneFaults,
 )
-from kvindex.tools.doctor import Limits, Report, Target
+from kvindex.tools.doctor import Diagnosis, Limits, Target
 from kvindex.wire import (
     END_SEQ,
     encode_batch,
@@ -387,7 +387,7 @@ def test_a_history_that_reaches_back_too_little_is_found() -> None:
         assert ids(look_at(worker_of(engine), limits=LIVE)) == ["stream-incomplete"]
 
 
-def report_on(*events: BlockStored) -> Report:
+def report_on(*events: BlockStored) -> Diagnosis:
     """The report of a publisher of one batch."""
     with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0") as publisher:
         publisher.publish(EventBatch(0.0, list(events), 0))
