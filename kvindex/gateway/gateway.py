@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from kvindex import Client, ConfigurationError, UnknownRankError
 from kvindex.gateway.access import CONTENT_TYPE, Access, exposition
 from kvindex.gateway.calls import error_reply
 from kvindex.gateway.exchange import End, Exchange
 from kvindex.gateway.front import Front, refusal_reply
 from kvindex.gateway.routing import Models, Routing, Serving
+from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
 from kvindex.replicas import Replica, nats
@@ -28,8 +27,6 @@ from kvindex.service.http import (
     Beside,
     Guard,
     HttpServer,
-    Limits,
-    Listening,
     Reply,
     Request,
     Route,
@@ -143,87 +140,6 @@ def door_with_page(
     door = Door(routers, settings, engine_token, routes=page.routes)
     door.access.on_end = shown.count
     return door
-
-
-# Settings -----------------------------------------------------------------------------------------
-
-
-MOST_BODY: Final = 64 << 20
-"""Bytes of a request's body by default: images come as text within it."""
-
-
-class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a gateway serves; the engines come beside it.
-
-    Attributes:
-        listening: where it listens, and whom it admits.
-        open_requests: most open requests of a rank; by default without a limit.
-        queued_tokens: most tokens that wait for their prefill on a rank; likewise.
-        waiting: requests of one model that may wait for a rank with room.
-        queue_within: seconds for which a request may wait; then it is answered 429.
-        head_within: seconds until an engine begins to answer. A whole answer begins when all of it
-            is generated, so this is its longest generation.
-        silent_within: seconds for which an engine may send nothing of an answer that has begun.
-        tokens_within: seconds that a request may wait for its tokens.
-        tokenizers: folders with a model's tokenizer and chat template, by the model's name; "": for
-            any other model.
-        drain: seconds for open requests to end in, once the gateway is to end.
-        policy: of the routers; see `kvindex.routing.POLICIES`.
-        pool: on NATS; then its relay follows the engines' events, this gateway has a replica of the
-            relay's index, and it shares its load with the pool's other gateways.
-
-    Raises:
-        ConfigurationError: a value cannot work, with what would.
-    """
-
-    listening: Listening = Listening(port=8080, limits=Limits(body_bytes=MOST_BODY))
-    open_requests: int | None = None
-    queued_tokens: int | None = None
-    waiting: int = 1024
-    queue_within: float = 30.0
-    head_within: float = 600.0
-    silent_within: float = 300.0
-    tokens_within: float = 2.0
-    tokenizers: Mapping[str, str] = {}
-    drain: float = 30.0
-    policy: str = "kvindex"
-    pool: NatsPool | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("queue_within", "head_within", "silent_within", "tokens_within", "drain"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} must be above 0 s, not {getattr(self, name)!r}")
-        if self.waiting < 0:
-            raise ConfigurationError(f"waiting must be 0 or more, not {self.waiting}")
-
-
-class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a picker listens; `GatewaySettings` has the rest.
-
-    Attributes:
-        host: address to listen at.
-        port: its port; 0: any.
-        tls: files with the certificate chain and its private key, in PEM; None: a certificate that
-            the picker signs itself, which gateways accept without a check.
-        is_plain: serve without TLS.
-        body_bytes: most bytes of a request's body.
-        metrics_port: where Prometheus series are served, too: /metrics over HTTP, without a token.
-        metrics_host: at which address; by default that of `host`.
-        endpoints: most that an answer names, 3 at most; those after the first are where a gateway
-            may try again. The protocol has a list, but agentgateway and clusters of Envoy that are
-            ORIGINAL_DST read one only.
-        is_conformance: let requests name their endpoints, for conformance tests of gateways only.
-    """
-
-    host: str = "0.0.0.0"
-    port: int = 9002
-    tls: tuple[str, str] | None = None
-    is_plain: bool = False
-    body_bytes: int = 10 << 20
-    metrics_port: int | None = None
-    metrics_host: str | None = None
-    endpoints: int = 1
-    is_conformance: bool = False
 
 
 # Engines ------------------------------------------------------------------------------------------

@@ -36,10 +36,11 @@ from kvindex.gateway.envoy.config import (
     bootstrap,
     engines_file,
 )
-from kvindex.gateway.gateway import GatewaySettings, Routers, door_with_page
+from kvindex.gateway.gateway import Routers, door_with_page
 from kvindex.gateway.picker.messages import endpoint_of
 from kvindex.gateway.picker.service import Health, new_server
 from kvindex.gateway.picker.stream import Picker, Reports
+from kvindex.gateway.settings import GatewaySettings
 from kvindex.service.http import Guard, Reply, Request, Route, Site
 from kvindex.service.http.connections import Connection
 from kvindex.service.http.server import reachable

@@ -22,8 +22,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from kvindex import ConfigurationError
 from kvindex.gateway.access import AllCollector
-from kvindex.gateway.gateway import GatewaySettings, PickerSettings, Routers
+from kvindex.gateway.gateway import Routers
 from kvindex.gateway.picker.stream import Picker, Reports
+from kvindex.gateway.settings import GatewaySettings, PickerSettings
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
 

@@ -33,7 +33,7 @@ _FOLLOWED = "Engines that appear, leave, move and grow are followed."
 
 
 def add_gateway_options(parser: argparse.ArgumentParser) -> None:
-    from kvindex.gateway.gateway import GatewaySettings
+    from kvindex.gateway.settings import GatewaySettings
 
     settings = GatewaySettings()
     text = "HTTP server of an engine, http://HOST:PORT"
@@ -87,7 +87,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     """
     with needing("gateway", "gateway"):
         from kvindex.gateway.gateway import Gateway
-    from kvindex.gateway.gateway import GatewaySettings
+    from kvindex.gateway.settings import GatewaySettings
     from kvindex.service.http import Limits, Listening
 
     sources = _sources(arguments)
@@ -184,7 +184,7 @@ def _print_admission(settings: Any) -> None:
 
 
 def add_epp_options(parser: argparse.ArgumentParser) -> None:
-    from kvindex.gateway.gateway import GatewaySettings, PickerSettings
+    from kvindex.gateway.settings import GatewaySettings, PickerSettings
 
     text = "HTTP server of an engine, http://ADDRESS:PORT, as the gateway reaches it"
     parser.add_argument("engine", nargs="*", metavar="ENGINE", help=text)
@@ -219,7 +219,7 @@ def run_epp(arguments: argparse.Namespace) -> int:
     with needing("epp", "picker"):
         from kvindex.gateway.gateway import Routers
         from kvindex.gateway.picker.service import PickerServer
-    from kvindex.gateway.gateway import GatewaySettings, PickerSettings
+    from kvindex.gateway.settings import GatewaySettings, PickerSettings
 
     sources = _sources(arguments)
     settings = GatewaySettings(**settings_of(arguments, GatewaySettings))

@@ -19,7 +19,7 @@ pytest.importorskip("grpc")
 
 from kvindex.gateway.envoy.config import bootstrap, engines_file
 from kvindex.gateway.envoy.running import envoy_binary
-from kvindex.gateway.gateway import GatewaySettings
+from kvindex.gateway.settings import GatewaySettings
 from kvindex.service.http import Limits, Listening
 from kvindex.testing import FakeEngine, HttpEngine, HttpFaults
 from kvindex.testing.ports import reserve_port

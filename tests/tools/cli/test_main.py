@@ -44,6 +44,23 @@ def test_every_command_explains_itself_and_its_exit_codes(command: str, run: Run
     assert "exit" in ran.out.lower()
 
 
+WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(dict.fromkeys(
+    "httptools uvloop prometheus_client grpc cryptography rich nats tokenizers jinja2".split()
+))
+from kvindex.tools.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "epp", "relay", "top"])
+def test_the_help_needs_no_extra_package(command: str) -> None:
+    argv = [sys.executable, "-c", WITHOUT_EXTRAS, command, "--help"]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert f"usage: kvindex {command}" in ran.stdout
+
+
 def test_the_help_lists_every_command(run: Run) -> None:
     out = run("--help").out
     assert all(f"\n    {command} " in out for command in COMMANDS)
