@@ -134,7 +134,7 @@ class Copy:
         is_whole = self.catchup.follow(number)
         applied = None
         if is_whole and self.index.backend == "native":
-            # Without an object for each entry: this sets how many replicas one core can feed.
+            # Batches, up to the first entry that needs Python, without an object for each.
             applied = self.index.apply_entries(encoded)
         if applied is None:
             entries = decode_entries(encoded)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Pipe
 from typing import Any
 
-from kvindex import Client, Match, Rank, RankStatus, Worker
+from kvindex import Client, Rank, RankStatus, Worker
 from kvindex.replicas import FanOut, Replica, join
 from kvindex.subscribe import State
 from kvindex.testing import FakeEngine, Workload
@@ -37,15 +37,18 @@ def answers(asked: Client | Replica, prompts: Iterable[Any]) -> Answers:
     """What is answered to each prompt, trust included."""
     return [
         {
-            found.rank: (found.blocks, found.tokens, dict(found.by_medium), *_trust(match, found))
-            for found in match
+            hit.rank: (
+                hit.blocks,
+                hit.tokens,
+                dict(hit.by_medium),
+                hit.state,
+                hit.complete,
+                hit.lag,
+            )
+            for hit in match
         }
         for match in asked.match_many(prompts)
     ]
-
-
-def _trust(match: Match, found: Any) -> tuple[Any, ...]:
-    return found.state, found.complete, found.lag
 
 
 def held(asked: Client | Replica) -> dict[Rank, dict[tuple[Any, str, int], int]]:

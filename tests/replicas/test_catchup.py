@@ -33,8 +33,8 @@ def caught(catchup: Catchup, *messages: RingMessage) -> list[tuple[Rank, int]]:
     """Rank and message of each batch that is due."""
     return [
         (entry.rank, int(entry.payload))
-        for each in messages
-        for entry in due_of(catchup, each)
+        for one in messages
+        for entry in due_of(catchup, one)
         if isinstance(entry, BatchApplied)
     ]
 

@@ -115,7 +115,7 @@ def test_what_follows_a_batch_that_cannot_be_read_is_not_applied(payload: bytes)
     copy = joined()
     batches = [stored(1, 2, None), payload, stored(9, 2, None)]
     with pytest.raises(DecodeError):
-        apply(copy, 0, [BatchApplied(RANKS[0], each) for each in batches])
+        apply(copy, 0, [BatchApplied(RANKS[0], batch) for batch in batches])
     assert (len(copy.index), copy.applied) == (2, 1)
 
 

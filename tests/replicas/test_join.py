@@ -131,7 +131,7 @@ class Server:
 
     def turn_ends(self, rank: Rank) -> None:
         shown = [status(rank, seq=self.serial)] if rank in self.held else []
-        self.shown.update({each.rank: each for each in shown})
+        self.shown.update({status.rank: status for status in shown})
         self.tap.statuses(shown)
 
     def add(self, rank: Rank) -> None:

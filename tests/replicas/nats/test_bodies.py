@@ -32,7 +32,7 @@ def test_messages_come_out_as_they_went_in_whatever_was_cut(
     for messages in turns:
         bodies.append(join_bodies(messages))
         bodies += cut_message(b"long" * 20, room)
-    wanted = [each for messages in turns for each in [*messages, b"long" * 20]]
+    wanted = [message for messages in turns for message in [*messages, b"long" * 20]]
     assert split(*bodies) == wanted
     assert all(len(body) <= room for body in cut_message(b"long" * 20, room))
 

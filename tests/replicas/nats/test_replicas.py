@@ -46,9 +46,7 @@ def assert_same(log: RealLog, *followers: replicas.Replica) -> None:
 
     def are_same() -> bool:
         log.turn()  # as a relay does every second
-        return all(
-            each.live_ranks() == wanted.keys() and held(each.index) == wanted for each in followers
-        )
+        return all(f.live_ranks() == wanted.keys() and held(f.index) == wanted for f in followers)
 
     until(are_same)
 
