@@ -23,7 +23,7 @@ _CLOSED = "the event stream is closed"
 _TURN = 0.001  # seconds for which a task may iterate before others get their turn
 
 
-class _Waiting:
+class _ItemQueue:
     """The items that wait for the consumer; the subscriber's thread holds no more of a stream."""
 
     def __init__(self, max_items: int) -> None:
@@ -153,8 +153,8 @@ class EventStream(Following):
         check_options("EventStream", options, StreamOptions)
         if max_items < 1:
             raise ConfigurationError(f"max_items must be at least 1, not {max_items}")
-        self._waiting = waiting = _Waiting(max_items)
-        disown_in_children(waiting, _Waiting.disown)
+        self._waiting = waiting = _ItemQueue(max_items)
+        disown_in_children(waiting, _ItemQueue.disown)
         self.subscriber = Subscriber(
             workers,
             sink=waiting.put,

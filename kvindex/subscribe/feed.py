@@ -35,15 +35,15 @@ from kvindex.subscribe.connection import Connection, Contexts, HostCheck, Socket
 from kvindex.subscribe.delivery import Decode, Delivery, FingerprintMaker, Outlet
 from kvindex.subscribe.receiving import (
     Connected,
-    Damaged,
+    Damage,
     Disconnected,
     Event,
     LiveLink,
-    Named,
+    Naming,
     Notes,
     Reader,
+    ReplayEnd,
     ReplayLink,
-    ReplayOver,
     Run,
 )
 from kvindex.subscribe.resumption import Resumption, SavedCursor
@@ -274,14 +274,14 @@ class Feed:
         for event in events:
             if isinstance(event, Run):
                 self._process_run(event, now)
-            elif isinstance(event, (Connected, Disconnected, Named)):
+            elif isinstance(event, (Connected, Disconnected, Naming)):
                 self._note_change(event, now)
                 continue  # the next event belongs to the same message
             else:
                 actions: list[Action]
-                if isinstance(event, Damaged):
+                if isinstance(event, Damage):
                     actions = sequencer.damaged(event.seq, now)
-                elif isinstance(event, ReplayOver):
+                elif isinstance(event, ReplayEnd):
                     over = sequencer.replay_failed if event.failed else sequencer.replay_ended
                     actions = over(event.request, now)
                 elif event.batch is None:
@@ -315,9 +315,9 @@ class Feed:
                 self._carry_out(sequencer.live(batch, now), now)
                 at += 1
 
-    def _note_change(self, event: Connected | Disconnected | Named, now: float) -> None:
+    def _note_change(self, event: Connected | Disconnected | Naming, now: float) -> None:
         """Note that the connection has begun or ended, or that batches name the publisher."""
-        if isinstance(event, Named):
+        if isinstance(event, Naming):
             self._on_named(self)
         elif isinstance(event, Connected):
             logger.debug("%s: connected", self.rank)

@@ -138,7 +138,7 @@ class Disconnected(NamedTuple):
     """The connection to the live side is over, and its messages were yielded."""
 
 
-class Named(NamedTuple):
+class Naming(NamedTuple):
     """A batch names the publisher's dp_rank, for the first time; its event comes next."""
 
     dp_rank: int
@@ -154,13 +154,13 @@ class Run(NamedTuple):
     sizes: list[int]  # bytes of each payload
 
 
-class Damaged(NamedTuple):
+class Damage(NamedTuple):
     """A live message that cannot be read; its seq, where that was legible."""
 
     seq: int | None
 
 
-class Replied(NamedTuple):
+class Reply(NamedTuple):
     """A reply to a replay request; its batch is None where that cannot be decoded."""
 
     request: int
@@ -168,14 +168,14 @@ class Replied(NamedTuple):
     batch: Batch | None
 
 
-class ReplayOver(NamedTuple):
+class ReplayEnd(NamedTuple):
     """A replay request is over: its end marker came, or it could not be sent."""
 
     request: int
     failed: bool
 
 
-Event: TypeAlias = Connected | Disconnected | Named | Run | Damaged | Replied | ReplayOver
+Event: TypeAlias = Connected | Disconnected | Naming | Run | Damage | Reply | ReplayEnd
 
 
 class Reader:
@@ -201,12 +201,12 @@ class Reader:
         while messages:
             was_named = self.named is not None
             # Until the topic is confirmed each message must be asked for its own.
-            event: Run | Damaged | None = self._run(messages) if self.topic.confirmed else None
+            event: Run | Damage | None = self._run(messages) if self.topic.confirmed else None
             if event is None:
                 event = self._odd(messages.popleft())
             # First: what follows belongs to the rank under its new name.
             if self.named is not None and not was_named:
-                yield Named(self.named)
+                yield Naming(self.named)
             if event is not None:
                 yield event
 
@@ -247,18 +247,18 @@ class Reader:
             messages.popleft()
         return Run(next_seq - len(batches), batches, timestamps, fingerprints, sizes)
 
-    def _odd(self, frames: list[bytes]) -> Run | Damaged | None:
+    def _odd(self, frames: list[bytes]) -> Run | Damage | None:
         """Read one live message, whatever it is; None for one of another topic."""
         try:
             live = parse_live(frames)
         except DecodeError as error:
             self._notes.damaged("bad_frames", error)
-            return Damaged(None)
+            return Damage(None)
         if not self.topic.fits(live.topic):
             return None
         batch = self._decoded(live.seq, live.payload)
         if batch is None:
-            return Damaged(live.seq)
+            return Damage(live.seq)
         return Run(batch.seq, [batch.content], [batch.ts], [batch.fingerprint], [batch.size])
 
     def reply(self, request: int, frames: list[bytes]) -> Iterator[Event]:
@@ -269,7 +269,7 @@ class Reader:
             self._notes.damaged("bad_frames", error)
             return
         if reply.end:
-            yield ReplayOver(request, failed=False)
+            yield ReplayEnd(request, failed=False)
             return
         # Older engines send none. A reply is the publisher's whatever its topic: it only confirms.
         if reply.topic is not None and not self.topic.confirmed:
@@ -277,8 +277,8 @@ class Reader:
         was_named = self.named is not None
         batch = self._decoded(reply.seq, reply.payload)
         if self.named is not None and not was_named:
-            yield Named(self.named)
-        yield Replied(request, reply.seq, batch)
+            yield Naming(self.named)
+        yield Reply(request, reply.seq, batch)
 
     def _decoded(self, seq: int, payload: bytes) -> Batch | None:
         try:
@@ -465,7 +465,7 @@ class ReplayLink:
             return
         if connection is None:
             self.request = None
-            yield ReplayOver(request, failed=True)
+            yield ReplayEnd(request, failed=True)
             return
         if not self._unread:
             self._unread.extend(connection.receive())

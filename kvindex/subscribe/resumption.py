@@ -197,9 +197,9 @@ def plan_resumption(
         if port in dp_ranks and name not in taken:
             assigned.setdefault(port, resumption)
     # Names are settled as when batches name them; those present go first, for they have theirs.
-    named = {port: resumption.dp_rank for port, resumption in assigned.items()}
+    saved_names = {port: resumption.dp_rank for port, resumption in assigned.items()}
     claims = [Claim(port, name) for port, name in present.items()]
-    claims += [Claim(port, named.get(port)) for port in dp_ranks]
+    claims += [Claim(port, saved_names.get(port)) for port in dp_ranks]
     names = settle(claims)[len(present) :]
     return [
         assigned.get(port, _ANEW)._replace(dp_rank=name, restored=name in cursors)

@@ -208,7 +208,7 @@ class Roster:
             for feed in feeds:
                 feed.close(now)
             raise
-        # Every rank is announced before the first one begins: its publisher may name any of them.
+        # Every rank is announced before the first item of any.
         for feed, resumption in zip(feeds, plan, strict=True):
             feed.rename(Rank(worker.name, resumption.dp_rank))
             self.feeds[feed.rank] = feed
@@ -290,14 +290,14 @@ class Roster:
             except Exception:
                 logger.exception("%s: closing it failed", feed.rank)
 
-    def _note_named(self, named: Feed) -> None:
+    def _note_named(self, feed: Feed) -> None:
         """Rename ranks, unless a publisher names the dp_rank of its port, and has it: O(1) then."""
-        if not named.reader.named == named.rank.dp_rank == named.address.dp_rank:
-            self._settle_names(named)
+        if not feed.reader.named == feed.rank.dp_rank == feed.address.dp_rank:
+            self._settle_names(feed)
 
-    def _settle_names(self, named: Feed) -> None:
+    def _settle_names(self, feed: Feed) -> None:
         """Rename a worker's ranks: one of its publishers has named its dp_rank, or has left."""
-        feeds = self._feeds_of(named.worker.name)
+        feeds = self._feeds_of(feed.worker.name)
         dp_ranks = settle([Claim(feed.address.dp_rank, feed.reader.named) for feed in feeds])
         names: dict[Rank, Rank] = {}
         for feed, dp_rank in zip(feeds, dp_ranks, strict=True):

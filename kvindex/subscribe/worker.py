@@ -124,7 +124,7 @@ class Worker(msgspec.Struct, frozen=True):
         endpoints = _by_rank(self.endpoint, self.dp_size, "endpoint")
         if self.replay is None:
             return [PublisherAddress(r, e, None) for r, e in sorted(endpoints.items())]
-        replays = _by_rank(self.replay, len(endpoints), "replay", of="endpoint")
+        replays = _by_rank(self.replay, len(endpoints), "replay", counted_by="endpoint")
         if endpoints.keys() != replays.keys():
             raise ConfigurationError(
                 f"worker {self.name!r}: endpoint names dp_ranks {sorted(endpoints)}, "
@@ -153,29 +153,29 @@ def workers_of(workers: Iterable[Worker] | Worker) -> list[Worker]:
     if isinstance(workers, Worker):
         return [workers]
     is_list = isinstance(workers, Iterable) and not isinstance(workers, (str, bytes, Mapping))
-    given: list[Any] = list(workers) if is_list else [workers]
-    for worker in given:
+    listed: list[Any] = list(workers) if is_list else [workers]
+    for worker in listed:
         if not isinstance(worker, Worker):
             raise not_a_worker(worker)
-    return given
+    return listed
 
 
-def not_a_worker(given: object) -> ConfigurationError:
+def not_a_worker(value: object) -> ConfigurationError:
     """Return the error for a value that is no `Worker`, with what to write instead."""
     write = 'Worker("NAME", "tcp://HOST:PORT", replay="tcp://HOST:PORT"), or a list of such'
-    if isinstance(given, str):
+    if isinstance(value, str):
         # What people pass instead: an endpoint, or the engine's address.
-        if given.startswith(_TRANSPORTS):
-            write = f'Worker("NAME", "{given:.500}", replay="tcp://HOST:PORT")'
-        elif _HOST_PORT.fullmatch(given):
-            write = f'"http://{given}" if that is the engine\'s HTTP server, else {write}'
+        if value.startswith(_TRANSPORTS):
+            write = f'Worker("NAME", "{value:.500}", replay="tcp://HOST:PORT")'
+        elif _HOST_PORT.fullmatch(value):
+            write = f'"http://{value}" if that is the engine\'s HTTP server, else {write}'
     return ConfigurationError(
-        f"{given!r:.500} ({type(given).__name__}) is no Worker: write {write}"
+        f"{value!r:.500} ({type(value).__name__}) is no Worker: write {write}"
     )
 
 
 def _by_rank(
-    endpoints: Endpoints, dp_size: int | None, name: str, *, of: str = "dp_size"
+    endpoints: Endpoints, dp_size: int | None, name: str, *, counted_by: str = "dp_size"
 ) -> dict[int, str]:
     if isinstance(endpoints, str):
         return {r: _offset(endpoints, r, name) for r in range(dp_size or 1)}
@@ -184,7 +184,7 @@ def _by_rank(
         raise ConfigurationError(f"{name} is empty: give one for each rank")
     if dp_size is not None and len(by_rank) != dp_size:
         raise ConfigurationError(
-            f"{name} lists {len(by_rank)}, but {of} says {dp_size}: give one for each rank"
+            f"{name} lists {len(by_rank)}, but {counted_by} says {dp_size}: give one for each rank"
         )
     for dp_rank, endpoint in by_rank.items():
         if not isinstance(dp_rank, int) or dp_rank < 0:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvindex.publish.zmq_publisher import BatchQueue
-from kvindex.subscribe.event_stream import _Waiting
+from kvindex.subscribe.event_stream import _ItemQueue
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.tools.cli.fake_engine import _Ending
 from kvindex.tools.cli.signals import handled
@@ -64,7 +64,7 @@ def closed_queue() -> tuple[Call, Call]:
 
 
 def stream() -> tuple[Call, Call]:
-    made = _Waiting(10)
+    made = _ItemQueue(10)
     made.end()
     return lambda: made.take(1.0), made.close
 

@@ -1,9 +1,10 @@
-"""One bad rank among good ones, a killed publisher, and a consumer that stalls."""
+"""What goes wrong ends with its own rank: bad publishers, scans, sinks, calls at bad moments."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,14 +13,30 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from typing import NoReturn
 
 import pytest
 import zmq
 
-from kvindex import BlockStored, EventBatch, Rank, SocketOptions, Worker, ZmqEventPublisher
-from kvindex.subscribe import RankBatch, Subscriber
+import kvindex.subscribe.subscriber as subscriber_module
+import kvindex.subscribe.subscriber_thread as thread_module
+from kvindex import (
+    BlockStored,
+    BusyError,
+    ClosedError,
+    EventBatch,
+    EventStream,
+    Rank,
+    SocketOptions,
+    State,
+    Worker,
+    ZmqEventPublisher,
+    connect,
+)
+from kvindex.subscribe import RankAdded, RankBatch, StreamItem, Subscriber
 from kvindex.subscribe import connection as connection_module
 from kvindex.testing import FakeEngine, Faults, LaneFaults
+from kvindex.testing.ports import reserve_port
 from tests.live import (
     PATIENCE,
     REPLAYS,
@@ -33,7 +50,7 @@ from tests.live import (
     worker_of,
 )
 from tests.publish.publish_peers import Context
-from tests.subscribe.peers import RANK, BlockingSink, RawPublisher, prompt
+from tests.subscribe.peers import RANK, BlockingSink, RawPublisher, prompt, publish_until, stored
 
 pytestmark = pytest.mark.faults
 
@@ -234,3 +251,219 @@ def test_publisher_whose_messages_are_too_large_twice_in_a_row_is_connected_to_a
             publisher.send([b"", bytes(8), bytes(4096)])
             wait_counter(client, RANK, "disconnects", disconnects)
         publisher.wait_subscribed()
+
+
+LATE = Worker("late", "tcp://127.0.0.1:1")
+
+
+def fail(*_: object) -> NoReturn:
+    raise RuntimeError("a planted bug")
+
+
+def publisher_of(dp_rank: int | None = None) -> ZmqEventPublisher:
+    return ZmqEventPublisher(dp_rank, endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls give up soon."""
+    monkeypatch.setattr(subscriber_module, "_COMMAND_TIMEOUT", 0.2)
+
+
+def test_port_scans_of_a_bound_endpoint_leave_its_publisher_connected() -> None:
+    holder, port = reserve_port()
+    with holder, client_of(Worker("engine", f"tcp://127.0.0.1:{port}", bind=True)) as client:
+        with ZmqEventPublisher(endpoint=f"tcp://127.0.0.1:{port}") as publisher:
+            wait_status(client, RANK, connected=True)
+            for _ in range(5):
+                with socket.create_connection(("127.0.0.1", port)) as scan:
+                    scan.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                    scan.recv(1)
+            publish_until(client, lambda n: publisher.publish(stored(n)), lambda s: s.seq)
+            status = client.status(RANK)
+            assert (status.connected, status.restarts) == (True, 0)
+
+
+def test_a_feed_that_fails_ends_alone_and_says_so(
+    engine: FakeEngine, other: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_of(worker_of(engine), worker_of(other)) as client:
+        caught_up(client, engine, other)
+        monkeypatch.setattr(client.subscriber._thread.roster.feeds[RANK], "pump", fail)
+        engine.serve(prompt(1))
+        assert "a planted bug" in wait_status(client, RANK, state=State.CLOSED).reason
+        other.serve(prompt(2))
+        caught_up(client, other)
+        assert client.statistics()["thread"]["feed_failures"] == 1
+        client.remove("engine")
+        client.add(worker_of(engine))
+        caught_up(client, engine)
+
+
+def test_a_thread_that_fails_ends_every_wait_with_the_reason(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = EventStream([worker_of(engine)], replay_policy=REPLAYS)
+    for number in range(5):
+        engine.serve(prompt(number))
+    last = engine.published - 1
+    until(stream.subscriber.statuses, lambda s: s[RANK].seq == last)
+    monkeypatch.setattr(stream.subscriber._thread, "_sleep", fail)
+    stream.subscriber._thread._watch.wake()
+    items: list[StreamItem] = []
+    with pytest.raises(ClosedError, match=r"has ended: .*a planted bug"):
+        items.extend(stream)
+    assert [item.seq for item in items if isinstance(item, RankBatch)] == list(range(last + 1))
+    with pytest.raises(ClosedError, match="a planted bug"):
+        stream.get(0.0)
+    with pytest.raises(ClosedError, match="a planted bug"):
+        stream.subscriber.add(LATE)
+    assert stream.subscriber.status(RANK).state is State.CLOSED
+    stream.close()
+
+
+def test_a_stream_with_room_for_fewer_items_than_ranks_can_be_made() -> None:
+    worker = Worker("engine", "tcp://127.0.0.1:1", dp_size=5)
+    with EventStream([worker], max_items=1) as stream:
+        ranks = [stream.get(PATIENCE) for _ in range(5)]
+        assert all(isinstance(item, RankAdded) for item in ranks)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_closing_while_the_sink_is_stuck_returns_and_ends_when_the_sink_does(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, ended = BlockingSink(), threading.Event()
+    subscriber = Subscriber(
+        [worker_of(engine)], sink=sink, replay_policy=REPLAYS, on_stop=ended.set
+    )
+    engine.serve(prompt(1))
+    sink.wait_blocked()
+    subscriber.close()
+    assert "has not returned" in caplog.text
+    sink.go_on.set()
+    assert ended.wait(PATIENCE)
+    assert subscriber.status(RANK).state is State.CLOSED
+
+
+def test_workers_can_be_added_and_removed_from_within_the_sink(
+    engine: FakeEngine, other: FakeEngine
+) -> None:
+    items: list[StreamItem] = []
+
+    def sink(item: StreamItem) -> None:
+        items.append(item)
+        if isinstance(item, RankBatch) and item.rank == RANK:
+            subscriber.add(worker_of(other))
+            subscriber.remove("engine")
+
+    other.serve(prompt(2))
+    with Subscriber(sink=sink, replay_policy=REPLAYS) as subscriber:
+        subscriber.add(worker_of(engine))
+        engine.serve(prompt(1))
+        until(
+            subscriber.statuses,
+            lambda s: RANK not in s and other.rank in s and s[other.rank].seq == 0,
+        )
+    names = [type(item).__name__ for item in items if getattr(item, "rank", None) == RANK]
+    assert names == ["RankAdded", "RankBatch", "RankRemoved"]
+
+
+def test_a_renamed_rank_keeps_what_it_holds() -> None:
+    second = Rank("engine", 1)
+    with publisher_of() as silent, publisher_of(0) as named:
+        silent.publish(stored(1, dp_rank=1))
+        worker = Worker(
+            "engine",
+            [silent.endpoint, named.endpoint],
+            replay=[str(silent.replay_endpoint), str(named.replay_endpoint)],
+        )
+        with client_of(worker) as client:
+            # The publisher at rank 0's port names itself 1, before the other has said a word.
+            wait_status(client, second, seq=0)
+            named.publish(stored(2))
+            wait_status(client, RANK, seq=0)
+            assert [len(client.index.tree(rank)) for rank in (RANK, second)] == [1, 1]
+            assert client.match(prompt(1))[second].tokens == 16
+            assert client.match(prompt(2))[RANK].tokens == 16
+            client.index.check()
+
+
+def test_waiting_for_a_rank_that_is_renamed_waits_for_it_under_its_new_name() -> None:
+    with publisher_of(3) as publisher:
+        publisher.publish(stored(1))
+        worker = Worker("engine", publisher.endpoint, replay=publisher.replay_endpoint)
+        with client_of(worker) as client:
+            client.wait_live(PATIENCE, ranks=[client.ranks[0]])
+            assert client.status(RANK).rank == Rank("engine", 3)
+            assert client.status(RANK).state is State.LIVE
+
+
+def test_a_hostile_topic_is_named_in_a_few_words(context: Context) -> None:
+    publisher = RawPublisher(context)
+    with client_of(Worker("engine", publisher.endpoint, topic="kv")) as client:
+        for _ in range(2):  # the wanted topic, and all for the time being
+            publisher.wait_subscribed()
+        publisher.send([b"\xff" * 1_000_000, bytes(8), b""])
+        wait_counter(client, RANK, "filtered_by_topic")
+        assert len(client.status(RANK).reason) < 1000
+
+
+def test_hundreds_of_ranks_fit_into_one_client() -> None:
+    with connect(Worker("engine", "tcp://127.0.0.1:1", dp_size=150)) as client:
+        assert len(client.ranks) == 150
+
+
+def test_a_stuck_thread_makes_its_ranks_stale(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_module, "_MAX_SLEEP", 0.1)
+    ahead = [0.0]
+    sink = BlockingSink(lambda item: isinstance(item, RankBatch) and item.seq == 1)
+    with Subscriber(
+        [worker_of(engine)],
+        sink=sink,
+        replay_policy=REPLAYS,
+        stale_after=5.0,
+        clock=lambda: time.monotonic() + ahead[0],
+    ) as subscriber:
+        engine.serve(prompt(1))
+        subscriber.wait_live(PATIENCE)
+        engine.serve(prompt(2))
+        sink.wait_blocked()
+        assert subscriber.status(RANK).state is State.LIVE
+        ahead[0] += 60.0
+        status = subscriber.status(RANK)
+        assert status.state is State.STALE
+        assert "stuck" in status.reason
+        sink.go_on.set()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_sink_that_blocks_when_a_rank_is_added_does_not_hold_the_caller_for_ever() -> None:
+    sink = BlockingSink(lambda item: True)
+    with Subscriber(sink=sink) as subscriber:
+        with pytest.raises(BusyError, match="the call has begun") as raised:
+            subscriber.add(LATE)
+        assert raised.value.begun
+        sink.go_on.set()
+        until(subscriber.statuses, lambda statuses: Rank("late", 0) in statuses)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_sink_that_blocks_when_the_first_rank_is_added_is_waited_for_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    end = thread_module.SubscriberThread.end
+
+    def noted(thread: thread_module.SubscriberThread, timeout: float) -> None:
+        waits.append(timeout)
+        end(thread, timeout)
+
+    monkeypatch.setattr(thread_module.SubscriberThread, "end", noted)
+    sink = BlockingSink(lambda item: True)
+    with pytest.raises(BusyError):
+        Subscriber([LATE], sink=sink)
+    assert waits == [0.0]
+    sink.go_on.set()

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from kvindex.subscribe.receiving import (
-    Damaged,
+    Damage,
     Event,
-    Named,
+    Naming,
     Notes,
     Reader,
-    ReplayOver,
-    Replied,
+    ReplayEnd,
+    Reply,
     Run,
     TopicCheck,
 )
@@ -114,15 +114,15 @@ def test_damage_is_told_in_its_place_with_the_seq_where_that_is_legible() -> Non
     reader = reader_of()
     odd = [message(8, b"bad"), [b"kv", b"short", b"9"], message(9, topic=b"other")]
     events = list(reader.live(deque([message(7), *odd, message(9)])))
-    assert events[1:3] == [Damaged(8), Damaged(None)]
-    assert [type(event) for event in events] == [Run, Damaged, Damaged, Run]
+    assert events[1:3] == [Damage(8), Damage(None)]
+    assert [type(event) for event in events] == [Run, Damage, Damage, Run]
     assert (reader.topic.filtered, reader._notes.counters["decode_failures"]) == (1, 2)
 
 
 def test_the_first_batch_that_names_a_dp_rank_says_so_and_begins_a_run() -> None:
     messages = [message(7), message(8, b"8@3"), message(9, b"9@3")]
     events = read(*messages)
-    assert events[1] == Named(3)
+    assert events[1] == Naming(3)
     assert [run.timestamps for run in events if isinstance(run, Run)] == [[7.0], [8.0, 9.0]]
     assert first_run(*messages, named=3).timestamps == [7.0, 8.0, 9.0], "it is no news"
 
@@ -146,11 +146,11 @@ def test_replies_are_told_with_their_request() -> None:
     replies = [[b"", *message(7, b"7@2")], [b"", *message(8, b"bad")[1:]], [b"odd"]]
     replies.append([b"", b"\xff" * 8, b""])
     events = [event for frames in replies for event in reader.reply(4, frames)]
-    assert events[0] == Named(2)
-    assert isinstance(events[1], Replied)
+    assert events[0] == Naming(2)
+    assert isinstance(events[1], Reply)
     assert events[1].batch is not None
     assert (events[1].request, events[1].seq, events[1].batch.size) == (4, 7, 3)
-    assert events[2:] == [Replied(4, 8, None), ReplayOver(4, failed=False)]
+    assert events[2:] == [Reply(4, 8, None), ReplayEnd(4, failed=False)]
 
 
 # Whether a topic filters everything, or the engine is idle

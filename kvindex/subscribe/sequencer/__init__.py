@@ -17,7 +17,7 @@ in order: items of the stream, and requests to open or close a replay socket.
 anywhere with `complete` false. No batch is delivered twice. `RankRestarted` begins a new epoch and
 drops what the rank held, so batches of two publishers never stand together.
 
-**The parts**, from below. In `batches.py`, `Applied` remembers the delivered batches, and
+**The parts**, from below. In `batches.py`, `AppliedBatches` remembers the delivered batches, and
 `ReorderBuffer` keeps those that arrived out of order, within bounds, with the evidence for each.
 In `machine.py`, `Replay` has the facts about the replay endpoint, `Repair` the replay that is under
 way, and `StreamState` all facts; it makes each move to another state, with the items. The functions
@@ -45,8 +45,8 @@ in `decisions.py` decide which moves to make. `Sequencer` has the entrances, and
 fingerprint of that batch distinguishes the same publisher from a restarted one that has passed our
 number. A replay that ends below that batch shows a restart. If the publisher's buffer no longer has
 that batch, there is no proof; then it counts as the same only if the connection has not broken
-(`Applied.unproven`). A live batch whose seq falls back is a restart if it is newer (by ts) than the
-last applied batch, and a delayed duplicate otherwise.
+(`AppliedBatches.unproven`). A live batch whose seq falls back is a restart if it is newer (by ts)
+than the last applied batch, and a delayed duplicate otherwise.
 
 **Resuming.** A `Cursor` is all that a sequencer in another process needs to go on. The new
 sequencer begins with `resume`, as if its connection had just broken: the proof above decides

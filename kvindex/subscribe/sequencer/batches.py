@@ -15,7 +15,7 @@ from kvindex.subscribe.sequencer.values import Batch, Cursor
 _IN_CURSOR = ("epoch", "seq", "ts", "next_seq", "complete", "oldest_ts")
 
 
-class Applied:
+class AppliedBatches:
     """The batches applied so far, as far as they are remembered. Owner: one sequencer."""
 
     def __init__(self, *, recent: int) -> None:

@@ -14,7 +14,7 @@ from random import Random
 
 import msgspec
 
-from kvindex.subscribe.sequencer.batches import Applied, HeldBatch, ReorderBuffer
+from kvindex.subscribe.sequencer.batches import AppliedBatches, HeldBatch, ReorderBuffer
 from kvindex.subscribe.sequencer.values import (
     MANY_RESTARTS,
     MAX_COUNT,
@@ -140,7 +140,7 @@ class Repair(msgspec.Struct):
     purpose: Purpose
     policy: ReplayPolicy
     random: Random  # for the jitter of back-off
-    applied: Applied  # whose count shows progress
+    applied: AppliedBatches  # whose count shows progress
     asked: int = 0  # requests in all
     tries: int = 0  # requests since the last progress
     request: int | None = None  # the open one; None between tries
@@ -241,7 +241,7 @@ class StreamState:
         self.rank = rank
         self.config = config
         self.state = State.CONNECTING  # changed by a move only
-        self.applied = Applied(recent=config.recent)
+        self.applied = AppliedBatches(recent=config.recent)
         self.held = ReorderBuffer(
             max_batches=config.max_held,
             max_bytes=config.max_held_bytes,

@@ -20,7 +20,7 @@ from kvindex.subscribe.sequencer import (
     SequencerConfig,
     State,
 )
-from kvindex.subscribe.sequencer.batches import Applied
+from kvindex.subscribe.sequencer.batches import AppliedBatches
 from kvindex.wire.rank import Rank
 
 TIMEOUT = 2.0
@@ -155,7 +155,7 @@ class Script:
         return next(requests, 0)
 
     @property
-    def applied(self) -> Applied:
+    def applied(self) -> AppliedBatches:
         return self.sequencer.applied
 
     def is_in(self, state: State) -> bool:
