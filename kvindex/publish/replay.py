@@ -48,7 +48,6 @@ class ReplayBuffer:
 
     @property
     def oldest_position(self) -> int:
-        """The position of the oldest entry held."""
         return self._appended - len(self._ring)
 
     def append(self, seq: int, payload: bytes) -> None:

@@ -131,14 +131,14 @@ class PickleCodec:
 
         try:
             data = pickle.dumps(obj, protocol=5, buffer_callback=keep_inside)
-        except Exception as error:
+        except Exception as error:  # an object's own __reduce__ raises what it likes
             raise EncodeError(f"pickle cannot carry this: {error}") from error
         return data, [buffer.raw() for buffer in buffers]
 
     def decode(self, data: Buffer, buffers: Sequence[bytearray] = ()) -> Any:
         try:
             return pickle.loads(data, buffers=buffers)
-        except Exception as error:
+        except Exception as error:  # likewise
             raise DecodeError(f"not a message in pickle: {error!r}", size=len(data)) from error
 
 
@@ -183,6 +183,7 @@ def decoder_of(codec: Codec) -> Callable[[int, Any], Any]:
         if kind == ENCODED:
             return codec.decode(body, ())
         if kind == RAW:
+            # Copied out of a ring: the chunk is written again once this returns.
             return body if type(body) is bytes else bytes(body)
         if kind == BUFFERS:
             data, *buffers = body if type(body) is list else _split(memoryview(body))
@@ -193,7 +194,6 @@ def decoder_of(codec: Codec) -> Callable[[int, Any], Any]:
 
 
 def _split(body: memoryview) -> list[memoryview]:
-    """Return the encoded object and the buffers beside it."""
     size = len(body)
     # All lengths are checked against the body before a part is cut: they are a stranger's words.
     if size < _COUNT.size:

@@ -163,6 +163,7 @@ class TorchProcessGroup:
 
     @contextmanager
     def _collective(self, call: str) -> Iterator[None]:
+        # gloo's group keeps its own timeout and does not say it: how long it took is measured here.
         began = time.monotonic()
         try:
             yield

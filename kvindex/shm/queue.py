@@ -279,6 +279,7 @@ class MessageQueue:
             if group.rank == reader_rank:
                 handles = [Handle.from_bytes(offer) for offer in offers]
             elif blocking:
+                # Not at the reader, which attaches to its own queue only after this returns.
                 queue.wait_until_ready(timeout)
             opened.pop_all()
         return queue, handles
@@ -347,6 +348,7 @@ class MessageQueue:
             self._refuse()
         try:
             self._in_call = True
+            # Before the codec: at a reading end it is the end that is wrong, not the object.
             if self._sender is None:
                 raise ConfigurationError(_READS)
             kind, body, size = body_of(obj, self._codec)
@@ -450,6 +452,7 @@ class MessageQueue:
         Raises: as `dequeue`.
         """
         with self._one_user():
+            # For the whole `with`: another call would release the chunk that the caller reads.
             if self._receiver is None:
                 raise ConfigurationError(_WRITES)
             with self._receiver.message(timeout, cancel, quiet=indefinite) as view:

@@ -207,7 +207,6 @@ class Hasher:
         return max(0, tokens - self.lookahead) // self.block_size
 
     def link(self, token_ids: Sequence[int], namespace: Namespace, parent: Link | None) -> Link:
-        """Return the block of `token_ids` that follows `parent`."""
         depth = 0 if parent is None else parent.depth + 1
         start = depth * self.block_size
         stop = start + self.block_size
@@ -263,7 +262,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """How many physical blocks nobody uses."""
         return len(self._free)
 
     def find(self, group: int, link: Link) -> int | None:
@@ -271,7 +269,6 @@ class BlockPool:
         return next(iter(self._copies.get((group, link.digest), ())), None)
 
     def is_free(self, block: int) -> bool:
-        """Return whether nobody uses the physical block."""
         return block in self._free
 
     def allocate(self) -> tuple[int, Held | None]:
@@ -288,11 +285,9 @@ class BlockPool:
         return block, held
 
     def next_evicted(self) -> Held | None:
-        """Return what the next block to be allocated holds."""
         return self._held[next(iter(self._free))]
 
     def touch(self, block: int) -> None:
-        """Add one user of a block that holds something."""
         # Out of the queue while it is used: vLLM evicts nothing that a request reads.
         self._free.pop(block, None)
         self._references[block] += 1
@@ -310,7 +305,6 @@ class BlockPool:
         self._copies.setdefault((group, link.digest), {})[block] = link
 
     def clear(self) -> None:
-        """Forget what every block holds."""
         self._held = [None] * len(self._held)
         self._copies.clear()
 
@@ -345,11 +339,9 @@ class CpuTier:
         return self._size > 0
 
     def has(self, group: int, link: Link) -> bool:
-        """Return whether the block is here."""
         return (group, link.digest) in self._held
 
     def touch(self, group: int, link: Link) -> None:
-        """Make the block the most recently used, if it is here."""
         if self.has(group, link):
             self._held.move_to_end((group, link.digest))
 
@@ -363,7 +355,6 @@ class CpuTier:
         return evicted
 
     def clear(self) -> None:
-        """Forget everything."""
         self._held.clear()
 
     def contents(self) -> Iterator[tuple[int, Link, int]]:

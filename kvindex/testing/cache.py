@@ -461,20 +461,16 @@ class Announcer:
         self.cpu = "CPU" if self._vllm else "CPU_PINNED"
 
     def group_idx(self, group: int) -> int | None:
-        """Return how events name the group."""
         return group if self._vllm else None
 
     def drain(self) -> list[Event]:
-        """Return the events since the last call and forget them."""
         events, self._pending = self._pending, []
         return events
 
     def cleared(self) -> None:
-        """Announce that everything is gone."""
         self._pending.append(AllBlocksCleared())
 
     def stored(self, group: int, links: Sequence[Link], medium: str) -> None:
-        """Announce consecutive blocks of one prompt."""
         if self._options.single_hashes:
             for link in links:
                 self._pending.append(self._stored(group, [link], medium))

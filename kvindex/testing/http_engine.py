@@ -134,14 +134,14 @@ class HttpEngine:
         ranks = [engine] if isinstance(engine, FakeEngine) else list(engine)
         if not ranks or len({rank.rank.dp_rank for rank in ranks}) < len(ranks):
             raise ConfigurationError(f"engine: one for each DP rank, not {len(ranks)} of some rank")
-        self._service = EngineService(
+        self._routes = Routes(
             ranks,
             kind=kind or ranks[0].dialect.engine,
             model=model,
             options=options or HttpOptions(),
         )
         try:
-            self._server = Server(host, port, Routes(self._service).answer)
+            self._server = Server(host, port, self._routes.answer)
         except (OSError, OverflowError) as error:
             raise ConfigurationError(f"cannot listen at {host}:{port}: {error}") from error
         self._closed = False
@@ -155,7 +155,7 @@ class HttpEngine:
     @property
     def requests(self) -> int:
         """How many prompts were served."""
-        return sum(counts["requests"] for counts in self._service.counters.values())
+        return sum(counts["requests"] for counts in self._routes.counters.values())
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -173,7 +173,7 @@ class HttpEngine:
 
     def metrics(self) -> str:
         """Return what `/metrics` has."""
-        return metrics_text(self._service)
+        return self._routes.metrics()
 
     def close(self) -> None:
         """Stop answering: open connections are cut. Idempotent."""
@@ -188,10 +188,28 @@ class HttpEngine:
         self.close()
 
 
-class EngineService:
-    """Serves prompts on the ranks in turn, counts, and reports what the engine reports of itself.
+# Counter here -> the engine's series, and what it counts.
+_COUNTERS = {
+    "vllm": {
+        "queries": ("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache."),
+        "hits": ("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache."),
+        "prompt_tokens": ("vllm:prompt_tokens_total", "Prompt tokens."),
+        "generation_tokens": ("vllm:generation_tokens_total", "Generated tokens."),
+        "requests": ("vllm:request_success_total", "Requests that ended."),
+    },
+    "sglang": {
+        "hits": ("sglang:cached_tokens_total", "Prompt tokens found in the cache."),
+        "prompt_tokens": ("sglang:prompt_tokens_total", "Prompt tokens."),
+        "generation_tokens": ("sglang:generation_tokens_total", "Generated tokens."),
+        "requests": ("sglang:num_requests_total", "Requests that ended."),
+    },
+}
 
-    Any thread may use it.
+
+class Routes:
+    """The answers of each path: prompts served on the ranks in turn, and what an engine reports.
+
+    Any thread may use them.
     """
 
     def __init__(
@@ -206,8 +224,57 @@ class EngineService:
         self._lock = threading.Lock()
         self._turns = itertools.cycle(sorted(self.ranks))
         self.counters: dict[int, Counter[str]] = {rank: Counter() for rank in self.ranks}
+        self._get: dict[str, Callable[[], Response]] = {
+            "/health": lambda: Response(200, b""),
+            "/v1/models": lambda: Response.of_json({"object": "list", "data": self._models()}),
+        }
+        self._post: dict[str, Callable[[Mapping[str, Any], str], Response | Streamed]] = {
+            "/v1/completions": partial(self._complete, False),
+            "/v1/chat/completions": partial(self._complete, True),
+            "/tokenize": self._tokenize,
+        }
+        if options.metrics:
+            kind_of_text = "text/plain; version=0.0.4; charset=utf-8"
+            self._get["/metrics"] = lambda: Response(200, self.metrics().encode(), kind_of_text)
+        if kind == "vllm":
+            self._get["/version"] = lambda: Response.of_json({"version": self.version})
+            if options.sources is not None:
+                self._get["/kv_event_sources"] = self._sources
+            self._post["/v1/completions/render"] = partial(self._render, False)
+            self._post["/v1/chat/completions/render"] = partial(self._render, True)
+        else:
+            self._get["/server_info"] = self._server_info
+            self._get["/get_server_info"] = self._get["/server_info"]
+            self._get["/model_info"] = lambda: Response.of_json({"model_path": model})
 
-    def serve(self, prompt: Completion) -> tuple[Served, list[int]]:
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Response | Streamed:
+        try:
+            # Who has no key does not learn which routes there are. vLLM guards /v1 alone.
+            key = self.options.api_key
+            guarded = path.startswith("/v1") if self.kind == "vllm" else path != "/health"
+            if key and guarded and headers.get("authorization") != f"Bearer {key}":
+                raise RequestError(401, "Unauthorized")
+            routes: Mapping[str, object] = self._get if method == "GET" else self._post
+            if path not in routes:
+                if path in self._get or path in self._post:
+                    raise RequestError(405, "Method Not Allowed")
+                raise RequestError(404, "Not Found")
+            if method == "GET":
+                return self._get[path]()
+            # As vLLM and SGLang do: with 400, though what they say is the text of 415.
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+                raise RequestError(
+                    400, "Unsupported Media Type: Only 'application/json' is allowed"
+                )
+            return self._post[path](read_body(body), headers.get("x-data-parallel-rank", ""))
+        except RequestError as error:
+            return Response.of_error(error)
+        except KVIndexError as error:  # the engine was closed, or its publisher has failed
+            return Response.of_error(RequestError(503, str(error)))
+
+    def _serve(self, prompt: Completion) -> tuple[Served, list[int]]:
         """Serve one prompt; return what it cost and what was generated, or raise RequestError."""
         lora = None if prompt.model == self.model else prompt.model
         if lora is not None and lora not in self.options.loras:
@@ -236,9 +303,8 @@ class EngineService:
                 counters["queries"] += served.prompt_tokens
         return served, tokens
 
-    def sources(self) -> dict[int, dict[str, Any]]:
-        """Return vLLM's configuration of each rank's publisher, with the announced changes."""
-        return {
+    def _sources(self) -> Response:
+        sources = {
             rank: {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
@@ -253,9 +319,16 @@ class EngineService:
             for rank, engine in sorted(self.ranks.items())
             if engine.publishes
         }
+        if self.options.sources == "ranks":
+            return Response.of_json({str(rank): source for rank, source in sources.items()})
+        names = ("endpoint", "replay_endpoint", "topic")
+        listed = [
+            {"data_parallel_rank": rank, **{name: source[name] for name in names}}
+            for rank, source in sources.items()
+        ]
+        return Response.of_json(listed if self.options.sources == "list" else {"sources": listed})
 
-    def server_info(self) -> dict[str, Any]:
-        """Return SGLang's server info."""
+    def _server_info(self) -> Response:
         first = self.ranks[min(self.ranks)]
         info: dict[str, Any] = {
             "model_path": self.model,
@@ -286,10 +359,9 @@ class EngineService:
                 replay_port = _host_and_port(first.replay_endpoint)[1]
                 described["replay_endpoint_port_base"] = replay_port - first.rank.dp_rank
             info["kv_events"] = {**described, **self.options.announce}
-        return info
+        return Response.of_json(info)
 
-    def models(self) -> list[dict[str, Any]]:
-        """Return what `/v1/models` lists: the model, then its adapters."""
+    def _models(self) -> list[dict[str, Any]]:
         base = {"object": "model", "created": 0, "owned_by": self.kind}
         length = {"max_model_len": self.options.max_model_len}
         return [
@@ -320,101 +392,13 @@ class EngineService:
             hit = 0
         return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))
 
-
-def _extra_keys(prompt: Completion, block_size: int) -> list[tuple[Any, ...] | None] | None:
-    """The extra keys of blocks with images: as in vLLM, (digest, offset) pairs."""
-    if not prompt.images:
-        return None
-    keys: list[tuple[Any, ...] | None] = [None] * (max(prompt.images) // block_size + 1)
-    for position, digest in sorted(prompt.images.items()):
-        block, offset = divmod(position, block_size)
-        keys[block] = (*(keys[block] or ()), (digest, offset))
-    return keys
-
-
-def _host_and_port(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
-
-
-class Routes:
-    """The answers of each path of the engine."""
-
-    def __init__(self, service: EngineService) -> None:
-        self._service = service
-        self._options = service.options
-        self._get: dict[str, Callable[[], Response]] = {
-            "/health": lambda: Response(200, b""),
-            "/v1/models": lambda: Response.of_json({"object": "list", "data": service.models()}),
-        }
-        self._post: dict[str, Callable[[Mapping[str, Any], str], Response | Streamed]] = {
-            "/v1/completions": partial(self._complete, False),
-            "/v1/chat/completions": partial(self._complete, True),
-            "/tokenize": self._tokenize,
-        }
-        if service.options.metrics:
-            self._get["/metrics"] = self._metrics
-        if service.kind == "vllm":
-            self._get["/version"] = lambda: Response.of_json({"version": service.version})
-            if service.options.sources is not None:
-                self._get["/kv_event_sources"] = self._sources
-            self._post["/v1/completions/render"] = partial(self._render, False)
-            self._post["/v1/chat/completions/render"] = partial(self._render, True)
-        else:
-            self._get["/server_info"] = lambda: Response.of_json(service.server_info())
-            self._get["/get_server_info"] = self._get["/server_info"]
-            self._get["/model_info"] = lambda: Response.of_json({"model_path": service.model})
-
-    def answer(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> Response | Streamed:
-        """Return the answer to one request, whatever it is."""
-        try:
-            # Who has no key does not learn which routes there are. vLLM guards /v1 alone.
-            key = self._options.api_key
-            guarded = path.startswith("/v1") if self._service.kind == "vllm" else path != "/health"
-            if key and guarded and headers.get("authorization") != f"Bearer {key}":
-                raise RequestError(401, "Unauthorized")
-            routes: Mapping[str, object] = self._get if method == "GET" else self._post
-            if path not in routes:
-                if path in self._get or path in self._post:
-                    raise RequestError(405, "Method Not Allowed")
-                raise RequestError(404, "Not Found")
-            if method == "GET":
-                return self._get[path]()
-            # As vLLM and SGLang do: with 400, though what they say is the text of 415.
-            if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-                raise RequestError(
-                    400, "Unsupported Media Type: Only 'application/json' is allowed"
-                )
-            return self._post[path](read_body(body), headers.get("x-data-parallel-rank", ""))
-        except RequestError as error:
-            return Response.of_error(error)
-        except KVIndexError as error:  # the engine was closed, or its publisher has failed
-            return Response.of_error(RequestError(503, str(error)))
-
-    def _sources(self) -> Response:
-        sources = self._service.sources()
-        if self._options.sources == "ranks":
-            return Response.of_json({str(rank): source for rank, source in sources.items()})
-        names = ("endpoint", "replay_endpoint", "topic")
-        listed = [
-            {"data_parallel_rank": rank, **{name: source[name] for name in names}}
-            for rank, source in sources.items()
-        ]
-        return Response.of_json(listed if self._options.sources == "list" else {"sources": listed})
-
-    def _metrics(self) -> Response:
-        text = metrics_text(self._service).encode()
-        return Response(200, text, "text/plain; version=0.0.4; charset=utf-8")
-
     def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response | Streamed:
         # Each choice is served anew, as the engines do: the second hits what the first stored.
         many = body.get("n") or 1
         if not isinstance(many, int) or not 1 <= many <= 128:
             raise RequestError(400, f"n is {many!r}, not a number from 1 to 128")
         prompts = [x for x in self._prompts(chat, body, rank) for _ in range(many)]
-        results = [self._service.serve(prompt) for prompt in prompts]
+        results = [self._serve(prompt) for prompt in prompts]
         reported = self._usage([served for served, _ in results], many)
         if body.get("stream"):
             options = body.get("stream_options")
@@ -444,7 +428,7 @@ class Routes:
         prompt = sum(request.prompt_tokens for request in served[::choices])
         generated = sum(request.new_tokens for request in served)
         cached = sum(request.hit_tokens for request in served[::choices])
-        details = {"cached_tokens": cached} if self._options.cached_tokens else None
+        details = {"cached_tokens": cached} if self.options.cached_tokens else None
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -457,17 +441,17 @@ class Routes:
             raise RequestError(400, "/v1/chat/completions needs messages")
         if "messages" in body and not chat:
             raise RequestError(400, "/v1/completions needs a prompt, not messages")
-        return completions(body, default_model=self._service.model, header_rank=rank)
+        return completions(body, default_model=self.model, header_rank=rank)
 
     def _tokenize(self, body: Mapping[str, Any], _: str) -> Response:
         tokens = tokenized(body)
-        length = self._options.max_model_len
+        length = self.options.max_model_len
         return Response.of_json(
             {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": None}
         )
 
     def _render(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response:
-        if not self._options.render:
+        if not self.options.render:
             raise RequestError(
                 403,
                 "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
@@ -475,6 +459,48 @@ class Routes:
             )
         rendered = [_generate_request(prompt) for prompt in self._prompts(chat, body, rank)]
         return Response.of_json(rendered[0] if chat else rendered)
+
+    def metrics(self) -> str:
+        """Return the engine's metrics in Prometheus' text format."""
+        lines: list[str] = []
+        label = "engine" if self.kind == "vllm" else "dp_rank"
+        for counter, (name, what) in _COUNTERS[self.kind].items():
+            lines += [f"# HELP {name} {what}", f"# TYPE {name} counter"]
+            for rank, counts in sorted(self.counters.items()):
+                labels = f'{label}="{rank}",model_name="{self.model}"'
+                lines.append(f"{name}{{{labels}}} {float(counts[counter])}")
+        if self.kind == "vllm":
+            name = "vllm:cache_config_info"
+            lines += [
+                f"# HELP {name} Information of the LLMEngine CacheConfig",
+                f"# TYPE {name} gauge",
+            ]
+            for rank, engine in sorted(self.ranks.items()):
+                labels = (
+                    f'block_size="{engine.block_size}",'
+                    f'enable_prefix_caching="{self.options.prefix_caching}",engine="{rank}",'
+                    f'num_gpu_blocks="{engine.num_blocks}",sliding_window="None"'
+                )
+                lines.append(f"{name}{{{labels}}} 1.0")
+            name = "vllm:external_prefix_cache_hits_total"
+            lines += [f"# TYPE {name} counter", f"{name} {float(self.options.external_hits)}"]
+        return "\n".join([*lines, ""])
+
+
+def _extra_keys(prompt: Completion, block_size: int) -> list[tuple[Any, ...] | None] | None:
+    """The extra keys of blocks with images: as in vLLM, (digest, offset) pairs."""
+    if not prompt.images:
+        return None
+    keys: list[tuple[Any, ...] | None] = [None] * (max(prompt.images) // block_size + 1)
+    for position, digest in sorted(prompt.images.items()):
+        block, offset = divmod(position, block_size)
+        keys[block] = (*(keys[block] or ()), (digest, offset))
+    return keys
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
 
 
 def _generate_request(prompt: Completion) -> dict[str, Any]:
@@ -493,47 +519,3 @@ def _generate_request(prompt: Completion) -> dict[str, Any]:
         "stream": False,
         "cache_salt": prompt.salt,
     }
-
-
-# Metrics -----------------------------------------------------------------------------------------
-
-# Counter here -> the engine's series, and what it counts.
-_COUNTERS = {
-    "vllm": {
-        "queries": ("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache."),
-        "hits": ("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache."),
-        "prompt_tokens": ("vllm:prompt_tokens_total", "Prompt tokens."),
-        "generation_tokens": ("vllm:generation_tokens_total", "Generated tokens."),
-        "requests": ("vllm:request_success_total", "Requests that ended."),
-    },
-    "sglang": {
-        "hits": ("sglang:cached_tokens_total", "Prompt tokens found in the cache."),
-        "prompt_tokens": ("sglang:prompt_tokens_total", "Prompt tokens."),
-        "generation_tokens": ("sglang:generation_tokens_total", "Generated tokens."),
-        "requests": ("sglang:num_requests_total", "Requests that ended."),
-    },
-}
-
-
-def metrics_text(service: EngineService) -> str:
-    """Return the engine's metrics in Prometheus' text format."""
-    lines: list[str] = []
-    label = "engine" if service.kind == "vllm" else "dp_rank"
-    for counter, (name, what) in _COUNTERS[service.kind].items():
-        lines += [f"# HELP {name} {what}", f"# TYPE {name} counter"]
-        for rank, counts in sorted(service.counters.items()):
-            labels = f'{label}="{rank}",model_name="{service.model}"'
-            lines.append(f"{name}{{{labels}}} {float(counts[counter])}")
-    if service.kind == "vllm":
-        name = "vllm:cache_config_info"
-        lines += [f"# HELP {name} Information of the LLMEngine CacheConfig", f"# TYPE {name} gauge"]
-        for rank, engine in sorted(service.ranks.items()):
-            labels = (
-                f'block_size="{engine.block_size}",'
-                f'enable_prefix_caching="{service.options.prefix_caching}",engine="{rank}",'
-                f'num_gpu_blocks="{engine.num_blocks}",sliding_window="None"'
-            )
-            lines.append(f"{name}{{{labels}}} 1.0")
-        name = "vllm:external_prefix_cache_hits_total"
-        lines += [f"# TYPE {name} counter", f"{name} {float(service.options.external_hits)}"]
-    return "\n".join([*lines, ""])

@@ -78,7 +78,6 @@ class Response(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_json(cls, value: object) -> Response:
-        """Return a value as JSON."""
         return cls(200, json.dumps(value).encode())
 
     @classmethod
@@ -135,7 +134,6 @@ class Streamed(msgspec.Struct, frozen=True):
 
 
 def error_event(message: str) -> bytes:
-    """Return the event of an error under status 200."""
     detail = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
     return _data({"error": detail})
 

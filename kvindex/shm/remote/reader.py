@@ -89,6 +89,7 @@ class RemoteReader(RemoteEnd):
             self._monitor.close(linger=0)
             self._close_socket(0.0)
             raise ConfigurationError(f"cannot connect to {address!r}: {error}") from error
+        # ZeroMQ keeps it until there is a connection: the constructor waits for nothing.
         self._send(protocol.Hello(protocol.VERSION, rank))
 
     def receive(
@@ -121,7 +122,6 @@ class RemoteReader(RemoteEnd):
             self._wait_until(lambda: self._next_message() or self._ready, patience, None)
 
     def statistics(self) -> dict[str, int]:
-        """Return the count of `messages`. Any thread."""
         return {"messages": self._messages}
 
     def _close(self) -> None:
@@ -156,6 +156,7 @@ class RemoteReader(RemoteEnd):
 
     def _next_packet(self) -> Packet | None:
         """Return the next packet, still unread; None if there is none."""
+        # Kept unread: whether a message waits behind this one decides when this is acknowledged.
         if self._ahead is None and self._end is None:
             try:
                 self._ahead = protocol.decode(self._socket.recv(NOBLOCK))
@@ -247,7 +248,6 @@ class RemoteReader(RemoteEnd):
     def _wait_until(
         self, reached: Callable[[], object], patience: Patience, cancel: threading.Event | None
     ) -> None:
-        """Wait until `reached` returns something."""
         while True:
             lost = self._is_lost()  # first: packets from before are still read
             if reached():
@@ -261,6 +261,7 @@ class RemoteReader(RemoteEnd):
                     f"more than max_message_bytes ({self._max_message_bytes})"
                 )
                 raise self._end
+            # Before it sleeps: the writer may be waiting for just this credit.
             self._acknowledge()
             writer = f"the writer at {self._address}: {self._obstacle}"
             self._pause(patience, cancel, "a message" if self._ready else writer)

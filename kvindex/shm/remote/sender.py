@@ -104,7 +104,7 @@ class RemoteSender(RemoteEnd):
         """Wait until all readers are connected, and notify them; return the ranks that died."""
         with self._one_user():
             self._wait_until(lambda: len(self._ranks) == self._n_remote, timeout)
-            self._ready = True
+            self._ready = True  # the welcome of those that come later says so
             self._send_to_all(protocol.Probe(ready=True))
             return self._take_dead()
 
@@ -253,6 +253,7 @@ class RemoteSender(RemoteEnd):
         """Apply the packets received, without waiting, and remove the readers that died."""
         self._unserved = 0
         self._receive()
+        # A writer that waits sends nothing else by which it would notice that a reader is dead.
         now = time.monotonic()
         if now >= self._probe_at:
             self._probe_at = now + _PROBE_EVERY
@@ -343,6 +344,7 @@ class RemoteSender(RemoteEnd):
 
     def _refuse(self, reason: str) -> None:
         """Count a packet that is ignored, and log it at times."""
+        # Strangers send what they like, as often as they like: not a line for each.
         self._counters["refused"] += 1
         if self._log_rate.allows():
             count = self._counters["refused"]
@@ -399,13 +401,13 @@ class SendWindow:
     def admits(self, size: int) -> bool:
         """Return whether a message of `size` bytes may be sent now. O(1)."""
         starts = self._starts
-        if not starts:
+        if not starts:  # however large it is: it could never be sent otherwise
             return True
         return len(starts) < self.messages and self.sent_bytes - starts[0] + size <= self.size
 
     def record(self, size: int) -> None:
         """Count a message of `size` bytes as sent to all readers."""
-        if self._wanted:
+        if self._wanted:  # without readers nothing is unread
             self._starts.append(self.sent_bytes)
         self.next_seq += 1
         self.sent_bytes += size

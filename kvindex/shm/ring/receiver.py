@@ -151,8 +151,9 @@ class RingReceiver(RingEnd["RingReader"]):
 
     def _leave(self, party: RingReader) -> None:
         """The writer no longer waits for this reader."""
+        # Whichever survivor goes first: a killed writer's segment would stay until a sweep.
         if not self.ring.writer_lives():
-            self.ring.segment.unlink()  # which the writer can do no more
+            self.ring.segment.unlink()
         party.leave()
 
     def _chunks(
@@ -201,6 +202,7 @@ class RingReceiver(RingEnd["RingReader"]):
             raise
 
     def _check_end(self, cancel: threading.Event | None, *, thoroughly: bool) -> None:
+        # The state before `ready` below: between the two a last message may be published.
         closed = self._party.state & CLOSED
         check_cancel(cancel, "a message")
         if self._party.evicted:
@@ -269,6 +271,7 @@ class RingReceiver(RingEnd["RingReader"]):
     def _give_back(self, whole: bool) -> None:
         """Release the chunk; raise ReaderEvictedError if the writer may have used it before."""
         evicted = self._party.evicted  # ClosedError: another thread has closed meanwhile
+        # Counted after the release: an interrupt before it has the chunk read again.
         self._party.release()
         self._messages += whole
         if evicted:

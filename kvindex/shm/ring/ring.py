@@ -224,6 +224,7 @@ class ShmRingBuffer:
         return layout.n_reader, layout.max_chunk_bytes, layout.max_chunks, self.name
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The name, not the memory: what unpickles it attaches to the same ring.
         return type(self), self.handle()
 
     @contextmanager
@@ -253,6 +254,7 @@ class ShmRingBuffer:
         segment = self._attached()
         if not self.is_maker:  # in a forked child, too: its parent still writes
             raise SegmentError(f"only the maker of ring {self.name} writes to it")
+        # Late, so that all this can be imported where the native module is missing.
         from kvindex.wire._native import RingWriter
 
         return RingWriter(segment.memory, *self._geometry)

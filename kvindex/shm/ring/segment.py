@@ -181,6 +181,8 @@ class Segment:
 
     def _disown(self) -> None:
         """In a forked child: mapping and locks belong to the parent."""
+        # No lock is waited for: a thread that the child does not have may hold it for ever. The
+        # locks' descriptor is closed, or the child would keep its parent alive for the others.
         if self._finalizer.detach() is not None:
             self.inherited = True
             self._locks.disown()
