@@ -131,7 +131,8 @@ def open_sockets(
             return PublisherSockets(pub, None)
         replay_endpoint = offset_endpoint(config.replay_endpoint, rank)
         router = _open(context, zmq.ROUTER, replay_endpoint, curve, opened)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # no room and no peer become errors, not loss
+        # Without it a reply for which there is no room, or no peer, would be dropped silently.
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         _attach(router, replay_endpoint, True, "replay", rank)
         return PublisherSockets(pub, router)
     except BaseException:
@@ -152,6 +153,7 @@ def _open(
     except zmq.ZMQError as error:
         raise ConfigurationError(f"no socket for {endpoint}: {error}") from error
     opened.append(socket)
+    # Before it is bound: it holds for connections made later only.
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_INBOUND_BYTES)
     if "[" in endpoint or "::" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)

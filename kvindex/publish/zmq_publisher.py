@@ -134,6 +134,7 @@ class ZmqEventPublisher(EventPublisher):
                 f"curve must be the publisher's own key pair, Curve.generate(), not {curve!r}"
             )
         self._dialect = dialect_named(dialect) if isinstance(dialect, str) else dialect or LATEST
+        # Checked as a configuration is, whoever calls: the engines' factories pass plain values.
         config = KVEventsConfig(
             publisher="zmq",
             endpoint=endpoint,

@@ -126,6 +126,7 @@ class PagedCache:
         """
         links = self._chain(token_ids, **keys).links
         blocks = self._leading(links)
+        # A block on both media counts for each.
         places = {
             self._announcer.gpu: sum(self._pool.find(0, x) is not None for x in links[:blocks]),
             self._announcer.cpu: sum(self._cpu.has(0, x) for x in links[:blocks]),
@@ -227,6 +228,7 @@ class PagedCache:
         if running.finished:
             raise ClosedError("the request is finished; begin another")
         total = len(running.chain.token_ids) + len(token_ids)
+        # Checked before anything changes: an engine would preempt a request, which has no events.
         needed = sum(self._blocks(total) - len(table) for table in running.tables)
         if needed > self._pool.free:
             raise self._full(needed, self._pool.free)
@@ -325,6 +327,7 @@ class PagedCache:
         for group in range(len(self.options.groups)):
             first = self._first_needed(group, hit)
             copies = [self._pool.find(group, link) for link in chain.links[first:hit]]
+            # Hit blocks in the free queue leave it: they are free now, and cannot be allocated.
             on_gpu = [block for block in copies if block is not None]
             needed += self._blocks(tokens) - first - len(on_gpu)
             reused += sum(self._pool.is_free(block) for block in on_gpu)
@@ -360,6 +363,7 @@ class PagedCache:
         loads: list[list[int]] = []
         for group, table in enumerate(running.tables):
             first = self._first_needed(group, hit)
+            # Before its window a group holds nothing: vLLM puts a null block there.
             table.extend([None] * first)
             for link in running.chain.links[first:hit]:
                 block = self._pool.find(group, link)

@@ -93,6 +93,7 @@ class FakeEngine:
     ) -> None:
         self.rank = Rank(worker, dp_rank)
         self.dialect = dialect_named(dialect) if isinstance(dialect, str) else dialect
+        # Before any socket is opened: a cache that the dialect cannot express is refused.
         options = _habits(self.dialect) if options is None else options
         _check(self.dialect, options, cpu_blocks)
         vllm = self.dialect.engine == "vllm"
@@ -211,6 +212,7 @@ class FakeEngine:
 
     def flush(self) -> EventBatch | None:
         """Publish the events that wait as one batch and return it; None if there are none."""
+        # Under the lock: batches are published in the order in which the cache changed.
         with self._lock:
             self._check_open()
             events = self._cache.take_events()

@@ -289,6 +289,7 @@ class Routes:
         # One at a time over all ranks: whose turn it is, and what a test expects of it, stay exact.
         with self._lock:
             named = prompt.dp_rank if self.options.keeps_rank else None
+            # In turn, so that a test knows which rank is next.
             rank = next(self._turns) if named is None else named
             if rank not in self.ranks:
                 raise RequestError(400, f"there is no data-parallel rank {rank}")
@@ -373,6 +374,7 @@ class Routes:
         self, engine: FakeEngine, prompt: Completion, lora: str | None, tokens: list[int]
     ) -> Served:
         length = len(prompt.token_ids)
+        # Without caching nothing is stored, and so no event is published either.
         if not self.options.prefix_caching:
             return Served(prompt_tokens=length, hit_tokens=0, new_tokens=len(tokens))
         try:
@@ -402,6 +404,7 @@ class Routes:
         reported = self._usage([served for served, _ in results], many)
         if body.get("stream"):
             options = body.get("stream_options")
+            # Without `include_usage` a stream has none, as in the engines.
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
             return Streamed(results, chat, prompts[0].model, usage, reported)
         choices = []

@@ -98,6 +98,7 @@ def tokenized(body: Mapping[str, Any]) -> list[int]:
 
 def new_tokens(prompt: Completion) -> list[int]:
     """Return what is generated: lower-case letters that the prompt alone decides."""
+    # The same in each process: Python's own hash of a text would not be.
     seed = zlib.crc32(repr(prompt.token_ids).encode())
     return [ord("a") + (seed + 7 * step) % 26 for step in range(prompt.max_tokens)]
 

@@ -156,6 +156,7 @@ class Server:
         self.socket.setblocking(False)
         # Accepted sockets inherit it: each token is sent at once.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A loop of its own, on a thread of its own: tests call from loops that they block.
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
@@ -165,7 +166,8 @@ class Server:
 
     def close(self) -> None:
         """Cut all connections, and end the thread. Idempotent."""
-        with suppress(RuntimeError):  # the thread has closed its loop already
+        # A second call finds the thread's loop closed.
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
@@ -197,6 +199,7 @@ class Server:
 
     async def _converse(self, connection: socket.socket) -> None:
         """Answer one connection's requests. The task ends when the connection does."""
+        # A head beyond the limit ends the connection, as one that never ends must.
         reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_HEAD)
         try:
             while await self._exchange(reader, writer):
@@ -273,7 +276,8 @@ class Server:
         self.counters["open"] += 1
         # Engines abort a request whose client has left, and free its blocks.
         sending = asyncio.ensure_future(self._send(answer, faults, writer))
-        leaving = asyncio.ensure_future(reader.read(1))  # no client sends a second request now
+        # No client sends a second request now: what can be read is its leaving.
+        leaving = asyncio.ensure_future(reader.read(1))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -282,6 +286,7 @@ class Server:
             return False
         finally:
             self.counters["open"] -= 1
+            # Both, whichever ended first: a task that is only forgotten logs an error later.
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
@@ -306,6 +311,7 @@ class Server:
                 await writer.drain()
             if sent:  # before the first, `ttft` was waited
                 await asyncio.sleep(faults.gap)
+            # Each by itself, as engines send them.
             writer.write(_chunk(event))
             await writer.drain()
             self.counters["generated"] += 1

@@ -72,6 +72,7 @@ class FaultyLink:
         self._replay = Lane("replay", faults.replay, random=rng, counters=self._counters)
         self._clock = clock
         self._target = (target_endpoint, target_replay_endpoint)
+        # Held while the link lives: `heal` must find the ports that subscribers know.
         self._holders: list[socket.socket] = []
         self.endpoint = self._reserve()
         self.replay_endpoint = None if target_replay_endpoint is None else self._reserve()
@@ -88,6 +89,7 @@ class FaultyLink:
         self._close_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvindex-faulty-link", daemon=True)
         self._thread.start()
+        # ZeroMQ's sockets belong to the thread that opens them.
         try:
             self._call(self._open)
         except BaseException:
@@ -147,6 +149,7 @@ class FaultyLink:
 
     def close(self) -> None:
         """Close all sockets and end the thread. Idempotent."""
+        # A second caller waits until the first is done: then the ports are free for both.
         with self._close_lock:
             self._closing = True
             self._waker.wake()
@@ -237,6 +240,7 @@ class FaultyLink:
         return math.ceil(wait * 1000)
 
     def _relay(self, wires: _Wires, ready: set[object]) -> None:
+        # Subscriptions first: the publisher hears of them before more is read from it.
         if wires.xpub in ready:
             for (frame,) in _drain(wires.xpub):
                 # Remembered: after `retarget` the new publisher must hear of them too.
@@ -255,7 +259,7 @@ class FaultyLink:
                     self._counters["replay.silenced"] += 1
                 elif (dealer := wires.dealer(identity, self._target[1])) is not None:
                     dealer.send_multipart(request, flags=zmq.DONTWAIT)
-        for identity, dealer in list(wires.dealers.items()):
+        for identity, dealer in wires.dealers.items():
             if dealer in ready:
                 for reply in _drain(dealer):
                     if self._silent:
@@ -333,6 +337,7 @@ class _Wires:
         if target is None:
             return None
         if identity not in self.dealers:
+            # Clients come again under a new identity, and none says that it goes.
             if len(self.dealers) >= _MAX_CLIENTS:
                 self._drop(self.dealers.popitem(last=False)[1])
             self.dealers[identity] = self._connected(zmq.DEALER, target)
@@ -345,7 +350,8 @@ class _Wires:
         self.dealers.clear()
 
     def retarget(self, target: str, topics: set[bytes]) -> None:
-        fresh = self._connected(zmq.XSUB, target)  # first: if it fails, the old one stays
+        # First, so that the old one stays if it fails.
+        fresh = self._connected(zmq.XSUB, target)
         self._drop(self.xsub)
         self.xsub = fresh
         self.drop_dealers()

@@ -20,6 +20,7 @@ def reserve_port(host: str = "127.0.0.1", port: int = 0) -> tuple[socket.socket,
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
+        # Both sides must set it for the other to bind beside this one.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))
         return holder, int(holder.getsockname()[1])
@@ -64,6 +65,7 @@ class Outlet:
                 **self._knobs,
             )
         except BaseException:
+            # Else the ports and the context would stay with an engine that was never made.
             self._context.term()
             self.forget_ports()
             raise
@@ -98,4 +100,5 @@ class Outlet:
         except OSError as error:
             raise ConfigurationError(f"no port can be had for {endpoint!r}: {error}") from error
         self._holders.append(holder)
+        # The publisher adds its rank, as the engines' do.
         return f"{address}:{number - self._dp_rank}"

@@ -111,6 +111,7 @@ class Workload:
         for _ in range(self._requests):
             again = self._again(rng, sent)
             request = again or self._turn(rng, self._conversation(rng, systems, conversations))
+            # Not what was sent again: it would crowd out what was sent first.
             if not again:
                 sent.append(request)
             yield request
