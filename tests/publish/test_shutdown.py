@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -13,7 +11,7 @@ import zmq
 from kvindex.publish import ZmqEventPublisher
 from kvindex.wire import decode_batch
 from kvindex.wire.errors import ClosedError, ConfigurationError
-from tests.children import ended_after
+from tests.children import Program
 from tests.live import PATIENCE, until
 from tests.publish.publish_peers import ANY_PORT, Context, Live, Peers, batch, publish_many
 
@@ -138,27 +136,19 @@ def test_a_publisher_that_waits_for_room_is_released_by_shutdown(peers: Peers) -
 
 
 def test_batches_of_the_last_moment_leave_at_exit(peers: Peers) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PUBLISH_AND_END],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process, ended_after(process):
+    with Program("-c", PUBLISH_AND_END) as program:
         live = Live(peers.context, None)
         live.socket.set_hwm(10)  # so that much is still on its way when the process ends
-        live.socket.connect(process.stdout.readline().strip())
+        live.socket.connect(program.line().strip())
         until = time.monotonic() + PATIENCE
         while not live.socket.poll(5):
             assert time.monotonic() < until, "the subscription did not reach the publisher"
-            print(file=process.stdin, flush=True)
-        print("end", file=process.stdin, flush=True)
+            program.tell()
+        program.tell("end")
         frames = [live.receive()]
         while decode_batch(frames[-1].payload).ts < 1500.0:
             frames.append(live.receive())
-        assert process.wait(PATIENCE) == 0
+        assert program.process.wait(PATIENCE) == 0
     assert len(frames) >= 1500
     assert [frame.seq for frame in frames] == list(range(frames[0].seq, frames[-1].seq + 1))
 

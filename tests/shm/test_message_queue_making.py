@@ -279,20 +279,16 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 @pytest.mark.parametrize(
-    ("script", "backend", "printed"),
+    ("script", "printed"),
     [
-        (FORKED, "python", "refused 12\nstill there True before\nthe death is reported\n"),
-        (FORKED, "", "refused 12\nstill there True before\nthe death is reported\n"),
-        (FORKED_REMOTE, "", "7\n"),
+        (FORKED, "refused 12\nstill there True before\nthe death is reported\n"),
+        (FORKED_REMOTE, "7\n"),
     ],
-    ids=["here, python", "here, native", "elsewhere"],
+    ids=["here", "elsewhere"],
 )
-def test_a_forked_child_has_no_part_in_its_parents_queue(
-    script: str, backend: str, printed: str
-) -> None:
+def test_a_forked_child_has_no_part_in_its_parents_queue(script: str, printed: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
-        env=os.environ | {"KVINDEX_BACKEND": backend},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -68,26 +68,6 @@ def test_pieces_fit_chunks_and_become_the_message_again(
     assert assembly.given_up == 0
 
 
-def test_a_message_that_was_given_up_is_not_seen_and_counted() -> None:
-    assembly = Assembly(MOST)
-    assert assembly.add(RAW | MORE, first(20, b"begun")) is None
-    assert assembly.add(RAW | MORE | CONTINUED, b"more") is None
-    assert assembly.add(RAW, b"whole") == (RAW, b"whole")
-    assert assembly.given_up == 1
-    assert assembly.add(RAW | MORE, first(4, b"ab")) is None
-    assert assembly.add(RAW | MORE, first(4, b"cd")) is None
-    assert assembly.add(RAW | CONTINUED, b"ef") == (RAW, b"cdef")
-    assert assembly.given_up == 2
-
-
-def test_the_rest_of_a_message_from_before_the_reader_came_is_passed_over() -> None:
-    assembly = Assembly(MOST)
-    assert assembly.add(RAW | MORE | CONTINUED, b"middle") is None
-    assert assembly.add(RAW | CONTINUED, b"end") is None
-    assert assembly.add(RAW, b"whole") == (RAW, b"whole")
-    assert assembly.given_up == 0
-
-
 @pytest.mark.parametrize("total", [0, 2, 3, MOST + 1, 2**32, 2**63, 2**64 - 1])
 def test_an_impossible_length_is_refused_before_memory_is_taken(total: int) -> None:
     assembly = Assembly(MOST)
@@ -197,12 +177,6 @@ def test_buffers_of_other_shapes_are_bytes() -> None:
 def test_impossible_buffers_are_refused(body: bytes) -> None:
     with pytest.raises(DecodeError):
         decode(BUFFERS, body, MsgpackCodec())
-
-
-@pytest.mark.parametrize("kind", [3, 15, 0x40, 0xFF, 2**31])
-def test_an_unknown_kind_is_refused(kind: int) -> None:
-    with pytest.raises(DecodeError, match=f"unknown kind {kind}"):
-        decode(kind, b"x", MsgpackCodec())
 
 
 # Codecs --------------------------------------------------------------------------------------

@@ -115,24 +115,6 @@ def window_of(*, messages: int = 8, size: int = 1000, first: int = 0) -> SendWin
     return window
 
 
-@pytest.mark.parametrize(
-    ("messages", "size", "sent", "admitted", "refused"),
-    [(3, 1000, [1, 1, 1], None, 0), (100, 100, [60], 40, 41), (4, 100, [10_000], None, 0)],
-    ids=["messages", "bytes", "a message larger than the window goes alone"],
-)
-def test_a_window_admits_so_much(
-    messages: int, size: int, sent: list[int], admitted: int | None, refused: int
-) -> None:
-    window = window_of(messages=messages, size=size)
-    for each in sent:
-        assert window.admits(each)
-        window.record(each)
-    assert admitted is None or window.admits(admitted)
-    assert not window.admits(refused)
-    assert window.acknowledge(0, 1)
-    assert window.admits(sent[0])
-
-
 @pytest.mark.parametrize("next_seq", [106, 101, -1, 2**64 - 1])
 def test_an_impossible_acknowledgement_changes_nothing(next_seq: int) -> None:
     window = window_of(first=100)

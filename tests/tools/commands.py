@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
 from kvindex.testing import FakeEngine, FaultyLink
-from tests.children import ended_after
+from tests.children import ENVIRONMENT, Program
 from tests.live import PATIENCE
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 PROMPT = list(range(100))
 NOBODY = ("--worker", "a=tcp://127.0.0.1:1")
 
@@ -42,35 +37,25 @@ def at(source: FakeEngine | FaultyLink, name: str = "vllm-0") -> tuple[str, str]
     return "--worker", f"{name}={source.endpoint},replay={source.replay_endpoint}"
 
 
-@contextlib.contextmanager
-def started(*argv: str, code: Sequence[str] = ("-m", "kvindex")) -> Iterator[Running]:
+def started(*argv: str, code: Sequence[str] = ("-m", "kvindex")) -> Running:
     """Run a command as a process of its own, ended by the test's end."""
-    process = subprocess.Popen(
-        [sys.executable, *code, *argv],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
-    with ended_after(process):
-        yield Running(process)
+    return Running(*code, *argv, stdin=subprocess.DEVNULL)
 
 
-class Running:
+class Running(Program):
     """A command that runs in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.process = process
-        self.out: IO[str] = process.stdout
-        self.err: IO[str] = process.stderr
+    def __init__(self, *command: str, **options: Any) -> None:
+        super().__init__(*command, **options)
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.out: IO[str] = self.process.stdout
+        self.err: IO[str] = self.process.stderr
 
     def end(self, number: signal.Signals = signal.SIGINT, code: int = 0) -> Ran:
         """End the command by a signal, Ctrl-C by default."""
         self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=PATIENCE)
+        out, err = self.finish()
         assert "Traceback" not in err
         assert self.process.returncode == code, err
         return Ran(out, err)

@@ -390,12 +390,9 @@ threading.Thread(target=lambda: (reader.dequeue(), reader.dequeue()), daemon=Tru
 
 
 @pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("backend", ["", "python"])
-def test_nothing_is_left_when_a_process_ends(how: str, backend: str) -> None:
-    chosen = {"KVINDEX_BACKEND": backend} if backend else {}
+def test_nothing_is_left_when_a_process_ends(how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", MADE + ENDS[how]],
-        env=os.environ | chosen,
         cwd=ROOT,
         capture_output=True,
         text=True,
