@@ -246,8 +246,8 @@ class Chain:
 
 # Where blocks live -------------------------------------------------------------------------------
 
-Held = tuple[int, Link]
-"""The content of a physical block: (group number, block)."""
+Content = tuple[int, Link]
+"""What a physical block holds: (group number, block)."""
 
 
 class BlockPool:
@@ -255,7 +255,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self._references = [0] * num_blocks
-        self._held: list[Held | None] = [None] * num_blocks
+        self._held: list[Content | None] = [None] * num_blocks
         # What nobody uses keeps its contents, and can be hit until it leaves the queue's head.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._copies: dict[tuple[int, bytes], dict[int, Link]] = {}
@@ -271,7 +271,7 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         return block in self._free
 
-    def allocate(self) -> tuple[int, Held | None]:
+    def allocate(self) -> tuple[int, Content | None]:
         """Return the block free for longest, and what it held until now."""
         block, _ = self._free.popitem(last=False)
         held = self._held[block]
@@ -284,7 +284,7 @@ class BlockPool:
         self._references[block] = 1
         return block, held
 
-    def next_evicted(self) -> Held | None:
+    def next_evicted(self) -> Content | None:
         return self._held[next(iter(self._free))]
 
     def touch(self, block: int) -> None:
@@ -345,7 +345,7 @@ class CpuTier:
         if self.has(group, link):
             self._held.move_to_end((group, link.digest))
 
-    def store(self, group: int, link: Link) -> Held | None:
+    def store(self, group: int, link: Link) -> Content | None:
         """Keep the block; return what had to leave for it."""
         evicted = None
         if len(self._held) >= self._size:

@@ -56,7 +56,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     replay: LaneFaults = LaneFaults()
 
 
-class _Held(msgspec.Struct, order=True):
+class _HeldMessage(msgspec.Struct, order=True):
     due: float
     order: int
     overtakers: int
@@ -84,7 +84,7 @@ class Lane:
         self._random = random
         self._counters = counters
         self._max_held = max_held
-        self._held: list[_Held] = []
+        self._held: list[_HeldMessage] = []
         self._order = 0
         self._to_drop = 0
 
@@ -154,12 +154,12 @@ class Lane:
 
     def _hold(self, frames: Frames, due: float, overtakers: int) -> None:
         self._order += 1
-        heapq.heappush(self._held, _Held(due, self._order, overtakers, frames))
+        heapq.heappush(self._held, _HeldMessage(due, self._order, overtakers, frames))
 
     def _overtaken(self) -> list[Frames]:
         """The held messages that one more message has now overtaken for the last time."""
-        out: list[_Held] = []
-        kept: list[_Held] = []
+        out: list[_HeldMessage] = []
+        kept: list[_HeldMessage] = []
         for held in self._held:
             if held.overtakers > 0:
                 held.overtakers -= 1

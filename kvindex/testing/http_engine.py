@@ -22,7 +22,7 @@ from kvindex.testing.http_requests import (
     text_of,
     tokenized,
 )
-from kvindex.testing.http_server import JSON, HttpFaults, Response, Server, Streamed
+from kvindex.testing.http_server import JSON, EventStream, HttpFaults, Response, Server
 from kvindex.wire.errors import ConfigurationError, KVIndexError, TokenError
 
 EngineKind = Literal["vllm", "sglang"]
@@ -228,7 +228,7 @@ class Routes:
             "/health": lambda: Response(200, b""),
             "/v1/models": lambda: Response.of_json({"object": "list", "data": self._models()}),
         }
-        self._post: dict[str, Callable[[Mapping[str, Any], str], Response | Streamed]] = {
+        self._post: dict[str, Callable[[Mapping[str, Any], str], Response | EventStream]] = {
             "/v1/completions": partial(self._complete, False),
             "/v1/chat/completions": partial(self._complete, True),
             "/tokenize": self._tokenize,
@@ -249,7 +249,7 @@ class Routes:
 
     def answer(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> Response | Streamed:
+    ) -> Response | EventStream:
         try:
             # Who has no key does not learn which routes there are. vLLM guards /v1 alone.
             key = self.options.api_key
@@ -288,9 +288,9 @@ class Routes:
             )
         # One at a time over all ranks: whose turn it is, and what a test expects of it, stay exact.
         with self._lock:
-            named = prompt.dp_rank if self.options.keeps_rank else None
+            asked = prompt.dp_rank if self.options.keeps_rank else None
             # In turn, so that a test knows which rank is next.
-            rank = next(self._turns) if named is None else named
+            rank = next(self._turns) if asked is None else asked
             if rank not in self.ranks:
                 raise RequestError(400, f"there is no data-parallel rank {rank}")
             tokens = new_tokens(prompt)
@@ -394,7 +394,7 @@ class Routes:
             hit = 0
         return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))
 
-    def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response | Streamed:
+    def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response | EventStream:
         # Each choice is served anew, as the engines do: the second hits what the first stored.
         many = body.get("n") or 1
         if not isinstance(many, int) or not 1 <= many <= 128:
@@ -406,7 +406,7 @@ class Routes:
             options = body.get("stream_options")
             # Without `include_usage` a stream has none, as in the engines.
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            return Streamed(results, chat, prompts[0].model, usage, reported)
+            return EventStream(results, chat, prompts[0].model, usage, reported)
         choices = []
         for number, (_, tokens) in enumerate(results):
             text = text_of(tokens)

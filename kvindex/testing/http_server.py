@@ -88,7 +88,7 @@ class Response(msgspec.Struct, frozen=True):
         return cls(error.code, json.dumps({"error": detail}).encode())
 
 
-class Streamed(msgspec.Struct, frozen=True):
+class EventStream(msgspec.Struct, frozen=True):
     """A streamed answer: the prompts' results, and how they are written."""
 
     results: Sequence[tuple[Served, list[int]]]
@@ -142,7 +142,7 @@ def _data(value: object) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-Answering = Callable[[str, str, dict[str, str], bytes], Response | Streamed]
+Answering = Callable[[str, str, dict[str, str], bytes], Response | EventStream]
 
 
 class Server:
@@ -263,7 +263,7 @@ class Server:
 
     async def _stream(
         self,
-        answer: Streamed,
+        answer: EventStream,
         faults: HttpFaults,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -292,7 +292,7 @@ class Server:
             await asyncio.gather(sending, leaving, return_exceptions=True)
 
     async def _send(
-        self, answer: Streamed, faults: HttpFaults, writer: asyncio.StreamWriter
+        self, answer: EventStream, faults: HttpFaults, writer: asyncio.StreamWriter
     ) -> bool:
         if faults.kind == "keep_alive":
             writer.write(_chunk(b": keep-alive\n\n"))

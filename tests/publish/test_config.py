@@ -255,8 +255,10 @@ def test_without_events_the_publisher_does_nothing(config: KVEventsConfig | str 
 
 def test_a_registered_constructor_gets_what_the_engines_would_give_it_and_knobs_if_set() -> None:
     EventPublisherFactory.register_publisher("mine", Recorder)
-    given = created(KVEventsConfig(publisher="mine", topic="kv"), data_parallel_rank=2).arguments
-    assert given == {
+    arguments = created(
+        KVEventsConfig(publisher="mine", topic="kv"), data_parallel_rank=2
+    ).arguments
+    assert arguments == {
         "data_parallel_rank": 2,
         "endpoint": "tcp://*:5557",
         "replay_endpoint": None,
@@ -268,7 +270,7 @@ def test_a_registered_constructor_gets_what_the_engines_would_give_it_and_knobs_
     knobs = {"bind": False, "on_full": "drop", "dialect": "vllm-0.9.0"}
     config = KVEventsConfig(publisher="mine", **knobs)  # type: ignore[arg-type]
     own_name = created(config, attn_dp_rank=4).arguments
-    assert own_name.keys() == given.keys() - {"data_parallel_rank"} | {"attn_dp_rank", *knobs}
+    assert own_name.keys() == arguments.keys() - {"data_parallel_rank"} | {"attn_dp_rank", *knobs}
     assert own_name.items() >= {"attn_dp_rank": 4, **knobs}.items()
 
 

@@ -123,11 +123,11 @@ def test_what_parties_that_were_all_killed_leave_is_removed_by_the_next_to_start
         writer.start("write_on")
         parties = [writer, *readers]
         dice.shuffle(parties)
-        for each in parties:
-            assert isinstance(each, ProcessPeer)
-            each.signal(signal.SIGKILL)
-        for each in parties:
-            each.end()
+        for victim in parties:
+            assert isinstance(victim, ProcessPeer)
+            victim.signal(signal.SIGKILL)
+        for victim in parties:
+            victim.end()
     with MessageQueue(1, 1, None, *RING):
         assert not any(map(is_left, party.handles))
 

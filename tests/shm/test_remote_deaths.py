@@ -15,10 +15,10 @@ from kvindex.shm.remote import RemoteSender
 from kvindex.shm.remote.protocol import (
     VERSION,
     Acknowledgement,
-    Closed,
+    Closing,
     Hello,
     Message,
-    Refused,
+    Refusal,
     Welcome,
     decode,
     encode,
@@ -162,7 +162,7 @@ def test_garbage_from_strangers_is_counted_and_harms_nobody(remote: RemoteQueue)
     serve_until(sender, refused=7)
     assert stranger.poll(MILLISECONDS)
     answer = decode(stranger.recv())
-    assert answer == Refused(f"the writer speaks version {VERSION}, the reader 99")
+    assert answer == Refusal(f"the writer speaks version {VERSION}, the reader 99")
     stranger.send(bytes(1 << 20))  # more than ZeroMQ takes there: it closes the connection
     host, port = sender.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), PATIENCE) as web:
@@ -198,14 +198,14 @@ HEADER = encode(Message(6, BUFFERS, []))
     [
         ([WELCOME, FIRST, [small(7, b"c")]], WriterDiedError, "message 7 came, but 6 was next"),
         ([WELCOME, FIRST, FIRST], WriterDiedError, "message 5 came, but 6 was next"),
-        ([WELCOME, FIRST, [encode(Closed(9))]], WriterDiedError, "message 6 is missing"),
+        ([WELCOME, FIRST, [encode(Closing(9))]], WriterDiedError, "message 6 is missing"),
         ([WELCOME, FIRST, WELCOME], WriterDiedError, "an unexpected Welcome"),
         ([WELCOME, FIRST, [b"HTTP/1.1 200 OK"]], WriterDiedError, "no packet of this protocol"),
         ([WELCOME, FIRST, [HEADER]], WriterDiedError, "a message without frames"),
         ([WELCOME, FIRST, [HEADER, bytes(9), bytes(9)]], WriterDiedError, "18 bytes"),
         ([WELCOME, FIRST, [small(6, bytes(11))]], WriterDiedError, "11 bytes"),
         ([FIRST], WriterDiedError, "an unexpected Message"),
-        ([[encode(Refused("it has version 9"))]], ConfigurationError, "it has version 9"),
+        ([[encode(Refusal("it has version 9"))]], ConfigurationError, "it has version 9"),
     ],
 )
 def test_a_writer_that_skips_or_lies_is_reported_each_time(

@@ -15,7 +15,7 @@ import pytest
 from kvindex.shm import Handle, MessageQueue, Waiting
 from kvindex.shm.codec import BUFFERS
 from kvindex.shm.remote import RemoteReader, RemoteSender
-from kvindex.shm.remote.protocol import Acknowledgement, Closed, Message, encode
+from kvindex.shm.remote.protocol import Acknowledgement, Closing, Message, encode
 from kvindex.shm.remote.sender import SendWindow
 from kvindex.shm.ring import RingSender
 from kvindex.wire.curve import Curve
@@ -124,7 +124,7 @@ def test_the_farewell_behind_the_last_message_keeps_nobody_waiting(remote: Remot
     impostor.welcome(ready=False)
     impostor.send(small(0, b"last"))
     reader.wait_ready(PATIENCE)  # has the message now
-    impostor.send(encode(Closed(1)))
+    impostor.send(encode(Closing(1)))
     wait_until(lambda: has_packets(reader), "the farewell waits")
     assert received(reader) == [b"last"]
     assert impostor.receive() == encode(Acknowledgement(1))

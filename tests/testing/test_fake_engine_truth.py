@@ -231,9 +231,9 @@ def test_the_index_answers_as_the_cache_does(engine: dict[str, Any], seed: int) 
     for request in requests:
         index.apply(fake.rank, encode_batch(EventBatch(1.0, [*fake.events], 0), fake.dialect))
         asked = rng.choice(requests)
-        found = fake.lookup(asked.token_ids, lora=asked.lora, salt=asked.salt).tokens
+        tokens = fake.lookup(asked.token_ids, lora=asked.lora, salt=asked.salt).tokens
         match = index.match(list(asked.token_ids), lora=asked.lora, salt=asked.salt)
-        assert match[fake.rank].tokens == found
-        longest = max(longest, found)
+        assert match[fake.rank].tokens == tokens
+        longest = max(longest, tokens)
         fake.run([request])
     assert longest > 100

@@ -1,6 +1,6 @@
 """What both ends of a queue over TCP share: their packets, a socket, its one user, and its waits.
 
-A reader sends `Hello`. The writer answers `Welcome` or `Refused`. Then the writer sends messages,
+A reader sends `Hello`. The writer answers `Welcome` or `Refusal`. Then the writer sends messages,
 and the reader acknowledges them. Each packet is a msgpack array in one ZeroMQ part. Only the frames
 of a large message follow as parts of their own, so that they are not copied into an array.
 
@@ -84,7 +84,8 @@ class Welcome(Packet):
     ready: bool
 
 
-class Refused(Packet):
+# Tags are names on the wire, and stay those of version 1.
+class Refusal(Packet, tag="Refused"):
     """The writer does not admit a reader."""
 
     reason: Annotated[str, msgspec.Meta(max_length=500)]
@@ -96,11 +97,11 @@ class Probe(Packet):
     ready: bool
 
 
-class Evicted(Packet):
+class Eviction(Packet, tag="Evicted"):
     """The writer removed this reader from the queue."""
 
 
-class Closed(Packet):
+class Closing(Packet, tag="Closed"):
     """The writer closed the queue: the message before this seq was the last."""
 
     next_seq: int
@@ -118,7 +119,7 @@ encode = msgspec.msgpack.Encoder().encode
 """Return a packet as the bytes of its part."""
 
 _AnyPacket: TypeAlias = (
-    Hello | Acknowledgement | Bye | Welcome | Refused | Probe | Evicted | Closed | Message
+    Hello | Acknowledgement | Bye | Welcome | Refusal | Probe | Eviction | Closing | Message
 )
 _decoder: msgspec.msgpack.Decoder[Packet] = msgspec.msgpack.Decoder(_AnyPacket)
 

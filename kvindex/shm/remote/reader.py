@@ -190,11 +190,11 @@ class RemoteReader(RemoteEnd):
                 self._obstacle = "other readers to join"
             case protocol.Probe():
                 self._ready |= packet.ready
-            case protocol.Refused():
+            case protocol.Refusal():
                 raise ConfigurationError(f"the writer at {self._address} refused: {packet.reason}")
-            case protocol.Evicted():
+            case protocol.Eviction():
                 raise ReaderEvictedError(f"the writer removed reader {self._rank}: attach again")
-            case protocol.Closed():
+            case protocol.Closing():
                 if self._next_seq not in (None, packet.next_seq):
                     raise self._broken(f"closed, but message {self._next_seq} is missing")
                 self._send(protocol.Bye())

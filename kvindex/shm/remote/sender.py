@@ -19,7 +19,7 @@ from kvindex.shm.remote.protocol import (
     Bye,
     Hello,
     Message,
-    Refused,
+    Refusal,
     RemoteEnd,
     encode,
 )
@@ -154,7 +154,7 @@ class RemoteSender(RemoteEnd):
         with self._one_user():
             routing_id = {value: key for key, value in self._ranks.items()}.get(rank)
             if routing_id is not None:
-                self._transmit(routing_id, protocol.Evicted())
+                self._transmit(routing_id, protocol.Eviction())
                 self._remove(routing_id, "evicted")
             return routing_id is not None
 
@@ -182,7 +182,7 @@ class RemoteSender(RemoteEnd):
         """
         try:
             if not self._interrupted:  # else no reader may take what it has for the whole
-                self._send_to_all(protocol.Closed(self._window.next_seq))
+                self._send_to_all(protocol.Closing(self._window.next_seq))
                 self._wait_until(lambda: not self._window.unread, self._linger)
         except QueueTimeoutError:
             for rank in self.connected:
@@ -315,9 +315,9 @@ class RemoteSender(RemoteEnd):
         del self._hellos[routing_id]
         if reason is not None:
             self._refuse(reason)
-            self._transmit(routing_id, Refused(reason))
+            self._transmit(routing_id, Refusal(reason))
         elif self._closed:
-            self._transmit(routing_id, protocol.Closed(self._window.next_seq))
+            self._transmit(routing_id, protocol.Closing(self._window.next_seq))
         else:
             # Sent in part, or sent and not counted, the reader would be in the queue and not in the
             # window: an interrupt here ends the queue.
