@@ -116,10 +116,19 @@ def caught_up(client: Client, *engines: FakeEngine, timeout: float = PATIENCE) -
     assert within(timeout, look, reached), explain(client, last)
 
 
+@contextmanager
+def followed(
+    *engines: FakeEngine, via: FaultyLink | None = None, **options: Any
+) -> Iterator[Client]:
+    """A client that has caught up with engines, or with one behind a link."""
+    with client_of(*(worker_of(engine, via) for engine in engines), **options) as client:
+        caught_up(client, *engines)
+        yield client
+
+
 def save_of(*engines: FakeEngine, path: Path, **options: Any) -> None:
     """Have a first process catch up with the engines, save, and end."""
-    with client_of(*(worker_of(engine) for engine in engines), **options) as client:
-        caught_up(client, *engines)
+    with followed(*engines, **options) as client:
         assert client.save(path) == client.ranks
 
 

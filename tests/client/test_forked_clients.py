@@ -25,7 +25,7 @@ from kvindex.subscribe import Subscriber
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.testing import FakeEngine
 from tests.children import in_child
-from tests.live import PATIENCE, caught_up, client_of, until, worker_of
+from tests.live import PATIENCE, caught_up, client_of, followed, until, worker_of
 
 pytestmark = pytest.mark.e2e
 
@@ -108,8 +108,7 @@ class Held:
 
 
 def test_a_child_needs_no_lock_that_a_thread_of_its_parent_held() -> None:
-    with FakeEngine("a") as engine, client_of(worker_of(engine)) as client:
-        caught_up(client, engine)
+    with FakeEngine("a") as engine, followed(engine) as client:
         with Held(client):
             assert in_child(lambda: check_closed(client, engine.rank)) == 0
 

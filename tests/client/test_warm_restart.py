@@ -32,6 +32,7 @@ from tests.live import (
     assert_true,
     caught_up,
     client_of,
+    followed,
     link_to,
     resident,
     save_of,
@@ -80,8 +81,7 @@ def test_what_no_buffer_has_any_more_is_still_known(path: Path, resume: Resume) 
             caught_up(client, engine)
             assert client.status(RANK).complete
             assert_true(client, engine, prompts=PROMPTS)
-        with client_of(worker_of(engine)) as client:
-            caught_up(client, engine)
+        with followed(engine) as client:
             assert not client.status(RANK).complete, "a cold start has but the buffer"
 
 

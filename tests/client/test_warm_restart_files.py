@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
 from kvindex.subscribe import Subscriber
 from kvindex.testing import FakeEngine
 from kvindex.wire.errors import SnapshotError
-from tests.children import ended_after
+from tests.children import ENVIRONMENT, Program
 from tests.client.conftest import RANK, Resume, replayed, resumed
 from tests.live import (
     BEFORE,
@@ -35,6 +32,7 @@ from tests.live import (
     assert_true,
     caught_up,
     client_of,
+    followed,
     save_of,
     wait_status,
     worker_of,
@@ -101,8 +99,7 @@ def test_a_cursor_that_cannot_be_read_is_a_restart(
 def test_a_file_without_positions_is_of_no_use_and_counted(path: Path, resume: Resume) -> None:
     with FakeEngine("engine") as engine:
         engine.run(BEFORE)
-        with client_of(worker_of(engine)) as client:
-            caught_up(client, engine)
+        with followed(engine) as client:
             client.index.save(path)  # not `Client.save`
         with resume(worker_of(engine)) as client:
             caught_up(client, engine)
@@ -167,19 +164,18 @@ client.save(path)
 """
 
 
-def child(path: Path, mode: str, engine: FakeEngine) -> subprocess.Popen[str]:
+def child(path: Path, mode: str, engine: FakeEngine) -> Program:
     last = str(engine.published - 1)
     argv = [str(path), mode, engine.endpoint, engine.replay_endpoint or "", last]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "12345"}
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, *argv], stdout=subprocess.PIPE, text=True, env=env
-    )
+    env = {**ENVIRONMENT, "PYTHONHASHSEED": "12345"}
+    return Program("-c", CHILD, *argv, stderr=None, env=env)
 
 
 def test_fingerprints_mean_the_same_in_another_process(engine: FakeEngine, path: Path) -> None:
     saved = engine.published
     engine.run(MEANWHILE)
-    out, _ = child(path, "report", engine).communicate(timeout=PATIENCE)
+    with child(path, "report", engine) as process:
+        out, _ = process.finish()
     counters = json.loads(out)
     assert counters["replayed"] == engine.published - saved
     assert "restarts" not in counters
@@ -190,10 +186,8 @@ def test_a_process_killed_while_it_saves_leaves_the_old_file_whole(
 ) -> None:
     before = path.read_bytes()
     engine.run(MEANWHILE)
-    process = child(path, "save", engine)
-    assert process.stdout is not None
-    with process.stdout as stdout, ended_after(process):
-        assert stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(PATIENCE) == -signal.SIGKILL
+    with child(path, "save", engine) as process:
+        assert process.line() == "writing\n"
+        process.process.send_signal(signal.SIGKILL)
+        assert process.process.wait(PATIENCE) == -signal.SIGKILL
     assert path.read_bytes() == before

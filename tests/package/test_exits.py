@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvindex.replicas import FanOut
 from kvindex.testing import FakeEngine
-from tests.children import ended_after
+from tests.children import Program
 from tests.live import PATIENCE, caught_up, worker_of
 from tests.native_ring import needs_ring
 from tests.publish.publish_peers import wait_until
@@ -41,20 +39,11 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@contextmanager
-def joined(code: str, path: str) -> Iterator[subprocess.Popen[str]]:
+def joined(code: str, path: str) -> Program:
     """A process whose replica has joined; the code says "joined" first."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", JOIN + code, path]
-    with (
-        subprocess.Popen(
-            command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
-        ) as process,
-        ended_after(process),
-    ):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "joined\n"
-        yield process
+    process = Program("-c", JOIN + code, path)
+    assert process.line() == "joined\n"
+    return process
 
 
 @needs_ring
@@ -91,10 +80,9 @@ def test_a_replica_that_joined_anew_leaves_when_its_process_ends(
         with joined(AGAIN, path) as process:
             server.close()
             server = FanOut((), path)
-            assert process.stdout is not None
-            assert process.stdout.readline() == "again\n"
+            assert process.line() == "again\n"
             wait_until(lambda: server.statistics()["joined"] == 1, "the replica has joined anew")
-            process.communicate("\n", timeout=PATIENCE)
+            process.finish("\n")
         wait_until(lambda: server.statistics()["left"] == 1, "the replica has left")
         assert server.statistics()["died"] == 0
         server._outflow.send(b"to whom it may concern")
@@ -134,8 +122,8 @@ def test_a_replica_is_collected_inside_a_lock_that_its_thread_wants(tmp_path: Pa
     with FanOut((), path) as server:
         with joined(COLLECTED, path) as process:
             server.close()
-            out, err = process.communicate(timeout=PATIENCE)
-        assert (process.returncode, out) == (0, "fine\n"), err
+            out, err = process.finish()
+        assert (process.process.returncode, out) == (0, "fine\n"), err
 
 
 @needs_ring

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvindex.replicas import join
 from kvindex.testing import FakeEngine, Workload
-from tests.children import ended_after
+from tests.children import Program
 from tests.live import PATIENCE, caught_up, until
 from tests.native_ring import needs_ring
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
-ROOT = Path(__file__).parents[3]
 SERVE = """
 import os, sys
 from kvindex import Worker
@@ -36,21 +31,11 @@ ENDINGS = {
 }
 
 
-@contextmanager
-def serving(path: str, engine: FakeEngine, then: str) -> Iterator[subprocess.Popen[str]]:
+def serving(path: str, engine: FakeEngine, then: str) -> Program:
     """A process that serves until it is sent a line, and then does something."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE + then, path, engine.endpoint, str(engine.replay_endpoint)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with ended_after(process):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        yield process
+    process = Program("-c", SERVE + then, path, engine.endpoint, str(engine.replay_endpoint))
+    assert process.line() == "up\n"
+    return process
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -61,8 +46,8 @@ def test_it_ends_quietly_and_replicas_are_told(ending: str, tmp_path: Path) -> N
         with join(path, PATIENCE) as replica:
             engine.run(Workload(20, seed=1))
             caught_up(replica, engine)  # type: ignore[arg-type]  # it has what that asks
-            _, err = process.communicate("\n", timeout=PATIENCE)
-            assert process.returncode == code, err
+            _, err = process.finish("\n")
+            assert process.process.returncode == code, err
             assert err.count("Traceback") == bool(last), err
             assert (err.splitlines() or [""])[-1].startswith(last)
             until(replica.statuses, lambda _: bool(replica.statistics()["replica"]["rejoins"]))
@@ -80,13 +65,10 @@ print(os.waitpid(pid, 0)[1], flush=True)
 sys.stdin.readline()
 """
     with FakeEngine("a") as engine, serving(str(path), engine, then) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "0\n"
+        process.tell()
+        assert process.line() == "0\n"
         with join(path, PATIENCE) as replica:
             engine.run(Workload(20, seed=1))
             caught_up(replica, engine)  # type: ignore[arg-type]
-        _, err = process.communicate("\n", timeout=PATIENCE)
-        assert (process.returncode, err) == (0, "")
+        _, err = process.finish("\n")
+        assert (process.process.returncode, err) == (0, "")

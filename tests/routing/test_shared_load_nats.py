@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from kvindex.routing import Booking, Router, SharedLoad, shared_load
 from kvindex.wire.nats import open_connection, parse_pool
-from tests.children import ended_after
+from tests.children import Program
 from tests.live import until
 from tests.nats_server import NatsServer
 from tests.routing.fleet import PROMPT, router_of
@@ -102,13 +100,9 @@ sys.stdin.read()
 def test_the_load_of_a_gateway_that_was_killed_counts_no_more(server: NatsServer) -> None:
     with shared(server) as loads:
         router = router_of("a", loads=loads)
-        command = [sys.executable, "-c", GATEWAY, server.url]
-        gateway = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        with ended_after(gateway):
+        with Program("-c", GATEWAY, server.url, stderr=None) as gateway:
             until(lambda: open_requests(router) == 1)
-            os.kill(gateway.pid, signal.SIGKILL)
+            os.kill(gateway.process.pid, signal.SIGKILL)
             until(lambda: open_requests(router) == 0)
         until(lambda: router.statistics()["load"]["gateways"] == 0)
 

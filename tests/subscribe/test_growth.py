@@ -21,6 +21,7 @@ from tests.live import (
     assert_true,
     caught_up,
     client_of,
+    followed,
     until,
     wait_status,
     worker_of,
@@ -57,8 +58,7 @@ def named_publisher(client: Client, port: int, dp_rank: int) -> Iterator[ZmqEven
 def test_a_worker_gets_a_further_rank_and_loses_one_while_the_other_runs_on(
     first: FakeEngine, second: FakeEngine
 ) -> None:
-    with client_of(worker_of(first)) as client:
-        caught_up(client, first)
+    with followed(first) as client:
         client.add(worker_of(second))
         caught_up(client, first, second)
         assert_true(client, first, second)

@@ -11,6 +11,7 @@ from tests.live import (
     assert_true,
     caught_up,
     client_of,
+    followed,
     link_to,
     wait_counter,
     wait_status,
@@ -82,8 +83,7 @@ def test_replay_buffer_wrapped_before_we_join_gives_a_partial_but_true_index() -
             engine.serve(prompt(number))
         with client_of(worker_of(engine)) as earlier:  # it has seen all: the buffer has wrapped
             caught_up(earlier, engine)
-        with client_of(worker_of(engine)) as client:
-            caught_up(client, engine)
+        with followed(engine) as client:
             status = client.status(RANK)
             assert (status.complete, status.losses) == (False, 0)
             assert [client.match(prompt(n))[RANK].tokens for n in range(10)] == [0] * 6 + [64] * 4

@@ -18,6 +18,7 @@ from tests.live import (
     assert_true,
     caught_up,
     client_of,
+    followed,
     link_to,
     until,
     wait_counter,
@@ -68,8 +69,7 @@ def test_engine_restarts_with_lower_numbers_only_its_new_contents_are_answered(
     engine: FakeEngine,
 ) -> None:
     serve_growing(engine, OLD)
-    with client_of(worker_of(engine)) as client:
-        caught_up(client, engine)
+    with followed(engine) as client:
         assert client.match(OLD)[RANK].tokens == 96
         engine.restart()
         engine.serve(NEW)
@@ -95,8 +95,7 @@ def test_engine_restarts_while_we_are_cut_off_and_is_past_our_number_nothing_old
     engine: FakeEngine, link: FaultyLink
 ) -> None:
     engine.serve(OLD)
-    with client_of(worker_of(engine, link)) as client:
-        caught_up(client, engine)
+    with followed(engine, via=link) as client:
         link.cut()
         wait_status(client, RANK, connected=False)
         engine.restart()
@@ -112,8 +111,7 @@ def test_engine_restarts_past_our_number_without_a_disconnect_the_overlap_tells(
     engine: FakeEngine, link: FaultyLink
 ) -> None:
     engine.serve(OLD)
-    with FakeEngine("engine", seed=9) as new, client_of(worker_of(engine, link)) as client:
-        caught_up(client, engine)
+    with FakeEngine("engine", seed=9) as new, followed(engine, via=link) as client:
         serve_growing(new, NEW)
         link.retarget(new.endpoint, new.replay_endpoint)  # we stay connected to the link
         wait_status(client, RANK, epoch=1)
@@ -139,8 +137,7 @@ def test_reconnect_without_replay_cannot_be_proven_so_nothing_old_is_answered() 
 def test_delayed_duplicate_of_an_old_batch_is_no_restart(
     engine: FakeEngine, link: FaultyLink
 ) -> None:
-    with client_of(worker_of(engine, link)) as client:
-        caught_up(client, engine)
+    with followed(engine, via=link) as client:
         link.set_faults(Faults(live=LaneFaults(duplicate=1.0, delay=1.0, max_delay=0.05)))
         for length in range(16, 200, 8):
             engine.serve(list(range(length)))

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,11 +17,11 @@ from kvindex.index import Index
 from kvindex.replicas import Replica, nats
 from kvindex.testing import FakeEngine
 from kvindex.wire.nats import NatsPool
-from tests.children import ended_after
+from tests.children import Program
 from tests.live import PATIENCE
 
 
-class RelayProcess:
+class RelayProcess(Program):
     """A relay of some engines; its counters are read as it prints them, twice a second.
 
     Args:
@@ -37,16 +35,10 @@ class RelayProcess:
             f"--worker={engine.worker}={engine.endpoint},replay={engine.replay_endpoint}"
             for engine in engines
         ]
-        command = [sys.executable, "-m", "kvindex", "relay", str(pool), *workers, *options]
-        self._process = subprocess.Popen(
-            [*command, "--stats-every=0.1", "--max-bytes=16MB"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        command = ["-m", "kvindex", "relay", str(pool), *workers, *options]
+        super().__init__(
+            *command, "--stats-every=0.1", "--max-bytes=16MB", stdin=subprocess.DEVNULL
         )
-        self._ending = ended_after(self._process)
-        self._ending.__enter__()
         self.report: dict[str, Any] = {}
         self._reports = 0
         self._printed = threading.Condition()
@@ -83,30 +75,15 @@ class RelayProcess:
 
     def kill(self) -> None:
         """End it without any warning, even if it is stopped. Idempotent."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         for reader in self._readers:
             reader.join()
-        self._ending.__exit__(None, None, None)
-
-    def stop(self) -> None:
-        """Let it stand still, with its connections open; it does when this returns."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitpid(self._process.pid, os.WUNTRACED)
-
-    def resume(self) -> None:
-        """Let it go on."""
-        os.kill(self._process.pid, signal.SIGCONT)
-
-    def __enter__(self) -> RelayProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+        super().kill()
 
     def _read_reports(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
             report = json.loads(line)
             with self._printed:
                 self.report = report
@@ -117,46 +94,24 @@ class RelayProcess:
             self._printed.notify_all()
 
     def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        self._errors.extend(self._process.stderr)
+        assert self.process.stderr is not None
+        self._errors.extend(self.process.stderr)
 
 
-class ReplicaProcess:
+class ReplicaProcess(Program):
     """A replica of a pool; it has joined when this returns."""
 
     def __init__(self, url: str) -> None:
-        command = [sys.executable, "-m", "tests.replicas.nats.processes", url]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._ending = ended_after(self._process)
-        self._ending.__enter__()
+        super().__init__("-m", "tests.replicas.nats.processes", url, stderr=None)
         self.ask([])
 
     def ask(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Return what it holds, as `seen`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(prompts), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
+        self.tell(json.dumps(prompts))
+        line = self.line()
         assert line, "the replica's process has ended"
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def stop(self) -> None:
-        """Let it stand still, with its connection open; it does when this returns."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitpid(self._process.pid, os.WUNTRACED)
-
-    def resume(self) -> None:
-        """Let it go on."""
-        os.kill(self._process.pid, signal.SIGCONT)
-
-    def __enter__(self) -> ReplicaProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.__exit__(None, None, None)
 
 
 def contents(index: Index, rank: Rank) -> dict[tuple[Any, str, int], int]:
