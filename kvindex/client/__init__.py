@@ -2,7 +2,7 @@
 
 `answering.py` adds to each answer how far it can be trusted; `saved_state.py` has the state from
 which a warm restart continues.
-Read first: `client.py`, then `feeding.py`.
+Read first: `client.py`; its end has how a subscriber fills an index.
 May import: `kvindex.wire`, `kvindex.subscribe` and `kvindex.index`.
 """
 

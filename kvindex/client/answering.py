@@ -59,6 +59,8 @@ class Answering(Following):
             ClosedError: this was closed.
         """
         self.check_open()
+        # Before the index answers: a change in between makes the answer better than its trust, not
+        # worse. A rank that is added in between may hold blocks that are not proven yet.
         return self.index.match(token_ids, trust=self._trust(), **options)
 
     def match_many(
@@ -104,11 +106,7 @@ class Answering(Following):
         return self._board.connected()
 
     def _trust(self) -> Callable[[Rank], Trust]:
-        """Return how far each rank can be trusted now.
-
-        Call it before the index answers: changes in between make an answer better than its trust,
-        not worse. A rank that is added in between may hold blocks that are not proven yet.
-        """
+        """Return how far each rank can be trusted now."""
         trusts = self._board.trusts()
         return lambda rank: trusts.get(rank, _JUST_ADDED)
 
@@ -169,7 +167,7 @@ class Answering(Following):
 
     @abstractmethod
     def _own_statistics(self) -> dict[str, Any]:
-        """Return the parts of `statistics` that only this class has."""
+        """Return what only this class counts."""
 
     def __repr__(self) -> str:
         statuses = self._board.all().values()

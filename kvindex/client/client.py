@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+import msgspec
+
 from kvindex.client.answering import Answering
-from kvindex.client.feeding import lanes_of, settings_of
 from kvindex.client.saved_state import SavedState, read_saved
-from kvindex.index import Fingerprints, Index
+from kvindex.index import Fingerprints, Index, read_batch
 from kvindex.index.snapshot import (
     Snapshot,
     SnapshotRecord,
@@ -21,19 +24,28 @@ from kvindex.index.snapshot import (
     require_native,
 )
 from kvindex.subscribe import (
+    RankAdded,
+    RankLost,
+    RankRemoved,
+    RankRestarted,
+    RanksRenamed,
+    RankStatus,
+    State,
+    StreamItem,
     StreamOptions,
     Subscriber,
     Tap,
     Worker,
 )
-from kvindex.wire.errors import ConfigurationError, UnknownRankError, check_options
+from kvindex.subscribe.watch import Lanes
+from kvindex.wire.errors import ClosedError, ConfigurationError, UnknownRankError, check_options
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
 
 if TYPE_CHECKING:  # see `_split`; no dependency: editors and type checkers have it
     from typing_extensions import Unpack
 
-    from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engines, Source
+    from kvindex.subscribe.discovery import Discovery, DiscoveryOptions, Engine, Engines, Source
 
 RESUME_WITHIN: Final = 600.0
 """Seconds: any service discovery has reported all workers by then."""
@@ -44,7 +56,6 @@ MAX_BLOCKS_PER_RANK: Final = 10_000_000
 No engine has as many: with blocks of 16 tokens that is a cache of 160 million tokens, and with
 pages of one token still that of a node of eight GPUs. A hostile rank needs some GB for it at worst.
 """
-
 
 _SAVE_ATTEMPTS = 5  # each begins when ranks were renamed in the one before
 
@@ -158,7 +169,7 @@ class Client(Answering):
                 "max_blocks_per_rank is for the index that a client makes: with index=, give it to"
                 " that one, Index(max_blocks_per_rank=...)"
             )
-        known, sources = _split(workers)
+        named, sources = _split(workers)
         limit = MAX_BLOCKS_PER_RANK if max_blocks_per_rank is None else max_blocks_per_rank
         records: list[SnapshotRecord] = []
         if resume is not None:
@@ -173,24 +184,61 @@ class Client(Answering):
         )
         fingerprints = Fingerprints(self._index.seed)
         self.subscriber = Subscriber(
-            known,
+            named,
             fingerprints=fingerprints,
-            lanes=lanes_of(self._index, fingerprints, tap),
+            lanes=_lanes(self._index, fingerprints, tap),
             resume=self._saved,
-            **settings_of(self._index, self._saved.expire, tap),
+            **_sinks(self._index, self._saved.expire, tap),
             on_stop=on_stop,
             **options,
         )
         self._board = self.subscriber.board
         self.discovery: Discovery | None = None
         if sources:
-            from kvindex.subscribe.discovery.engines import follow_engines
-
             try:
-                self.discovery = follow_engines(self, sources, discovery, self._board.ring)
+                self.discovery = self._follow(sources, discovery)
             except BaseException:
                 self.subscriber.close()
                 raise
+
+    def _follow(self, sources: Iterable[Source], options: DiscoveryOptions | None) -> Discovery:
+        """Return a discovery that feeds this client for as long as the client is referenced."""
+        from kvindex.subscribe.discovery import Discovery
+
+        # The discovery's threads must not keep a client that was dropped without `close`.
+        client = weakref.ref(self)
+        live: set[Rank] = set()
+
+        def living() -> Client:
+            known = client()
+            if known is None:
+                raise ClosedError("the client was dropped")
+            return known
+
+        def add(engine: Engine) -> None:
+            living().add(engine.worker)
+
+        def remove(engine: Engine) -> None:
+            with suppress(UnknownRankError):  # another caller removed it
+                living().remove(engine.worker.name)
+
+        def is_alive(worker: str) -> bool:
+            return any(rank.worker == worker for rank in living().connected_ranks())
+
+        def ask_again(status: RankStatus) -> None:
+            # An engine that hangs up may come back at other ports: it is asked at once.
+            if status.state is State.LIVE:
+                live.add(status.rank)
+            elif status.rank in live:
+                live.discard(status.rank)
+                discovery.refresh(status.rank.worker)
+
+        discovery = Discovery(
+            sources, add, remove, options, is_alive=is_alive, on_change=self._board.ring
+        )
+        self.on_change(ask_again)
+        weakref.finalize(self, discovery.end).atexit = False
+        return discovery
 
     @property
     def index(self) -> Index:
@@ -261,6 +309,8 @@ class Client(Answering):
             for _ in range(_SAVE_ATTEMPTS):
                 file.seek(0)
                 file.truncate()
+                # A rank that is renamed while others are written could be in the file twice, or not
+                # at all: the names before and after must agree.
                 names = self._names()
                 written = self._write(file)
                 now = self._names()
@@ -282,6 +332,7 @@ class Client(Answering):
         # At once: a rank whose worker is being added is in one of the two.
         ranks, aside = self.subscriber.call(lambda: (self.ranks, self._saved.records()))
         for rank in ranks:
+            # One call for each rank: events of all ranks wait while it runs.
             taken = self.subscriber.call(partial(self._take, rank))
             if taken is not None:
                 writer.add(rank, *taken)
@@ -295,6 +346,7 @@ class Client(Answering):
     def _take(self, rank: Rank) -> tuple[bytes, bytes] | None:
         """Return section and cursor of a rank, on the subscriber's thread."""
         try:
+            # On that thread nothing is applied between the two: the section is as of the cursor.
             cursor = self.subscriber.cursor(rank)
             return None if cursor is None else (self.index.dump(rank), cursor)
         except UnknownRankError:  # removed just now; or renamed: then all is written anew
@@ -306,6 +358,7 @@ class Client(Answering):
         `index` stays as it is and still answers questions.
         """
         self._closed = True
+        # First: it would add engines to a closed subscriber.
         if self.discovery is not None:
             self.discovery.close()
         self.subscriber.close()
@@ -313,10 +366,82 @@ class Client(Answering):
 
 def _split(engines: Engines) -> tuple[Iterable[Worker] | Worker, Sequence[Source]]:
     """Return the workers that are given, and the sources of all other engines."""
-    given = [engines] if isinstance(engines, Worker) else engines
-    if isinstance(given, (list, tuple)) and all(isinstance(engine, Worker) for engine in given):
-        return given, ()
+    listed = [engines] if isinstance(engines, Worker) else engines
+    if isinstance(listed, (list, tuple)) and all(isinstance(engine, Worker) for engine in listed):
+        return listed, ()
     # Here: discovery loads asyncio, HTTP and TLS, which callers that name endpoints do not need.
     from kvindex.subscribe.discovery import split_engines
 
     return split_engines(engines)
+
+
+# How its subscriber fills the index, and what a tap receives --------------------------------------
+
+
+def follow_item(index: Index, item: StreamItem) -> None:
+    """Apply an item that is not a batch to an index: a rank that came, went, lost or restarted."""
+    if isinstance(item, RankAdded):
+        index.add(item.rank)
+        index.configure(item.rank, item.cache)
+    elif isinstance(item, RankRemoved):
+        index.remove(item.rank)
+    elif isinstance(item, RanksRenamed):
+        index.rename(dict(item.names))
+    elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
+        index.tree(item.rank).clear()
+
+
+class _RawBatch(msgspec.Struct, frozen=True, gc=False):
+    """A decoded batch with its payload."""
+
+    payload: bytes
+    batch: Any
+    ts: float
+    data_parallel_rank: int | None
+
+
+def _keep_payload(payload: bytes) -> _RawBatch:
+    batch = read_batch(payload)
+    return _RawBatch(payload, batch, batch.ts, batch.data_parallel_rank)
+
+
+def _sinks(index: Index, expire: Callable[[], None], tap: Tap | None) -> dict[str, Any]:
+    """Return the settings of a subscriber that fills an index, and notifies a tap of each item."""
+    if tap is None:
+        return {
+            "sink": partial(follow_item, index),
+            "on_batch": index.apply,
+            "decode": read_batch,
+            "on_statuses": lambda _: expire(),
+        }
+
+    # The index first: a tap that takes a section at this item must find the item in it.
+    def on_item(item: StreamItem) -> None:
+        follow_item(index, item)
+        tap.item(item)
+
+    def on_batch(rank: Rank, raw: _RawBatch) -> None:
+        index.apply(rank, raw.batch)
+        tap.batch(rank, raw.payload)
+
+    def on_statuses(statuses: Sequence[RankStatus]) -> None:
+        expire()
+        tap.statuses(statuses)
+
+    return {
+        "sink": on_item,
+        "on_batch": on_batch,
+        "decode": _keep_payload,
+        "on_statuses": on_statuses,
+    }
+
+
+def _lanes(index: Index, fingerprints: Fingerprints, tap: Tap | None) -> Lanes | None:
+    """Return lanes into an index; None if it is not the native one, or a user's own kind of it."""
+    # Lanes write into the tree without Python: a subclass's `apply` would never be called.
+    if fingerprints.core is None or index.backend != "native" or type(index) is not Index:
+        return None
+    core, number = index.lane_target()
+    if tap is None:
+        return Lanes(core, number, fingerprints.core)
+    return Lanes(core, number, fingerprints.core, tap.batch, tap.patience)

@@ -22,18 +22,7 @@ def read_saved(
     index: Index | None,
     max_blocks_per_rank: int | None = None,
 ) -> tuple[Index | None, list[SnapshotRecord]]:
-    """Return an index of the file's seed and all that the file holds; nothing if there is none.
-
-    Args:
-        path: what `Client.save` wrote; or what such a file would hold.
-        index: the index to be filled, or None for a new one.
-        max_blocks_per_rank: of a new one.
-
-    Raises:
-        ConfigurationError: `path` is no path; or the index is the Python one.
-        SnapshotError: the file is no whole snapshot of such an index; the message names it.
-        OSError: it cannot be read.
-    """
+    """Return an index of the file's seed and all that the file holds; nothing if there is none."""
     if isinstance(path, Snapshot):
         return _index_for(path.seed, index, max_blocks_per_rank), list(path.ranks)
     if not isinstance(path, (str, os.PathLike)):
@@ -82,16 +71,6 @@ class SavedState(SavedRanks):
     A rank kept aside is no part of the index: no answer uses it. It needs as much memory as its
     section had bytes in the file.
 
-    Args:
-        index: the index into which ranks are restored.
-        records: the saved ranks.
-        within: seconds from now for which they are kept.
-        clock: monotonic seconds.
-        on_restored: called with each rank that was restored, and its section.
-
-    Raises:
-        ConfigurationError: `within` is not above 0.
-
     Owner: the subscriber's thread; `statistics` from any thread.
     """
 
@@ -127,14 +106,12 @@ class SavedState(SavedRanks):
         return {dp_rank: record.cursor for dp_rank, record in saved.items()}
 
     def restore(self, worker: str, refused: Mapping[Rank, str]) -> Mapping[Rank, str]:
-        """Restore the saved states of these ranks; drop those that are refused.
-
-        None of these states is kept afterwards: if a rank is removed and added again, it would be
-        older than the contents forgotten then. Ranks that the worker does not have yet wait.
-        """
+        """Restore the saved states of these ranks; drop those that are refused."""
         failed: dict[Rank, str] = {}
         saved = self._workers.get(worker, {})
         for rank, reason in refused.items():
+            # Used once: if a rank is removed and added again, its saved state is older than the
+            # contents forgotten then. Ranks that the worker does not have yet wait.
             record = saved.pop(rank.dp_rank, None)
             if record is None or record.cursor is None:
                 continue

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvindex.client.feeding import follow_item
+from kvindex.client.client import follow_item
 from kvindex.index import Index, read_batch
 from kvindex.replicas.messages import (
     BatchApplied,

@@ -21,7 +21,7 @@ from kvindex.subscribe.discovery import (
     Target,
 )
 from kvindex.subscribe.discovery import read_targets as read_listed
-from kvindex.subscribe.discovery.files import LOOK_EVERY, FollowedFile
+from kvindex.subscribe.discovery.sources import LOOK_EVERY, FollowedFile
 from kvindex.wire.errors import DiscoveryError
 
 # What each kind takes; the sources' own docstrings say what it means.

@@ -46,11 +46,7 @@ class HttpReply(msgspec.Struct, frozen=True):
 
 
 def split_url(url: str) -> SplitResult:
-    """Return the parts of a server's URL.
-
-    Raises:
-        ConfigurationError: it is no http or https URL with a host, or it contains more than that.
-    """
+    """Return the parts of a server's URL; ConfigurationError if it cannot be one, or has more."""
     if not isinstance(url, str) or not url.lower().startswith(("http://", "https://")):
         raise ConfigurationError(f"{url!r:.200} is no URL of a server: write http://HOST:PORT")
     try:
@@ -68,16 +64,7 @@ def split_url(url: str) -> SplitResult:
 
 
 class Web:
-    """One HTTP server, at its URL. Immutable: may be asked from any thread.
-
-    Args:
-        url: http://HOST:PORT or https://…, with a path if the server lies below one.
-        token: sent as a bearer token; a function gives a new one for each request.
-        context: of TLS; by default certificates are checked as the system does.
-
-    Raises:
-        ConfigurationError: the URL is invalid.
-    """
+    """One HTTP server, at its URL. Immutable: may be asked from any thread."""
 
     def __init__(
         self,
@@ -98,14 +85,8 @@ class Web:
     def get(self, path: str, timeout: float, *, limit: int = MAX_ANSWER) -> HttpReply:
         """Return what the server answers at a path, whatever its status.
 
-        Args:
-            path: from "/" on, with a query if there is one.
-            timeout: seconds in which the whole answer must have arrived; looking up the host's name
-                may take longer, as the system's resolver allows.
-            limit: most bytes of the body.
-
-        Raises:
-            DiscoveryError: no whole answer arrived; `reason` is the cause.
+        The whole answer must arrive within `timeout` seconds, else `DiscoveryError.reason` is the
+        cause. Looking up the host's name may take longer, as the system's resolver allows.
         """
         return self._whole(self.open(path, timeout), limit)
 
@@ -119,19 +100,16 @@ class Web:
         limit: int = MAX_ANSWER,
     ) -> HttpReply:
         """Return what the server answers to a JSON body, with further headers; else as `get`."""
-        named = {"Content-Type": "application/json", **headers}
-        return self._whole(self._opened("POST", path, timeout, body, named), limit)
+        headers = {"Content-Type": "application/json", **headers}
+        return self._whole(self._opened("POST", path, timeout, body, headers), limit)
 
     def open(self, path: str, timeout: float) -> Stream:
-        """Return an answer whose body can be read as it arrives; the caller closes it.
-
-        Raises:
-            DiscoveryError: no answer began within `timeout` seconds.
-        """
+        """Return an answer whose body can be read as it arrives; the caller closes it."""
         return self._opened("GET", path, timeout)
 
     def _whole(self, answer: Stream, limit: int) -> HttpReply:
         with answer as stream:
+            # One byte more than is allowed shows that there is more.
             body = stream.read(limit + 1)
         if len(body) > limit:
             raise self.error(answer.path, "content", f"answers more than {limit} bytes")
@@ -143,7 +121,7 @@ class Web:
         path: str,
         timeout: float,
         body: bytes | None = None,
-        named: Mapping[str, str] = _NO_HEADERS,
+        extra: Mapping[str, str] = _NO_HEADERS,
     ) -> Stream:
         headers = {"Accept": "application/json", "Connection": "close", "User-Agent": "kvindex"}
         if token := self._token() if callable(self._token) else self._token:
@@ -151,6 +129,8 @@ class Web:
         deadline = _Deadline(timeout)
         sock: socket.socket | None = None
         try:
+            # By hand, not by http.client: its time-out begins anew with each read, so that a server
+            # which drips is never given up.
             sock = _dial(self.host, self.port, deadline)
             if self._tls is not None:
                 sock.settimeout(deadline.left())
@@ -159,7 +139,7 @@ class Web:
             connection = http.client.HTTPConnection(self.host, self.port)
             connection.default_port = 443 if self._tls else 80  # the Host header leaves it out
             connection.sock = _Wire(sock, deadline)
-            connection.request(method, self._path + path, body, {**headers, **named})
+            connection.request(method, self._path + path, body, {**headers, **extra})
             return Stream(self, path, sock, connection.getresponse(), deadline)
         except BaseException as error:
             if sock is not None:
@@ -199,21 +179,14 @@ class Stream:
     def read(self, limit: int, timeout: float | None = None) -> bytes:
         """Return the next `limit` bytes of the body, or what is left of it.
 
-        Raises:
-            DiscoveryError: they did not arrive in the remaining time of `Web.open`, or within
-                `timeout` seconds from now.
+        They must arrive in the remaining time of `Web.open`, or within `timeout` seconds from now.
         """
         if timeout is not None:
             self._deadline.restart(timeout)
         return self._reading(self._response.read, limit)
 
     def read_line(self, limit: int, timeout: float) -> bytes:
-        """Return the body's next line that is not empty; b"" if the body has ended.
-
-        Raises:
-            DiscoveryError: no whole line arrived within `timeout` seconds ("timeout"), it is longer
-                than `limit` bytes ("content"), or the connection broke.
-        """
+        """Return the body's next line that is not empty; b"" if the body has ended."""
         self._deadline.restart(timeout)
         while line := self._reading(self._response.readline, limit + 1):
             if len(line) > limit:
@@ -230,6 +203,7 @@ class Stream:
 
     def close(self) -> None:
         """Hang up; a thread that is reading gets an error."""
+        # Closing alone does not wake a thread that reads, and leaves it the descriptor's number.
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -254,11 +228,7 @@ class _Deadline:
         self._at = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Return the seconds that are left, above 0.
-
-        Raises:
-            TimeoutError: there are none.
-        """
+        """Return the seconds that are left; TimeoutError if there are none."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise TimeoutError

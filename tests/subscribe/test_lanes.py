@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvindex import BACKEND, BlockStored, Client, EventBatch, Index, Rank, State, Worker
-from kvindex.client.feeding import follow_item
+from kvindex.client.client import follow_item
 from kvindex.index import Fingerprints, read_batch
 from kvindex.subscribe import RankBatch, SequencerConfig, SocketOptions, StreamItem
 from kvindex.subscribe import watch as lanes_module

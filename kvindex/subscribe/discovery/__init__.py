@@ -1,12 +1,22 @@
-"""Discovers engines, asks them where they publish, and follows them as they start and stop."""
+"""Discovers engines, asks them where they publish, and follows them as they start and stop.
 
+Read first: `tracker.py`, which decides, then `discovery.py`, which has the threads.
+"""
+
+from kvindex.subscribe.discovery.ask import EngineReport, ask_engine
 from kvindex.subscribe.discovery.discovery import Discovery, DiscoveryOptions
-from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
-from kvindex.subscribe.discovery.engines import Engines, EngineSource, split_engines
-from kvindex.subscribe.discovery.files import FileSource, read_targets
 from kvindex.subscribe.discovery.kubernetes import KubernetesSource
-from kvindex.subscribe.discovery.names import DnsSource
-from kvindex.subscribe.discovery.targets import Engine, Source, Target
+from kvindex.subscribe.discovery.sources import (
+    DnsSource,
+    Engines,
+    EngineSource,
+    FileSource,
+    Source,
+    Target,
+    read_targets,
+    split_engines,
+)
+from kvindex.subscribe.discovery.tracker import Engine
 from kvindex.wire.errors import DiscoveryError
 
 __all__ = [

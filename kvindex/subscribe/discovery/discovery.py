@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from kvindex.subscribe.discovery.engine import EngineReport, ask_engine
-from kvindex.subscribe.discovery.targets import Engine, Source, Target, check_names
-from kvindex.subscribe.discovery.tracker import Step, Tracker
+from kvindex.subscribe.discovery.ask import EngineReport, ask_engine
+from kvindex.subscribe.discovery.sources import Source, Target, check_names
+from kvindex.subscribe.discovery.tracker import Engine, Step, Tracker
 from kvindex.wire.errors import ClosedError, ConfigurationError, DiscoveryError, KVIndexError
 from kvindex.wire.forks import FORKED, disown_in_children
 
@@ -102,7 +102,14 @@ class Discovery:
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
         options = options or DiscoveryOptions()
-        self.sources = _checked(sources)
+        self.sources: tuple[Source, ...] = (
+            (sources,) if isinstance(sources, Source) else tuple(sources)
+        )
+        for source in self.sources:
+            if not isinstance(source, Source):
+                raise ConfigurationError(f"{source!r:.200} is no source of engines")
+        names = (source.name for source in self.sources)
+        check_names(names, "two sources are {!r}: name each once")
         self._calls = {"add": add, "remove": remove}
         self._ask = partial(
             ask_engine, timeout=options.timeout, token=options.token, context=options.context
@@ -117,6 +124,7 @@ class Discovery:
             jitter=random.random,
         )
         self._engines: Mapping[str, EngineReport] = MappingProxyType({})
+        # What sources and answers call of the tracker, with the time: its owner alone calls it.
         self._inbox: SimpleQueue[Callable[[float], None] | None] = SimpleQueue()
         self._askers = _Askers(_ASKERS)
         self._ended = threading.Event()
@@ -204,7 +212,7 @@ class Discovery:
             while not self._ended.is_set():
                 self._turn()
         except ClosedError:
-            pass  # the client was closed first
+            pass  # of `add` or `remove`: the client was closed or dropped first
         except Exception:
             logger.exception("discovery has failed, and follows nothing any more")
             self._reason = "ended by a failure, which was logged"
@@ -218,6 +226,7 @@ class Discovery:
         with self._lock:
             wait = self._tracker.next_at() - time.monotonic()
         try:
+            # An hour at most: locks refuse longer times than some years.
             event = self._inbox.get(timeout=min(max(wait, 0.0), 3600.0))
         except Empty:
             event = None
@@ -231,14 +240,15 @@ class Discovery:
         for target in due:
             self._askers.run(partial(self._ask_one, target))
         for step in steps:
-            self._carry_out(step)
+            if not self._ended.is_set():
+                self._carry_out(step)
+        # A turn that only a time began changes nothing that is missing, unless it takes steps.
         if steps or event is not None:
             self._notify()
 
     def _carry_out(self, step: Step) -> None:
-        if self._ended.is_set():
-            return
         refusal = ""
+        # Without the lock: `add` may block, and other threads go on asking what is missing.
         try:
             self._calls[step.do](step.engine)
         except ClosedError:
@@ -254,6 +264,7 @@ class Discovery:
 
     def _show_engines(self) -> None:
         """Show the reports of the engines that are added."""
+        # The same object while nothing differs: the gateway compares it at each request.
         reports = self._tracker.reports()
         if reports != self._engines:
             self._engines = MappingProxyType(reports)
@@ -308,6 +319,8 @@ class Discovery:
                 return
             failures += 1
             self._inbox.put(partial(fail, error))
+            # Longer and longer, and at random: a fleet of routers must not strike a server that
+            # comes up all at once.
             pause = min(_LONGEST_PAUSE, 0.25 * 2 ** min(failures, 10))
             self._ended.wait(pause * (0.5 + random.random() / 2))
 
@@ -319,15 +332,6 @@ class Discovery:
         self._inbox, self._threads, self.sources = SimpleQueue(), [], ()
         self._reason = f"closed: {FORKED}"
         self._ended.set()
-
-
-def _checked(sources: Iterable[Source] | Source) -> tuple[Source, ...]:
-    given = (sources,) if isinstance(sources, Source) else tuple(sources)
-    for source in given:
-        if not isinstance(source, Source):
-            raise ConfigurationError(f"{source!r:.200} is no source of engines")
-    check_names((source.name for source in given), "two sources are {!r}: name each once")
-    return given
 
 
 class _Askers:
@@ -347,6 +351,7 @@ class _Askers:
     def run(self, call: Callable[[], None]) -> None:
         """Enqueue a call."""
         self._calls.put(call)
+        # Each call that ends leaves a token: a thread that waits, or soon will.
         if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
             thread = threading.Thread(target=self._work, name="kvindex-ask", daemon=True)
             self._threads.append(thread)

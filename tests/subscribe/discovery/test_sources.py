@@ -1,11 +1,10 @@
-"""What files, names and pods tell of engines."""
+"""What files and names tell of engines."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ from kvindex.subscribe.discovery import (
     read_targets,
     split_engines,
 )
-from kvindex.subscribe.discovery.kubernetes import (
-    Pod,
-    PodRules,
-    pod_of,
-    pool_of,
-    rules_of,
-    targets_of,
-)
-from tests.kube import pod
 from tests.subscribe.discovery.watched import Watched
 
 pytestmark = pytest.mark.unit
@@ -271,67 +261,6 @@ def test_engines_behind_a_name_that_cannot_be_asked_publish_where_it_says() -> N
 def test_a_name_that_cannot_work_is_refused(url: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         DnsSource(url, **options)
-
-
-# Pods -----------------------------------------------------------------------------------------
-
-
-def test_what_matters_of_a_pod_is_read() -> None:
-    assert pod_of(pod("a", 8000, uid="u")) == Pod(
-        "a", "u", "127.0.0.1", True, False, {"http": 8000}, {"app": "vllm"}
-    )
-
-
-@pytest.mark.parametrize(
-    ("read", "listed", "why"),
-    [
-        (pod_of, None, "has no name"),
-        (pod_of, [], "has no name"),
-        (pod_of, {}, "has no name"),
-        (pod_of, {"metadata": {"name": 7}}, "has no name"),
-        (pod_of, {"metadata": []}, "has no name"),
-        (pool_of, None, "matchLabels"),
-        (pool_of, {}, "matchLabels"),
-        (pool_of, {"spec": {"selector": {"matchLabels": {"a": 1}}}}, "matchLabels"),
-    ],
-)
-def test_what_is_no_pod_or_pool_is_refused(
-    read: Callable[[Any], object], listed: Any, why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        read(listed)
-
-
-def test_a_pod_with_odd_parts_is_borne() -> None:
-    odd = {
-        "metadata": {"name": "a", "labels": {"x": 1}},
-        "spec": {"containers": [7, {"ports": "x"}, {"ports": [{"containerPort": 99_999}]}]},
-        "status": {"conditions": ["Ready"], "podIP": 7},
-    }
-    assert pod_of(odd) == Pod("a")
-
-
-def test_a_pod_is_asked_at_its_label_or_its_container_port_or_8000() -> None:
-    def url(rules: PodRules, **options: Any) -> str:
-        (target,) = targets_of(Pod("a", address="10.0.0.1", **options), rules)
-        return target.url
-
-    assert url(PodRules()) == "http://10.0.0.1:8000"
-    assert url(PodRules(), ports={"http": 8080}) == "http://10.0.0.1:8080"
-    aibrix = rules_of("aibrix")[1]
-    assert url(aibrix, labels={"model.aibrix.ai/port": "9000"}) == "http://10.0.0.1:9000"
-    assert url(aibrix, labels={"model.aibrix.ai/port": "many"}) == "http://10.0.0.1:8000"
-
-
-def test_presets_know_the_ports_of_their_systems() -> None:
-    for name, replay in [("llm-d", None), ("aibrix", "tcp://[fd00::1]:5558")]:
-        _, rules = rules_of(name)
-        labels = {rules.model_label: "llama"}
-        (target,) = targets_of(Pod("a", address="fd00::1", labels=labels), rules)
-        assert (target.url, target.model) == ("http://[fd00::1]:8000", "llama")
-        assert target.worker is not None
-        (address,) = target.worker.publishers()
-        assert (address.endpoint, address.replay) == ("tcp://[fd00::1]:5557", replay)
 
 
 def test_what_a_caller_gives_is_told_apart() -> None:
