@@ -108,10 +108,12 @@ class Answering(Following):
     def _trust(self) -> Callable[[Rank], Trust]:
         """Return how far each rank can be trusted now."""
         trusts = self._board.trusts()
+        # The index may have ranks that the board does not: followed by nobody, or just added.
         return lambda rank: trusts.get(rank, _JUST_ADDED)
 
     def _stream_notes(self, rank: Rank) -> Iterator[str]:
         """Yield the notes of a rank's stream on missing blocks."""
+        # Notes of one status: asking the board for each would mix two moments.
         try:
             status = self._board.get(rank)
         except UnknownRankError:
@@ -156,6 +158,7 @@ class Answering(Following):
         by_rank = index.pop("ranks")
         ranks = {}
         for rank, status in self._board.all().items():
+            # A rank that is being added has a status before the index has its tree.
             held = by_rank.get(str(rank), {})
             ranks[str(rank)] = {
                 **status.to_dict(),

@@ -186,19 +186,19 @@ class Client(Answering):
         self.subscriber = Subscriber(
             named,
             fingerprints=fingerprints,
-            lanes=_lanes(self._index, fingerprints, tap),
             resume=self._saved,
-            **_sinks(self._index, self._saved.expire, tap),
+            **_feeding(self._index, fingerprints, self._saved.expire, tap),
             on_stop=on_stop,
             **options,
         )
         self._board = self.subscriber.board
         self.discovery: Discovery | None = None
+        # Last: from here on its thread adds engines to a client that is whole.
         if sources:
             try:
                 self.discovery = self._follow(sources, discovery)
             except BaseException:
-                self.subscriber.close()
+                self.subscriber.close()  # else its thread and its sockets outlive the failure
                 raise
 
     def _follow(self, sources: Iterable[Source], options: DiscoveryOptions | None) -> Discovery:
@@ -387,6 +387,7 @@ def follow_item(index: Index, item: StreamItem) -> None:
         index.remove(item.rank)
     elif isinstance(item, RanksRenamed):
         index.rename(dict(item.names))
+    # With on_loss="keep", blocks stay that lost batches may have removed: the rank is flagged.
     elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
         index.tree(item.rank).clear()
 
@@ -405,17 +406,26 @@ def _keep_payload(payload: bytes) -> _RawBatch:
     return _RawBatch(payload, batch, batch.ts, batch.data_parallel_rank)
 
 
-def _sinks(index: Index, expire: Callable[[], None], tap: Tap | None) -> dict[str, Any]:
+def _feeding(
+    index: Index, fingerprints: Fingerprints, expire: Callable[[], None], tap: Tap | None
+) -> dict[str, Any]:
     """Return the settings of a subscriber that fills an index, and notifies a tap of each item."""
+    lanes = None
+    # Lanes write into the tree without Python: they would pass by a subclass's `apply`.
+    if fingerprints.core is not None and index.backend == "native" and type(index) is Index:
+        core, number = index.lane_target()
+        tapped = () if tap is None else (tap.batch, tap.patience)
+        lanes = Lanes(core, number, fingerprints.core, *tapped)
     if tap is None:
         return {
+            "lanes": lanes,
             "sink": partial(follow_item, index),
             "on_batch": index.apply,
             "decode": read_batch,
             "on_statuses": lambda _: expire(),
         }
 
-    # The index first: a tap that takes a section at this item must find the item in it.
+    # The index first: a section that a tap takes at an item must have that item in it.
     def on_item(item: StreamItem) -> None:
         follow_item(index, item)
         tap.item(item)
@@ -429,19 +439,9 @@ def _sinks(index: Index, expire: Callable[[], None], tap: Tap | None) -> dict[st
         tap.statuses(statuses)
 
     return {
+        "lanes": lanes,
         "sink": on_item,
         "on_batch": on_batch,
         "decode": _keep_payload,
         "on_statuses": on_statuses,
     }
-
-
-def _lanes(index: Index, fingerprints: Fingerprints, tap: Tap | None) -> Lanes | None:
-    """Return lanes into an index; None if it is not the native one, or a user's own kind of it."""
-    # Lanes write into the tree without Python: a subclass's `apply` would never be called.
-    if fingerprints.core is None or index.backend != "native" or type(index) is not Index:
-        return None
-    core, number = index.lane_target()
-    if tap is None:
-        return Lanes(core, number, fingerprints.core)
-    return Lanes(core, number, fingerprints.core, tap.batch, tap.patience)

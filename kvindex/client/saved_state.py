@@ -37,6 +37,7 @@ def read_saved(
     except FileNotFoundError:
         logger.info("there is no snapshot at %s: every rank begins anew", os.fspath(path))
         return index, []
+    # An error, although a cold start would work: whoever names a file expects its blocks.
     except SnapshotError as error:
         raise SnapshotError(f"{os.fspath(path)}: {error}", reason=error.reason) from error
     without = sum(record.cursor is None for record in records)
@@ -116,7 +117,16 @@ class SavedState(SavedRanks):
             if record is None or record.cursor is None:
                 continue
             if not reason:
-                reason = failed[rank] = self._restore(record)
+                reason = failed[rank] = ""
+                try:
+                    self._index.restore(record.rank, record.section)
+                except SnapshotError as error:
+                    logger.warning("%s: its saved state is of no use: %s", record.rank, error)
+                    reason = failed[rank] = error.reason
+                else:
+                    self._restored += 1
+                    if self._on_restored is not None:
+                        self._on_restored(record.rank, record.section)
             if reason:
                 self._drop(rank, reason)
         return failed
@@ -144,18 +154,6 @@ class SavedState(SavedRanks):
             "restored": self._restored,
             "dropped": dict(self._dropped),
         }
-
-    def _restore(self, record: SnapshotRecord) -> str:
-        """Restore a rank into the index; return why it cannot be restored, one word, or ""."""
-        try:
-            self._index.restore(record.rank, record.section)
-        except SnapshotError as error:
-            logger.warning("%s: its saved state is of no use: %s", record.rank, error)
-            return error.reason
-        self._restored += 1
-        if self._on_restored is not None:
-            self._on_restored(record.rank, record.section)
-        return ""
 
     def _drop(self, rank: Rank, reason: str) -> None:
         self._dropped[reason] += 1

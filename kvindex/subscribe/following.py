@@ -26,13 +26,10 @@ _Self = TypeVar("_Self", bound="Following")
 
 
 def checked_timeout(timeout: float | None) -> float:
-    """Return a longest wait in seconds as locks accept it; None stands for ever.
-
-    Raises:
-        ConfigurationError: it is no number.
-    """
+    """Return a longest wait in seconds as locks accept it; None stands for ever."""
     if timeout is None:
         return threading.TIMEOUT_MAX
+    # NaN is a float, too, but no length of time.
     if not isinstance(timeout, (int, float)) or timeout != timeout:
         raise ConfigurationError(f"timeout is {timeout!r:.40}: pass seconds, or None for ever")
     return min(timeout, threading.TIMEOUT_MAX)
@@ -132,6 +129,7 @@ class Following(ABC):
         timeout = checked_timeout(timeout)
         until = time.monotonic() + timeout
         obstacle = self._obstacles(ranks, complete, timeout)
+        # An event of its own, not a lock of the board: Ctrl-C may break off the wait anywhere.
         bell = threading.Event()
         _, stop = self._board.listen(lambda _: bell.set())
         try:
@@ -140,6 +138,7 @@ class Following(ABC):
                 if left <= 0:
                     raise error()
                 bell.wait(min(left, threading.TIMEOUT_MAX))
+                # Before the next look: a change that comes after it rings again.
                 bell.clear()
         finally:
             stop()
@@ -184,15 +183,16 @@ class Following(ABC):
             self._board.check_open()
             missing = self._missing()
             if names is not None and wanted is None:
+                # Once: a rank that is removed later is one that is not live, not an unknown name.
                 try:
-                    wanted = self._board.named(names)  # once: a rank that goes later is missed
+                    wanted = self._board.named(names)
                 except UnknownRankError as error:
                     if not missing:
                         raise
                     unknown = error  # an engine that is not found yet may have it
                     return lambda: unknown
             if names is not None:
-                missing = {}  # other engines may never be found
+                missing = {}  # a dead engine holds up nobody who waits for another one
             late = self._board.late(wanted, complete)
             if late is None and not missing:
                 return None

@@ -70,6 +70,8 @@ class StatusBoard:
         """Note that the thread has come round."""
         was_stuck = now - self._signed_at >= self._patience
         self._signed_at = now
+        # Ranks that were shown as stale meanwhile, by the clock alone, are live again: whoever
+        # waits for that is told by nothing else.
         if was_stuck:
             with self._writing() as changed:
                 changed += self._statuses.values()
@@ -86,7 +88,8 @@ class StatusBoard:
             self._names = {r: n for r, n in self._names.items() if n not in ranks}
 
     def hold(self, ranks: Iterable[Rank]) -> None:
-        """Show ranks as not live until `rename`: the index exchanges what they hold before that."""
+        """Show ranks as not live until `rename`."""
+        # The index exchanges what they hold in between: an answer would be another rank's.
         with self._lock:
             held = [
                 under_new_name(self._statuses[rank], rank)
@@ -124,11 +127,15 @@ class StatusBoard:
     def _put(self, statuses: Iterable[RankStatus]) -> Iterator[RankStatus]:
         for status in statuses:
             before = self._statuses.get(status.rank)
+            # Most statuses differ in `seq` alone. Then both values stay the same objects, by which
+            # a router notices in O(1) that nothing has changed.
             if before is None or before.state is not status.state:
                 self._trusts = self._standing = None
             elif (before.complete, before.lag) != (status.complete, status.lag):
                 self._trusts = None
             self._statuses[status.rank] = status
+            # Without listeners nobody looks at phases: this runs for each busy rank, ten times a
+            # second.
             if self._listeners and (before is None or _phase(before) != _phase(status)):
                 yield status
 
@@ -167,7 +174,7 @@ class StatusBoard:
 
     def disown(self, reason: str) -> None:
         """End, in a forked child: it lacks the writing thread and the thread that held the lock."""
-        self._make_lock()
+        self._make_lock()  # a thread that the child lacks may hold the old one, for ever
         self._listeners = {}  # they are for threads and event loops of the parent
         self.end(reason, shown=reason)
 
@@ -197,6 +204,7 @@ class StatusBoard:
         """
         key = object()
 
+        # A finalizer may call it, in a thread that holds the lock: so it takes none.
         def stop() -> None:
             self._listeners.pop(key, None)
 
@@ -205,7 +213,7 @@ class StatusBoard:
             present = list(self._statuses.values())
             has_ended = self._ended is not None
         if has_ended:
-            listener(())
+            listener(())  # nobody else will: the writing thread has gone
         return present, stop
 
     def check_open(self) -> None:
@@ -224,7 +232,11 @@ class StatusBoard:
         made = self._trusts
         if made is None or made[1] is not stuck:
             with self._lock:
-                trusts = {rank: _trust(status, stuck) for rank, status in self._statuses.items()}
+                trusts = {rank: status.trust for rank, status in self._statuses.items()}
+                if stuck:
+                    for rank, trust in trusts.items():
+                        if trust.state is State.LIVE:
+                            trusts[rank] = trust._replace(state=State.STALE)
                 made = self._trusts = MappingProxyType(trusts), stuck
         return made[0]
 
@@ -352,11 +364,6 @@ def _call(listeners: Iterable[Listener], changed: Sequence[RankStatus]) -> None:
 def under_new_name(status: RankStatus, name: Rank) -> RankStatus:
     """Return a status as not live under a name, until what the rank of that name holds is known."""
     return msgspec.structs.replace(status, rank=name, state=State.SYNCING, reason=_RENAMED)
-
-
-def _trust(status: RankStatus, stuck: bool) -> Trust:
-    trust = status.trust
-    return trust._replace(state=State.STALE) if stuck and trust.state is State.LIVE else trust
 
 
 def _phase(status: RankStatus) -> tuple[State, bool, int]:

@@ -135,6 +135,7 @@ class Web:
             if self._tls is not None:
                 sock.settimeout(deadline.left())
                 sock = self._tls.wrap_socket(sock, server_hostname=self.host)
+            # A forked child's copy would hold the connection open, and the server waiting.
             close_in_children(sock)
             connection = http.client.HTTPConnection(self.host, self.port)
             connection.default_port = 443 if self._tls else 80  # the Host header leaves it out
@@ -143,14 +144,24 @@ class Web:
             return Stream(self, path, sock, connection.getresponse(), deadline)
         except BaseException as error:
             if sock is not None:
-                sock.close()
+                sock.close()  # nobody else knows of it yet
             if isinstance(error, OSError | http.client.HTTPException | ValueError):
                 raise self.explain(path, error, timeout) from error
             raise
 
     def explain(self, path: str, error: Exception, timeout: float) -> DiscoveryError:
         """Return the error for a failure of a socket, of TLS, or of HTTP."""
-        return self.error(path, *_cause(error, timeout))
+        if isinstance(error, http.client.RemoteDisconnected | http.client.IncompleteRead):
+            return self.error(path, "unreachable", "hangs up before the whole answer")
+        # Before the table: a time-out is an OSError, and what counts is how long was waited.
+        if isinstance(error, TimeoutError):
+            return self.error(path, "timeout", f"does not answer within {timeout:.3g} s")
+        for kind, (reason, text) in _CAUSES.items():
+            if isinstance(error, kind):
+                detail = f" ({str(error)[:200]})" if reason in ("tls", "content") else ""
+                return self.error(path, reason, text + detail)
+        text = f"cannot be reached ({str(error)[:200] or type(error).__name__})"
+        return self.error(path, "unreachable", text)
 
     def error(self, path: str, reason: str, text: str) -> DiscoveryError:
         """Return an error about what the server answers at a path."""
@@ -263,6 +274,7 @@ class _Wire(io.RawIOBase):
 def _dial(host: str, port: int, deadline: _Deadline) -> socket.socket:
     """Return a connection to the first of a host's addresses that accepts one."""
     failure: OSError | None = None
+    # "localhost" is ::1 first on many machines, where an engine that binds 0.0.0.0 is not.
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
     ):
@@ -277,6 +289,7 @@ def _dial(host: str, port: int, deadline: _Deadline) -> socket.socket:
     raise failure or OSError("the name has no address")
 
 
+# The first that fits counts: kinds before those that they derive from.
 _CAUSES: Mapping[type[Exception], tuple[str, str]] = {
     ConnectionRefusedError: ("refused", "refuses the connection: nothing listens there"),
     ssl.SSLCertVerificationError: ("tls", "has a certificate that is not trusted"),
@@ -286,16 +299,3 @@ _CAUSES: Mapping[type[Exception], tuple[str, str]] = {
     UnicodeError: ("name", "cannot be found: no such host"),
     ValueError: ("content", "does not answer in HTTP"),
 }
-
-
-def _cause(error: Exception, timeout: float) -> tuple[str, str]:
-    """Return the reason of a failure in a word, and as text for people."""
-    if isinstance(error, http.client.RemoteDisconnected | http.client.IncompleteRead):
-        return "unreachable", "hangs up before the whole answer"
-    if isinstance(error, TimeoutError):
-        return "timeout", f"does not answer within {timeout:.3g} s"
-    for kind, (reason, text) in _CAUSES.items():
-        if isinstance(error, kind):
-            detail = f" ({str(error)[:200]})" if reason in ("tls", "content") else ""
-            return reason, text + detail
-    return "unreachable", f"cannot be reached ({str(error)[:200] or type(error).__name__})"

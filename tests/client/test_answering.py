@@ -92,17 +92,6 @@ def test_only_ranks_whose_stream_is_live_are_live() -> None:
     assert answers.live_ranks() == frozenset()
 
 
-def test_trusts_are_one_mapping_until_something_in_it_changes() -> None:
-    answers = Answers()
-    trusts = answers.trusts()
-    assert trusts == {A: Trust(State.LIVE, True, 0)}
-    answers._board.show([status(A)])
-    assert answers.trusts() is trusts
-    answers._board.show([status(A, state=State.STALE)])
-    assert answers.trusts()[A].state == State.STALE
-    assert trusts[A].state == State.LIVE, "a snapshot never changes"
-
-
 def test_a_status_has_what_the_index_knows() -> None:
     answers = Answers()
     orphan = BlockStored(block_hashes=[9], parent_block_hash=8, token_ids=PROMPT[:4], block_size=4)

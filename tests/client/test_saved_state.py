@@ -123,6 +123,14 @@ def test_everything_goes_when_the_time_is_over() -> None:
     assert kept.state.restore("a", {}) == {}
 
 
+def test_for_ever_is_a_time() -> None:
+    clock = ManualClock()
+    state = SavedState(Index(seed=SEED), records_of(A0), float("inf"), clock, None)
+    clock.advance(1e9)
+    state.expire()
+    assert state.statistics()["aside"] == 1
+
+
 @pytest.mark.parametrize("within", [0.0, -1.0, float("nan")])
 def test_a_time_that_cannot_be_is_refused(within: float) -> None:
     with pytest.raises(ConfigurationError, match="resume_within"):
@@ -147,10 +155,10 @@ def test_no_file_is_a_first_start(tmp_path: Path) -> None:
     assert read_saved(tmp_path / "none", None) == (None, [])
 
 
-@pytest.mark.parametrize("given", [b"file", 5, {}], ids=str)
-def test_what_is_no_path_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("path", [b"file", 5, {}], ids=str)
+def test_what_is_no_path_is_refused(path: Any) -> None:
     with pytest.raises(ConfigurationError, match="resume must be the path"):
-        read_saved(given, None)
+        read_saved(path, None)
 
 
 def test_a_new_index_has_the_seed_of_the_file_and_an_index_of_another_seed_is_refused(

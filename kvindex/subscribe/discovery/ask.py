@@ -169,7 +169,7 @@ def ask_engine(
     if announced is None and (info := asking.server_info()) is not None:
         kind, (announced, block_size) = "sglang", info
     models, adapters, owner = asking.get("/v1/models", read_models) or ((), (), "")
-    version = asking.version()
+    version = asking.version()  # after the server info, which may have it
     # One usable answer is enough: old engines have no path that says where they publish.
     if not asking.answers and asking.failure is not None:
         raise asking.failure
@@ -254,6 +254,7 @@ class _Asking:
         try:
             content = answer.json()
             result = read(content)
+            # Only now: an answer that cannot be read is no answer.
             self.answers[path] = _without_secrets(content)
         except (ValueError, TypeError, RecursionError) as error:
             return self._note(path, "content", _unusable(error))
@@ -522,6 +523,7 @@ def reach(endpoint: str, engine: str, offset: int, resolve: Resolve) -> tuple[st
     host, port = parts[1].strip("[]"), int(parts[2]) + offset
     if not 1 <= port <= 65_535 or parts[2] == "0":
         return None, f"{endpoint!r} names no port that can be connected to"
+    # A wildcard says nothing of how the engine is reached; the URL that was asked does.
     if host in _WILDCARDS or host == engine:
         return with_host(engine, port), ""
     if _is_loopback(host) and not _is_loopback(engine):
@@ -529,6 +531,7 @@ def reach(endpoint: str, engine: str, offset: int, resolve: Resolve) -> tuple[st
             f"{endpoint} is the engine's own loopback: {engine} is tried instead, but write "
             f"tcp://*:{port - offset} in its settings if nothing answers"
         )
+    # Last, since it may take seconds: a name and an address of the same machine.
     if resolve(host) & resolve(engine):
         return with_host(engine, port), ""
     return with_host(host, port), (

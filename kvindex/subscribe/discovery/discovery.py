@@ -183,13 +183,14 @@ class Discovery:
         self.end()
         until = time.monotonic() + _PATIENCE
         for thread in self._threads:
+            # `add` and `remove` may close it: that thread cannot wait for itself.
             if thread is not threading.current_thread():
                 thread.join(max(until - time.monotonic(), 0.0))
 
     def end(self) -> None:
         """Stop following soon, without waiting for it."""
         self._ended.set()
-        self._inbox.put(None)
+        self._inbox.put(None)  # wakes the owner
         for source in self.sources:
             source.close()
 
@@ -223,6 +224,7 @@ class Discovery:
 
     def _turn(self) -> None:
         """Process one event, or the passing of time, and carry out the steps."""
+        # Until the next time-out of any engine: so no thread of timers is needed.
         with self._lock:
             wait = self._tracker.next_at() - time.monotonic()
         try:

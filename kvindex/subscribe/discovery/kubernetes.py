@@ -99,6 +99,7 @@ def pod_of(listed: Any) -> Pod:
     name = metadata.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError("a pod has no name")
+    # Whatever is missing or of another type counts as absent: the server may be newer than this.
     conditions = [c for c in _list(status, "conditions") if isinstance(c, Mapping)]
     containers = [c for c in _list(spec, "containers") if isinstance(c, Mapping)]
     ports = [p for c in containers for p in _list(c, "ports") if isinstance(p, Mapping)]
@@ -423,6 +424,7 @@ class KubeApi:
             if not isinstance(page, list) or not isinstance(metadata, Mapping):
                 raise self._error(path, "content", "answers no list")
             items += page
+            # The server may change between pages: then it answers "expired", and all begins anew.
             if not metadata.get("continue"):
                 return items, str(metadata.get("resourceVersion", ""))
             query["continue"] = str(metadata["continue"])

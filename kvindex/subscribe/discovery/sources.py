@@ -187,6 +187,7 @@ def split_engines(engines: Engines) -> tuple[Iterable[Worker] | Worker, list[Sou
         return cast("Worker", engines), []
     else:
         entries = list(engines)
+    # URLs together are one source, which needs one thread.
     urls = [entry for entry in entries if _is_url(entry)]
     sources = [entry for entry in entries if isinstance(entry, Source)]
     workers = [entry for entry in entries if entry not in urls and entry not in sources]
@@ -564,6 +565,7 @@ def usual_worker(
     if events is None:
         return None
     end = first_rank + dp_size
+    # Each rank's sockets lie at the base port + its number, so ranges that meet share a port.
     if replay is not None and events < replay < events + end:
         raise ConfigurationError(
             f"with {end} ranks, replay port {replay} is where rank {replay - events} publishes: "
