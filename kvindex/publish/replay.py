@@ -189,6 +189,7 @@ class ReplayService:
         return False
 
     def _give_up(self, identity: bytes, asker: _Asker, reason: str) -> None:
+        # All that it waits for: the next replay would find no room, or nobody, either.
         self._counters[reason] += len(asker.starts)
         self._replays -= len(asker.starts)
         del self._askers[identity]

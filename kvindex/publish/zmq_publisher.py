@@ -401,6 +401,7 @@ class PublisherLoop:
                 self.counters["sent_bytes"] += len(payload)
 
     def _receive_requests(self) -> None:
+        # Not all at once: a flood of requests must not hold up live batches.
         for _ in range(_REQUEST_SLICE):
             frames = self._sockets.receive_request()
             if frames is None:

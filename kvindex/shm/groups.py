@@ -103,6 +103,7 @@ class TorchProcessGroup:
         self._torch: Any = torch
         self._dist: Any = dist
         self._max_object_bytes = max_object_bytes
+        # All that could fail at this rank alone is refused here, before a rank waits for it.
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigurationError(
                 "torch.distributed is not initialised: call init_process_group first"
@@ -257,6 +258,7 @@ def settle(
         offer = None if handle is None else handle.to_bytes()
     except Exception as error:  # of whatever kind: the other ranks wait for this one's report
         failure = error
+    # Everybody's report before anybody raises: who left earlier would keep the others waiting.
     reports = gather(group, [offer, failure and str(failure)])
     if failure is not None:
         raise failure

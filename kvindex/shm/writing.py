@@ -207,6 +207,7 @@ class WritingEnd:
     def _note(self, dead: Collection[int]) -> None:
         if dead:
             logger.warning("the remote readers %s are gone; they were removed", sorted(dead))
+            # Kept until the message is with all others: raised now, it would not be.
             if self._on_dead_reader == "raise":
                 self._dead.update(dead)
 

@@ -239,6 +239,7 @@ class Chain:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens and link the blocks that they complete."""
         self.token_ids.extend(token_ids)
+        # Only full blocks are named: engines cache no others.
         while len(self.links) < self._hasher.count(len(self.token_ids)):
             parent = self.links[-1] if self.links else None
             self.links.append(self._hasher.link(self.token_ids, self.namespace, parent))

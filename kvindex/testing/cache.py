@@ -173,6 +173,7 @@ class PagedCache:
         Raises:
             InvariantError: they do not; the message names the place.
         """
+        # Counted anew from the requests: what the pool counts as it goes is what is in doubt.
         users = Counter(
             block
             for running in self._running

@@ -282,6 +282,7 @@ class FakeEngine:
             if new_hash_seed and self._seed is not None:  # None draws one each time
                 self._seed += 1
             self._cache = self._make_cache(seed=self._seed)
+            # The seq begins at 0 again, by which subscribers notice a restart.
             self._batches, self._events = 0, ()
             self._start()
 

@@ -293,6 +293,7 @@ class Routes:
             rank = next(self._turns) if asked is None else asked
             if rank not in self.ranks:
                 raise RequestError(400, f"there is no data-parallel rank {rank}")
+            # Decided by the prompt alone, so that a test can expect what a front passes on.
             tokens = new_tokens(prompt)
             served = self._served(self.ranks[rank], prompt, lora, tokens)
             counters = self.counters[rank]
@@ -460,7 +461,25 @@ class Routes:
                 "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
                 "enable them.",
             )
-        rendered = [_generate_request(prompt) for prompt in self._prompts(chat, body, rank)]
+        rendered = []
+        for prompt in self._prompts(chat, body, rank):
+            placed = sorted(prompt.images.items())
+            features = {
+                "mm_hashes": {"image": [digest for _, digest in placed]},
+                "mm_placeholders": {"image": [{"offset": at, "length": 1} for at, _ in placed]},
+            }
+            # vLLM answers with the request that its engine would get.
+            rendered.append(
+                {
+                    "request_id": "render-fake",
+                    "token_ids": prompt.token_ids,
+                    "features": features if placed else None,
+                    "sampling_params": {"max_tokens": prompt.max_tokens},
+                    "model": prompt.model,
+                    "stream": False,
+                    "cache_salt": prompt.salt,
+                }
+            )
         return Response.of_json(rendered[0] if chat else rendered)
 
     def metrics(self) -> str:
@@ -504,21 +523,3 @@ def _extra_keys(prompt: Completion, block_size: int) -> list[tuple[Any, ...] | N
 def _host_and_port(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return host, int(port)
-
-
-def _generate_request(prompt: Completion) -> dict[str, Any]:
-    """The answer of vLLM's render routes for one prompt: the request that the engine would get."""
-    placed = sorted(prompt.images.items())
-    features = {
-        "mm_hashes": {"image": [digest for _, digest in placed]},
-        "mm_placeholders": {"image": [{"offset": at, "length": 1} for at, _ in placed]},
-    }
-    return {
-        "request_id": "render-fake",
-        "token_ids": prompt.token_ids,
-        "features": features if placed else None,
-        "sampling_params": {"max_tokens": prompt.max_tokens},
-        "model": prompt.model,
-        "stream": False,
-        "cache_salt": prompt.salt,
-    }

@@ -161,7 +161,8 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -
         if role not in ("<system>", "<user>", "<assistant>", "<tool>"):
             raise ConfigurationError(f"a message needs a role that is known, not {message!r:.80}")
         content = message.get("content")
-        if content is None and message.get("tool_calls"):  # in the history of an agent
+        # In the history of an agent the assistant's message may be its calls alone.
+        if content is None and message.get("tool_calls"):
             content = ""
         tokens += [_ID[role], *_content(content), _ID["<end>"]]
     return tokens + [_ID["<assistant>"]] * answer

@@ -192,6 +192,7 @@ class FaultyLink:
             self._counters["failed"] += 1
             logger.exception("the link to %s failed and is closed", self._target[0])
         finally:
+            # Sockets first: who waits for a command may free the ports next.
             self._disconnect()
             self._ended.set()
             self._refuse_commands()

@@ -74,7 +74,7 @@ class Outlet:
         """Stop the publisher; `hard`: without sending what waits."""
         if self.publisher is None or self._context is None:
             return
-        if hard:
+        if hard:  # as a killed process: what waits is lost, and subscribers see a gap
             self.publisher.shutdown(timeout=0)
         else:
             self.publisher.shutdown()

@@ -130,6 +130,7 @@ class Malformed(ValueError):  # noqa: N818 - never leaves this package
 
 def decode(part: bytes) -> Packet:
     """Return the packet in a part, and frames as views of it; Malformed if there is none."""
+    # Without the part's text in the error: a stranger's bytes do not belong in a log.
     try:
         return _decoder.decode(part)
     except UNREADABLE:

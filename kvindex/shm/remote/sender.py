@@ -86,7 +86,8 @@ class RemoteSender(RemoteEnd):
         self._counters = dict.fromkeys(("waits", "joined", "left", "died", "evicted", "refused"), 0)
         self._log_rate = LogRate()
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to the dead is dropped
-        self._socket.rcvhwm = _MAX_QUEUED  # strangers have no window
+        # Against strangers, who have no window.
+        self._socket.rcvhwm = _MAX_QUEUED
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -273,6 +274,7 @@ class RemoteSender(RemoteEnd):
             self._answer(routing_id)
 
     def _receive(self) -> None:
+        # Not until it is empty: who sends without end would keep the writer here.
         for _ in range(_TURN):
             try:
                 routing_id, *parts = self._socket.recv_multipart(NOBLOCK)
