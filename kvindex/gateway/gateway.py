@@ -345,7 +345,7 @@ class Door:
 
     def run(self, listener: socket.socket, beside: Beside | None = None) -> None:
         """Serve until `stop`; both arguments as for `HttpServer.run`."""
-        self._server.run([listener], beside)
+        self._server.run(listener, beside)
 
     def stop(self) -> None:
         """Make `run` return once the open requests have ended, or the time to drain is over.

@@ -26,13 +26,6 @@ from kvindex.wire.errors import RegistrationError
 logger = logging.getLogger(__name__)
 
 Effect: TypeAlias = Literal["new", "same", "moved"]
-Dial: TypeAlias = Callable[[str], str]
-"""Returns the endpoint to dial for one that came over HTTP, or raises EndpointRefusedError."""
-
-
-def as_it_is(endpoint: str) -> str:
-    """Return the endpoint: it may be dialled."""
-    return endpoint
 
 
 class Registry:
@@ -43,7 +36,8 @@ class Registry:
 
     Args:
         client: subscribes.
-        dial: returns the address to dial for a registration's endpoint.
+        dial: returns the endpoint to dial for one that came over HTTP, by default itself, or raises
+            EndpointRefusedError.
         max_ranks: most DP ranks that are registered.
         max_ranks_per_instance: of them, those of one instance.
 
@@ -58,7 +52,7 @@ class Registry:
         self,
         client: Client,
         *,
-        dial: Dial = as_it_is,
+        dial: Callable[[str], str] = str,
         max_ranks: int = 4096,
         max_ranks_per_instance: int = 1024,
     ) -> None:
@@ -67,7 +61,7 @@ class Registry:
         self._dial = dial
         self._max_ranks = max_ranks
         self._max_ranks_per_instance = max_ranks_per_instance
-        self._dialled: dict[tuple[str, int], Worker] = {}
+        self._dialled: dict[tuple[str, int], Worker] = {}  # by worker and registered dp_rank
         self._lock = threading.Lock()
         self._listeners: list[Callable[[Catalog], None]] = []
 
@@ -76,27 +70,29 @@ class Registry:
         with self._lock:
             self._listeners.append(listener)
 
-    def register(self, registration: Registration, *, trusted: bool = False) -> Effect:
-        """Subscribe to one rank of an instance.
-
-        Args:
-            registration: the rank, as its client names it.
-            trusted: whether its endpoints are the operator's own, to be dialled as they are.
+    def register(self, registration: Registration) -> Effect:
+        """Subscribe to one rank of an instance, as its client names it.
 
         Raises:
             RegistrationError: it conflicts with another one, cannot work, or there is no room.
             EndpointRefusedError: its endpoints must not be dialled.
             ClosedError, BusyError: as `Client.add`.
         """
-        _check_names(registration)
-        dial = as_it_is if trusted else self._dial
+        # Log lines have these names: a line break in one would forge a line.
+        names = {"instance_id": registration.worker, **registration.partition._asdict()}
+        for what, name in names.items():
+            if not name.isprintable():
+                raise RegistrationError(
+                    f"{what} is {name[:100]!r}: a name has printable characters only",
+                    reason="invalid",
+                )
         replay = registration.replay_endpoint
         dp_rank = registration.dp_rank
         try:
             worker = Worker(
                 registration.worker,
-                {dp_rank: dial(registration.endpoint)},
-                replay=None if replay is None else {dp_rank: dial(replay)},
+                {dp_rank: self._dial(registration.endpoint)},
+                replay=None if replay is None else {dp_rank: self._dial(replay)},
             )
         except ConfigurationError as error:
             raise RegistrationError(str(error), reason="invalid") from None
@@ -111,14 +107,11 @@ class Registry:
         block_size: int = 0,
         source: str = "configured",
         **details: Any,
-    ) -> list[Effect]:
+    ) -> None:
         """Register every rank of a worker, with the worker's own settings (topic, CURVE, cache).
-
-        `partition`, `block_size`, `source` and `details` are those of each rank's `Registration`.
 
         Raises: as `register`; ranks before the one that fails are registered.
         """
-        outcomes = []
         for address in worker.publishers():
             replay = None if address.replay is None else {address.dp_rank: address.replay}
             endpoint = {address.dp_rank: address.endpoint}
@@ -133,16 +126,17 @@ class Registry:
                 source=source,
                 details=details,
             )
-            outcomes.append(self._enter(registration, rank, lambda old: old))
-        return outcomes
+            self._enter(registration, rank, lambda old: old)
 
     def _enter(
         self, registration: Registration, worker: Worker, place: Callable[[Worker], object]
     ) -> Effect:
+        """Register one rank; it has moved if `place` of its worker is another than before."""
         key = registration.worker, registration.dp_rank
         with self._lock:
             present = self.catalog.instances.get(key[0], {}).get(key[1])
             self._check_conflicts(registration, present)
+            # The same worker again is no news, so clients may register every few seconds.
             moved = present is not None and place(self._dialled[key]) != place(worker)
             if present is None:
                 self._check_room(registration)
@@ -184,12 +178,8 @@ class Registry:
     ) -> list[Registration]:
         """Unsubscribe from an instance, or from one rank of it; return the removed registrations.
 
-        Args:
-            worker: the instance, as text.
-            model: what it must be registered for, if given.
-            routing_group: likewise.
-            dp_rank: one rank, as it was registered; None: all of them.
-            by_client: whether the request came over HTTP: the operator's workers stay.
+        `model` and `routing_group` are what it must be registered for, if given; `dp_rank` is one
+        rank, as it was registered. `by_client` says that HTTP asks: the operator's workers stay.
 
         Raises:
             RegistrationError: there is no such instance or rank, it is registered for others, or
@@ -201,8 +191,10 @@ class Registry:
             if ranks is None:
                 raise RegistrationError(f"instance {worker} not found", reason="unknown")
             partition = next(iter(ranks.values())).partition
-            wanted = (model, routing_group)
-            if any(name not in (None, of) for name, of in zip(wanted, partition, strict=True)):
+            if model not in (None, partition.model) or routing_group not in (
+                None,
+                partition.routing_group,
+            ):
                 why = f"instance {worker} is registered for {partition}"
                 raise RegistrationError(why, reason="unknown")
             if dp_rank is not None and dp_rank not in ranks:
@@ -216,7 +208,7 @@ class Registry:
             return gone
 
     def _check_clients(self, present: list[Registration]) -> None:
-        """Refuse to let a client change the operator's workers."""
+        # Who may register must not be able to lead the operator's traffic elsewhere.
         for entry in present:
             if entry.source != BY_CLIENTS:
                 raise RegistrationError(
@@ -257,6 +249,7 @@ class Registry:
 
     def _leave(self, gone: list[Registration]) -> None:
         """Unsubscribe from ranks of one instance, and forget them."""
+        # The catalog at last: if the client is busy, all is as before, and can be asked for again.
         catalog = self.catalog.without(gone)
         name = gone[0].worker
         workers = [self._dialled[entry.worker, entry.dp_rank] for entry in gone]
@@ -272,11 +265,8 @@ class Registry:
         self._replace(catalog)
 
     def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
-        """Return each registration with the status of its rank, None if it has none any more.
-
-        Its batches may have given the rank another name than the registered one: the endpoint
-        identifies it. O(ranks).
-        """
+        """Return each registration with the status of its rank, None if it has none. O(ranks)."""
+        # By the endpoint: its batches may have given the rank another name than the registered one.
         by_endpoint = {(s.rank.worker, s.endpoint): s for s in self._client.statuses().values()}
         # Without the lock: a registration holds it for as long as the subscriber's thread is busy.
         statuses = []
@@ -287,7 +277,9 @@ class Registry:
         return statuses
 
     def _find(self, worker: Worker) -> Rank | None:
-        """Return the rank of a worker that has one: its batches may have given it another name."""
+        """Return the rank of a worker that has one."""
+        # By its endpoint, since its batches may have given it another name; the name first, for
+        # O(1) in nearly all cases.
         client, [address] = self._client, worker.publishers()
         with suppress(UnknownRankError):
             status = client.status(Rank(worker.name, address.dp_rank))
@@ -305,28 +297,11 @@ class Registry:
             listener(catalog)
 
 
-def _check_names(entry: Registration) -> None:
-    """Refuse names that would be more than one word of a log: line breaks, control characters."""
-    names = {"instance_id": entry.worker, **entry.partition._asdict()}
-    for what, name in names.items():
-        if not name.isprintable():
-            raise RegistrationError(
-                f"{what} is {name[:100]!r}: a name has printable characters only", reason="invalid"
-            )
-
-
 class FollowedRegistry:
-    """Keeps a catalog of a replica's ranks, in place of a `Registry`.
+    """Keeps a catalog of the ranks of a pool's relay, in place of a `Registry`: nobody changes it.
 
-    Args:
-        replica: whose ranks they are.
-        address: of the relay's pool, for messages.
-        partition: whom all of them serve.
-        block_size: of all of them; 0: not known.
-
-    Attributes:
-        address: as given.
-        catalog: the present registrations; replaced as a whole.
+    `address` is the pool's, for messages; `partition` and `block_size` (0: not known) are those of
+    all of its ranks.
 
     Thread safety: every method may be called from any thread.
     """
@@ -340,15 +315,10 @@ class FollowedRegistry:
         self._partition = partition
         self._block_size = block_size
         self._lock = threading.Lock()
-        self._listeners: list[Callable[[Catalog], None]] = []
+        # Listen first: a rank that comes between the two steps would be missed otherwise.
         replica.on_change(self._note)
         for status in replica.statuses().values():
             self._note(status)
-
-    def on_change(self, listener: Callable[[Catalog], None]) -> None:
-        """Call a function with each new catalog, in order, on the thread that changed it."""
-        with self._lock:
-            self._listeners.append(listener)
 
     def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
         """Return each registration with the status of its rank. O(ranks)."""
@@ -363,24 +333,18 @@ class FollowedRegistry:
         rank = status.rank
         with self._lock:
             present = self.catalog.instances.get(rank.worker, {}).get(rank.dp_rank)
+            # All ranks of a replica that is closed are CLOSED, too, and still its ranks.
             is_gone = status.state is State.CLOSED and rank not in self._replica.ranks
             if is_gone and present is not None:
-                self._replace(self.catalog.without([present]))
+                self.catalog = self.catalog.without([present])
             elif not is_gone and (present is None or present.endpoint != status.endpoint):
-                self._replace(self.catalog.with_(self._registration(status)))
-
-    def _registration(self, status: RankStatus) -> Registration:
-        return Registration(
-            instance_id=status.rank.worker,
-            partition=self._partition,
-            dp_rank=status.rank.dp_rank,
-            endpoint=status.endpoint,
-            replay_endpoint=status.replay_endpoint,
-            block_size=self._block_size,
-            source="relay",
-        )
-
-    def _replace(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        for listener in self._listeners:
-            listener(catalog)
+                registration = Registration(
+                    instance_id=rank.worker,
+                    partition=self._partition,
+                    dp_rank=rank.dp_rank,
+                    endpoint=status.endpoint,
+                    replay_endpoint=status.replay_endpoint,
+                    block_size=self._block_size,
+                    source="relay",
+                )
+                self.catalog = self.catalog.with_(registration)

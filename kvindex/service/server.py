@@ -52,9 +52,7 @@ class Server:
     Attributes:
         service: answers the queries.
         port: where it listens.
-        site: answers HTTP, behind its guard.
-        routes: those of the site.
-        pool: whose relay it follows, if any.
+        routes, site: what it answers over HTTP, and behind which guard.
         missing: which sources and engines did not report their endpoints at first, and why.
 
     Raises:
@@ -77,21 +75,22 @@ class Server:
     ) -> None:
         self.settings = settings
         self.pool = pool
+        sources = list(sources)
         if pool is not None:
-            _check_following(settings, list(sources))
+            _refuse_what_is_of_the_relay(settings, sources)
         self._tokens = tuple(tokens)
         self._networks = Networks(settings.networks())
         with ExitStack() as opened:
+            # First: another server at this port is found before anything is subscribed to.
             self._socket = settings.listening.listen()
             opened.callback(self._socket.close)
             self.port: int = self._socket.getsockname()[1]
             self._answering = self._source(max_blocks_per_rank)
             opened.callback(self._answering.close)
-            self.service = self._service()
-            self._restore_registrations()
+            self.service = self._new_service()
             self._saver = self._new_saver()
             self._discovery = Discovery(
-                list(sources),
+                sources,
                 self._found,
                 self._lost,
                 options=DiscoveryOptions(token=engine_token),
@@ -99,6 +98,7 @@ class Server:
             )
             opened.callback(self._discovery.close)
             self.service.missing = self._missing
+            # Clients ask at once, and should find the engines that are there.
             self.missing = self._first_missing()
             self._guard = Guard(
                 tokens=self._tokens,
@@ -116,7 +116,7 @@ class Server:
 
     def _missing(self) -> dict[str, str]:
         """Return which engines and sources did not report their endpoints, and why."""
-        missing = self._discovery.missing()
+        missing = self._discovery.missing()  # without a reason: it was found, and is being added
         if isinstance(self._answering, Replica) and self._answering.trouble:
             missing[str(self.pool)] = self._answering.trouble
         return {name: why or _BEING_ADDED for name, why in missing.items()}
@@ -135,39 +135,35 @@ class Server:
     # Its parts --------------------------------------------------------------------------------
 
     def _source(self, max_blocks_per_rank: int | None) -> Client | Replica:
+        """Return what follows the engines or the relay, continued from the best state there is."""
         if self.pool is not None:
             return nats.follow(str(self.pool), **self.pool.options)
-        with tempfile.TemporaryDirectory(prefix="kvindex-serve-") as folder:
-            for resume, is_asked_for in self._begins(folder):
-                try:
-                    return Client((), resume=resume, max_blocks_per_rank=max_blocks_per_rank)
-                except SnapshotError as error:
-                    if is_asked_for:
-                        raise SnapshotError(
-                            f"--state {error}; to start without it, delete it or move it away",
-                            reason=error.reason,
-                        ) from error
-                    logger.warning(
-                        "the snapshot of %s is of no use: %s", self.settings.warm_from, error
-                    )
-        raise AssertionError("the last beginning is the state file, or nothing")
-
-    def _begins(self, folder: str) -> Iterable[tuple[str | None, bool]]:
-        """Yield the states to continue from, the best first, each with whether it must work."""
-        state = self.settings.state
+        state, neighbour = self.settings.state, self.settings.warm_from
         if state is not None and os.path.exists(state) and not os.path.isfile(state):
             raise ConfigurationError(f"--state {state}: it is no ordinary file")
-        if self.settings.warm_from is not None:
-            path = os.path.join(folder, "warm")
-            token = self._tokens[0] if self._tokens else None
-            try:
-                fetch_snapshot(self.settings.warm_from, path, token=token)
-                yield path, False
-            except OSError as error:
-                logger.warning("no warm start from %s: %s", self.settings.warm_from, error)
-        yield state, True
+        if neighbour is not None:
+            with tempfile.TemporaryDirectory(prefix="kvindex-serve-") as folder:
+                path = os.path.join(folder, "warm")
+                try:
+                    token = self._tokens[0] if self._tokens else None
+                    fetch_snapshot(neighbour, path, token=token)
+                except OSError as error:
+                    logger.warning("no warm start from %s: %s", neighbour, error)
+                else:
+                    try:
+                        return Client((), resume=path, max_blocks_per_rank=max_blocks_per_rank)
+                    except SnapshotError as error:
+                        logger.warning("the snapshot of %s is of no use: %s", neighbour, error)
+        try:
+            return Client((), resume=state, max_blocks_per_rank=max_blocks_per_rank)
+        except SnapshotError as error:
+            # A neighbour's snapshot only saves time. This state is the operator's to give up.
+            raise SnapshotError(
+                f"--state {error}; to start without it, delete it or move it away",
+                reason=error.reason,
+            ) from error
 
-    def _service(self) -> Service:
+    def _new_service(self) -> Service:
         settings, limits, client = self.settings, self.settings.limits, self._answering
         registry: Registry | FollowedRegistry
         if isinstance(client, Client):
@@ -182,33 +178,30 @@ class Server:
             registry = FollowedRegistry(client, str(self.pool), partition, settings.block_size or 0)
         return Service(client, registry, dialect=settings.dialect, max_tokens=limits.tokens)
 
-    def _restore_registrations(self) -> None:
-        if self.settings.state is None:
-            return
-        for entry in read_registrations(self.settings.state):
+    def _new_saver(self) -> Saver | None:
+        """Register again what was saved beside the state; return what saves from now on."""
+        state, client = self.settings.state, self._answering
+        if state is None:
+            return None
+        assert isinstance(client, Client)
+        # Before the saver listens: with the first of them it would write the file that is read.
+        for entry in read_registrations(state):
             try:
                 self.service.registry.register(entry)
             except KVIndexError as error:
                 logger.warning(
                     "%s/%d is not registered again: %s", entry.worker, entry.dp_rank, error
                 )
-
-    def _new_saver(self) -> Saver | None:
-        if self.settings.state is None:
-            return None
-        folder = os.path.dirname(os.path.abspath(self.settings.state))
+        folder = os.path.dirname(os.path.abspath(state))
         if not os.access(folder, os.W_OK):
             raise ConfigurationError(f"--state: nothing can be written in {folder}")
-        assert isinstance(self._answering, Client)
-        saver = Saver(self._answering, self.settings.state, self.settings.save_every)
+        saver = Saver(client, state, self.settings.save_every)
         self.service.registry.on_change(saver.note)
         return saver
 
     def _new_routes(self) -> list[Route]:
         exposition = Exposition(
-            self.service,
-            self.statistics,
-            dynamo_names=self.settings.compat_metrics,
+            self.service, self.statistics, dynamo_names=self.settings.compat_metrics
         )
         client = self._answering
         saved = [snapshot_route(client)] if isinstance(client, Client) else []
@@ -242,12 +235,8 @@ class Server:
     def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None:
         """Apply settings that can change while it runs: the networks of registrations. Any thread.
 
-        Args:
-            config: the file's settings now.
-            options: the command line's settings, which take precedence.
-
-        Raises:
-            ConfigurationError: a setting cannot work; nothing has changed.
+        The command line's `options` count for more than the file's. If a setting cannot work, a
+        ConfigurationError says so, and nothing has changed.
         """
         new = ServeSettings(**{**config.serve, **options})
         self._networks = Networks(new.networks())
@@ -268,7 +257,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`."""
-        self._server.run([self._socket])
+        self._server.run(self._socket)
 
     def stop(self) -> None:
         """Finish the open requests and make `run` return."""
@@ -290,6 +279,7 @@ class Server:
 
     def close(self) -> bool:
         """Save, and close everything; return whether the state was saved. Idempotent."""
+        # Nothing may be added or removed while it is saved, and the client is needed for that.
         self._discovery.close()
         saver, self._saver = self._saver, None
         saved = saver is None or saver.close()
@@ -303,13 +293,12 @@ class Server:
         self.close()
 
 
-def _check_following(settings: ServeSettings, sources: Sequence[Source]) -> None:
-    """Refuse what belongs to the relay that is followed."""
+def _refuse_what_is_of_the_relay(settings: ServeSettings, sources: Sequence[Source]) -> None:
     names = ("state", "warm_from", "register_networks")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]
-    given += [source.name for source in sources]
-    if given:
+    refused = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]
+    refused += [source.name for source in sources]
+    if refused:
         raise ConfigurationError(
-            f"--from follows a relay, which has the engines and the state: {given[0]} cannot be "
+            f"--from follows a relay, which has the engines and the state: {refused[0]} cannot be "
             "given beside it"
         )

@@ -31,33 +31,20 @@ _STANDING_FOR = 0.5  # seconds for which one standing answers all callers
 
 
 class Standing(NamedTuple):
-    """How the registered ranks stand.
+    """How the registered ranks stand: those that are not live each with a reason."""
 
-    Attributes:
-        ready: whether queries are to be sent here.
-        live: whether each rank is live now.
-        waiting: ranks that have never been live, which the server waits for before it is ready.
-        given_up: ranks that have never been live, without which the server is ready.
-        behind: ranks that were live and are not now.
-        missing: engines and sources that have not reported their endpoints, and why.
-    """
-
-    ready: bool
-    live: bool
-    waiting: Mapping[Rank, str]
-    given_up: Mapping[Rank, str]
-    behind: Mapping[Rank, str]
-    missing: Mapping[str, str]
+    ready: bool  # queries are to be sent here
+    live: bool  # each rank is live now
+    waiting: Mapping[Rank, str]  # never been live: the server waits for them before it is ready
+    given_up: Mapping[Rank, str]  # never been live: the server is ready without them
+    behind: Mapping[Rank, str]  # were live, and are not now
+    missing: Mapping[str, str]  # engines and sources that have not reported their endpoints
 
 
 class Ranks:
     """A partition's ranks at one moment, and the forms that its answers are written in.
 
-    Args:
-        partition: which.
-        instances: the ids of its instances, each with its ranks.
-
-    Thread safety: immutable but for caches.
+    Immutable but for caches.
     """
 
     def __init__(
@@ -72,7 +59,7 @@ class Ranks:
 
     def only(self, instance: str) -> Ranks:
         """Return those of one instance: none, if it is not among them."""
-        instances = [each for each in self.instances if str(each[0]) == instance]
+        instances = [(name, ranks) for name, ranks in self.instances if str(name) == instance]
         return Ranks(self.partition, instances)
 
     def form(self, dialect: str) -> AnswerForm:
@@ -128,10 +115,11 @@ class Service:
         self._patience = patience
         self._began = clock()
         self._was_ready = False  # with ranks that were live: later ranks are not waited for
-        self._stood: tuple[float, Catalog, Standing] | None = None  # when, for whom, and how
+        self._stood: tuple[float, Catalog, Standing] | None = None  # when, for which, and how
         self._standing_lock = threading.Lock()
         self._was_live: set[Rank] = set()
-        # Even if no request asks how they stand.
+        # A rank may be live between two requests that ask how the ranks stand. The callback has the
+        # set only, so that the source does not keep this object alive.
         source.on_change(partial(_note_live, self._was_live))
         self.missing: Callable[[], Mapping[str, str]] = dict
         # Of which catalog and which ranks of the index it was made, and what.
@@ -155,33 +143,39 @@ class Service:
         """The present registrations. Immutable; another one after each change."""
         return self._registry.catalog
 
-    def on_change(self, listener: Callable[[Catalog], None]) -> None:
-        """Call a function with each new catalog, in order, on the thread that changed it."""
-        self._registry.on_change(listener)
-
     # Answers ----------------------------------------------------------------------------------
 
     def ranks_of(self, partition: Partition) -> Ranks | None:
         """Return the ranks to answer for, or None if none is registered for this partition.
 
-        A rank belongs to the instance that its worker is, whatever dp_rank its batches name.
-
         Complexity: O(1) while ranks and registrations stay the same, else O(ranks) once.
         """
+        # Both are other objects after each change, so identity shows that nothing has changed.
         catalog, known = self.catalog, self.source.index.ranks
         made = self._made
         if made[0] is not catalog or made[1] is not known:
-            made = self._made = catalog, known, _by_partition(catalog, known)
+            # By the worker: a rank belongs to its instance whatever dp_rank its batches name.
+            by_worker: dict[str, list[Rank]] = {}
+            for rank in known:
+                if rank.worker in catalog.instances:
+                    by_worker.setdefault(rank.worker, []).append(rank)
+            by_partition = {
+                members: Ranks(
+                    members,
+                    [(name, by_worker.get(worker, [])) for worker, name in instances.items()],
+                )
+                for members, instances in catalog.partitions.items()
+            }
+            made = self._made = catalog, known, by_partition
         return made[2].get(partition)
 
     def match(
         self, ranks: Ranks, token_ids: memoryview, *, lora: str | None, salt: str | None
     ) -> tuple[Hits, Mapping[Rank, Trust]]:
-        """Return the match of each of these ranks, with its trust from before the match.
-
-        Raises: as `Index.match`.
-        """
+        """Return the match of each of these ranks, with its trust; raises as `Index.match`."""
         began = time.perf_counter_ns()
+        # Before the match: a rank that is repaired between the two must not be trusted for a match
+        # that lacked something.
         trusts = self.source.trusts()
         hits = self.source.index.match(token_ids, lora=lora, salt=salt).hits(ranks.rows)
         best = max(hits.tokens, default=0)
@@ -192,18 +186,13 @@ class Service:
     # How the ranks stand ----------------------------------------------------------------------
 
     def statuses(self) -> list[tuple[Registration, RankStatus | None]]:
-        """Return each registration with the status of its rank, None if it has none any more.
-
-        Complexity: O(ranks).
-        """
+        """Return each registration with the status of its rank, None if it has none. O(ranks)."""
         return self._registry.statuses()
 
     def with_block_sizes(self) -> list[tuple[Registration, RankStatus | None]]:
-        """Return the same to be shown: the tokens per block are the events' where not registered.
-
-        Complexity: O(ranks).
-        """
+        """Return the same with the tokens per block that events state, where none is registered."""
         statuses = self.statuses()
+        # An empty prompt matches nothing, and tells each rank's block size all the same.
         rows = RankRows({status.rank for _, status in statuses if status is not None})
         block_sizes = self.source.index.match([]).hits(rows).block_size
         sizes = dict(zip(rows, block_sizes, strict=True))
@@ -218,9 +207,7 @@ class Service:
         """Return how the registered ranks stand; all calls within half a second share it.
 
         The server is ready once each rank was live and no engine is missing, or once `patience` is
-        over. A rank that is registered afterwards, and is not live yet, changes nothing.
-
-        Complexity: O(ranks).
+        over. A rank that is registered afterwards, and is not live yet, changes nothing. O(ranks).
         """
         with self._standing_lock:
             now, catalog, stood = self._clock(), self.catalog, self._stood
@@ -241,12 +228,18 @@ class Service:
                     else status.rank
                 )
                 reasons = behind if rank in self._was_live else never
-                reasons[rank] = _why(status)
+                if status is None:
+                    reasons[rank] = "it is not subscribed to yet, or not any more"
+                else:
+                    reasons[rank] = status.reason or f"its state is {status.state}"
             else:
                 self._was_live.add(status.rank)
-        if len(self._was_live) > 2 * len(statuses) + 64:  # others have gone
+        # Ranks come and go for weeks; and seldom, since it costs a look at all ranks.
+        if len(self._was_live) > 2 * len(statuses) + 64:
             self._was_live.intersection_update(self.source.index.ranks)
         missing = self.missing()
+        # Once ready it stays so: one engine that is added or lost must not take the whole server
+        # out of a balancer. Without any rank it is ready, too, but only as long as that lasts.
         is_ready = not (never or missing)
         self._was_ready = self._was_ready or (is_ready and bool(statuses))
         is_ready = is_ready or self._was_ready or now - self._began >= self._patience
@@ -259,24 +252,3 @@ class Service:
 def _note_live(was_live: set[Rank], status: RankStatus) -> None:
     if status.state is State.LIVE:
         was_live.add(status.rank)
-
-
-def _why(status: RankStatus | None) -> str:
-    if status is None:
-        return "it is not subscribed to yet, or not any more"
-    return status.reason or f"its state is {status.state}"
-
-
-def _by_partition(catalog: Catalog, known: tuple[Rank, ...]) -> dict[Partition, Ranks]:
-    """Return the ranks to answer for, by partition."""
-    by_worker: dict[str, list[Rank]] = {}
-    for rank in known:
-        if rank.worker in catalog.instances:
-            by_worker.setdefault(rank.worker, []).append(rank)
-    return {
-        partition: Ranks(
-            partition,
-            [(named, by_worker.get(worker, [])) for worker, named in instances.items()],
-        )
-        for partition, instances in catalog.partitions.items()
-    }

@@ -24,226 +24,6 @@ from kvindex.subscribe.discovery import read_targets as read_listed
 from kvindex.subscribe.discovery.sources import LOOK_EVERY, FollowedFile
 from kvindex.wire.errors import DiscoveryError
 
-# What each kind takes; the sources' own docstrings say what it means.
-_KINDS: Final[dict[str, dict[str, Any]]] = {
-    "engines": {"urls": list[str], "model": str},
-    "dns": {
-        "url": str,
-        "replay_port": int,
-        "events_port": int,
-        "dp_size": int,
-        "interval": float,
-        "model": str,
-    },
-    "file": {"path": str, "interval": float},
-    "kubernetes": {
-        "selector": str,
-        "pool": str,
-        "preset": str,
-        "namespace": str,
-        "port": int,
-        "events_port": int,
-        "replay_port": int,
-        "dp_size": int,
-        "model_label": str,
-        "kube_url": str,
-        "token": str,
-        "certificate": str,
-    },
-}
-_GROUP: Final = "routing_group"  # every kind takes it
-
-
-def source_of(entry: Mapping[str, Any], defaults: Defaults, where: str) -> Source:
-    """Return the source that a table describes.
-
-    Args:
-        entry: `kind` ("engines", "dns", "file" or "kubernetes") and the options of that kind.
-        defaults: for engines whose source does not set them.
-        where: the table's name in errors.
-
-    Raises:
-        ConfigurationError: the kind or a key is unknown, or a value cannot work.
-
-    Examples:
-        >>> source_of({"kind": "dns", "url": "http://vllm:8000"}, Defaults(), "discovery 1").name
-        'name vllm'
-    """
-    kind = entry.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ConfigurationError(f"{where}: kind {kind!r} is none of {', '.join(_KINDS)}")
-    takes = {**_KINDS[kind], _GROUP: str}
-    given: Table = {}
-    for key, value in entry.items():
-        if key == "kind":
-            continue
-        if key not in takes:
-            raise ConfigurationError(
-                f"{where}: {kind} knows no {key!r}: it has {', '.join(sorted(takes))}"
-            )
-        try:
-            given[key] = msgspec.convert(value, takes[key])
-        except msgspec.ValidationError as error:
-            raise ConfigurationError(f"{where}: {key}: {error}") from None
-    try:
-        return _made(kind, given, defaults)
-    except (ConfigurationError, TypeError) as error:
-        raise ConfigurationError(f"{where}: {error}") from None
-
-
-def _made(kind: str, given: Table, defaults: Defaults) -> Source:
-    group = given.pop(_GROUP, defaults.routing_group)
-    if kind == "file":
-        return _ListedFile(msgspec.structs.replace(defaults, routing_group=group), **given)
-    sources: dict[str, Callable[..., Source]] = {
-        "engines": EngineSource,
-        "dns": DnsSource,
-        "kubernetes": KubernetesSource,
-    }
-    return sources[kind](**given, routing_group=group, cache=defaults.cache)
-
-
-class _ListedFile(FileSource):
-    """A file of engines that get defaults."""
-
-    def __init__(self, defaults: Defaults, **options: Any) -> None:
-        super().__init__(**options)
-        self._defaults = defaults
-
-    def read(self) -> tuple[Target, ...]:
-        return tuple(self._defaults.apply(target) for target in super().read())
-
-
-def token_reader(path: str) -> Callable[[], str | None]:
-    """Return a function that reads the engines' API key from a file, which may change.
-
-    Raises:
-        ConfigurationError: it cannot be read now.
-    """
-
-    def read() -> str | None:
-        return Path(path).read_text("utf-8").strip() or None
-
-    try:
-        read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--engine-token-file {path}: {error}") from None
-    return read
-
-
-class Reconfigured(Protocol):
-    """Receives a changed file."""
-
-    def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None: ...
-
-
-class FixedSource:
-    """The workers of the command line as a discovery source. Thread safety: any thread."""
-
-    name = "the command line"
-    is_certain = True
-
-    def __init__(self, targets: Iterable[Target]) -> None:
-        self.targets = tuple(targets)
-        self._closed = threading.Event()
-
-    def watch(self, tell: Callable[[Iterable[Target]], None]) -> None:
-        """List them, once."""
-        tell(self.targets)
-        self._closed.wait()
-
-    def close(self) -> None:
-        """End `watch`."""
-        self._closed.set()
-
-
-class Serving:
-    """The settings and sources of one server.
-
-    Args:
-        path: of the TOML file, or None.
-        options: settings of the command line; they count for more than the file's.
-        limits: likewise, of `Limits`.
-        cache: what events do not state, for workers whose entry does not set it.
-
-    Attributes:
-        settings: of options and file together.
-        sources: they list workers.
-
-    Raises:
-        ConfigurationError: an option or the file cannot work.
-    """
-
-    def __init__(
-        self,
-        path: str | None,
-        options: Mapping[str, Any],
-        limits: Mapping[str, int],
-        cache: CacheSettings,
-    ) -> None:
-        self._options = dict(options)
-        self._limits = dict(limits)
-        self._running: Reconfigured | None = None
-        self._file: ConfigSource | None = None
-        self.sources: list[Source] = []
-        config = ConfigFile()
-        if path is not None:
-            try:
-                config = read_config(path, TABLES)
-            except OSError as error:
-                raise ConfigurationError(f"--config {path}: {error.strerror}") from error
-        self.settings = ServeSettings(**{**config.serve, **self._told(config)})
-        self.defaults = Defaults(
-            self.settings.model, self.settings.routing_group, self.settings.block_size, cache
-        )
-        if path is not None:
-            try:
-                read_targets(config.tables, self.defaults)  # a mistake is reported at once
-            except ConfigurationError as error:
-                raise ConfigurationError(f"{path}: {error}") from None
-            self._file = ConfigSource(path, self.defaults, self._changed)
-            self.sources.append(self._file)
-            listed = config.tables.get("discovery", [])
-            if not (isinstance(listed, list) and all(isinstance(each, dict) for each in listed)):
-                raise ConfigurationError(
-                    "discovery must be tables, each under its own [[discovery]]"
-                )
-            self.add_discovery(listed)
-
-    def add_workers(self, workers: Iterable[tuple[Worker, Mapping[str, Any]]]) -> None:
-        """Add the workers of the command line, with the arguments of `target_of` for each."""
-        targets = [self.defaults.apply(target_of(worker, **said)) for worker, said in workers]
-        if targets:
-            self.sources.insert(0, FixedSource(targets))
-
-    def add_discovery(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Add sources, as [[discovery]] tables of the file have them."""
-        self.sources += [
-            source_of(entry, self.defaults, f"discovery {number}")
-            for number, entry in enumerate(entries, 1)
-        ]
-
-    def begin(self, running: Reconfigured) -> None:
-        """Pass the file's changes to a server from now on."""
-        self._running = running
-
-    def look(self) -> None:
-        """Look at the file now. From signal handlers, too."""
-        if self._file is not None:
-            self._file.look()
-
-    def _changed(self, config: ConfigFile) -> None:
-        if self._running is not None:
-            self._running.reconfigure(config, self._told(config))
-
-    def _told(self, config: ConfigFile) -> dict[str, Any]:
-        """Return the options, with limits of both."""
-        if not self._limits:
-            return self._options
-        of_file = config.serve.get("limits", Limits())
-        return {**self._options, "limits": msgspec.structs.replace(of_file, **self._limits)}
-
-
 TABLES: Final = ("workers", "engines", "discovery")
 """The tables of the file besides those of `settings.py`."""
 
@@ -294,44 +74,38 @@ def target_of(
         worker=worker,
         model=model,
         routing_group=routing_group,
-        labels={**(labels or {}), **_sized(worker.name, block_size)},
+        labels={**(labels or {}), **_size_label(worker.name, block_size)},
         cache=worker.cache,
     )
 
 
 def read_targets(tables: Table, defaults: Defaults) -> list[Target]:
-    """Return the workers and engines that a file's tables name.
+    """Return the workers and engines that a file's tables name, or raise ConfigurationError.
 
-    Args:
-        tables: [[workers]] and [[engines]], as `kvindex.subscribe.discovery.read_targets` has them;
-            each may also have `block_size`.
-        defaults: for entries that do not say.
-
-    Raises:
-        ConfigurationError: an entry cannot work, or two have one name; says which entry.
+    [[workers]] and [[engines]] are those of `kvindex.subscribe.discovery.read_targets`; each entry
+    may also have `block_size`.
     """
     listed = {name: tables[name] for name in ("workers", "engines") if name in tables}
-    if not listed:
+    if not listed:  # which is a mistake in a list of workers, and none in this file
         return []
-    plain = {
-        name: [*map(_with_size_in_labels, entries)] if isinstance(entries, list) else entries
-        for name, entries in listed.items()
-    }
-    return [defaults.apply(target) for target in read_listed(plain)]
+    for name, entries in listed.items():
+        if isinstance(entries, list):
+            listed[name] = [_with_label(entry) for entry in entries]
+    return [defaults.apply(target) for target in read_listed(listed)]
 
 
-def _with_size_in_labels(entry: Any) -> Any:
+def _with_label(entry: Any) -> Any:
     """Return an entry whose `block_size`, if it has one, is a label."""
+    # What has not the right form is left to `read_listed`, whose error names the entry.
     if not isinstance(entry, dict) or "block_size" not in entry:
         return entry
     rest = dict(entry)
-    size = _sized(str(rest.get("name")), rest.pop("block_size"))
+    size = _size_label(str(rest.get("name")), rest.pop("block_size"))
     labels = rest.get("labels", {})
     return {**rest, "labels": {**labels, **size} if isinstance(labels, dict) else labels}
 
 
-def _sized(name: str, block_size: object) -> dict[str, str]:
-    """Return the label of a block size."""
+def _size_label(name: str, block_size: object) -> dict[str, str]:
     if block_size is None:
         return {}
     if not isinstance(block_size, int) or not 1 <= block_size < 1 << 32:
@@ -344,13 +118,8 @@ def _sized(name: str, block_size: object) -> dict[str, str]:
 class ConfigSource(FollowedFile):
     """The file as a discovery source: lists its workers, again whenever it changes.
 
-    Args:
-        path: of the file.
-        defaults: for entries that do not say.
-        on_config: called with the file's settings whenever it was read anew; it may raise
-            ConfigurationError, and then none of them counts.
-
-    Thread safety: as `FollowedFile`.
+    `on_config` is called with the file's settings whenever it was read anew; it may raise
+    ConfigurationError, and then none of them counts.
     """
 
     def __init__(
@@ -364,11 +133,7 @@ class ConfigSource(FollowedFile):
         self._on_config = on_config
 
     def read(self) -> list[Target]:
-        """Return the workers that the file names now.
-
-        Raises:
-            DiscoveryError: it cannot be read or used, with the line or entry.
-        """
+        """Return the workers that the file names now, or raise DiscoveryError."""
         path = str(self.path)
         try:
             config = read_config(path, TABLES)
@@ -377,6 +142,214 @@ class ConfigSource(FollowedFile):
         except OSError as error:
             raise DiscoveryError(f"{path}: {error}", url=path, reason="unreachable") from None
         except ConfigurationError as error:
+            # `read_config` has said which file and line; the others know the entry alone.
             text = str(error) if str(error).startswith(path) else f"{path}: {error}"
             raise DiscoveryError(text, url=path, reason="content") from None
         return targets
+
+
+# Sources ------------------------------------------------------------------------------------------
+
+# What each kind takes; the sources' own docstrings say what it means.
+_KINDS: Final[dict[str, dict[str, Any]]] = {
+    "engines": {"urls": list[str], "model": str},
+    "dns": {
+        "url": str,
+        "replay_port": int,
+        "events_port": int,
+        "dp_size": int,
+        "interval": float,
+        "model": str,
+    },
+    "file": {"path": str, "interval": float},
+    "kubernetes": {
+        "selector": str,
+        "pool": str,
+        "preset": str,
+        "namespace": str,
+        "port": int,
+        "events_port": int,
+        "replay_port": int,
+        "dp_size": int,
+        "model_label": str,
+        "kube_url": str,
+        "token": str,
+        "certificate": str,
+    },
+}
+_GROUP: Final = "routing_group"  # every kind takes it
+
+
+def source_of(entry: Mapping[str, Any], defaults: Defaults, where: str) -> Source:
+    """Return the source that a table describes.
+
+    Args:
+        entry: `kind` ("engines", "dns", "file" or "kubernetes") and the options of that kind.
+        defaults: for engines whose source does not set them.
+        where: the table's name in errors, which are ConfigurationErrors.
+
+    Examples:
+        >>> source_of({"kind": "dns", "url": "http://vllm:8000"}, Defaults(), "discovery 1").name
+        'name vllm'
+    """
+    kind = entry.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ConfigurationError(f"{where}: kind {kind!r} is none of {', '.join(_KINDS)}")
+    takes = {**_KINDS[kind], _GROUP: str}
+    options: Table = {}
+    for key, value in entry.items():
+        if key == "kind":
+            continue
+        if key not in takes:
+            raise ConfigurationError(
+                f"{where}: {kind} knows no {key!r}: it has {', '.join(sorted(takes))}"
+            )
+        try:
+            options[key] = msgspec.convert(value, takes[key])
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"{where}: {key}: {error}") from None
+    group = options.pop(_GROUP, defaults.routing_group)
+    sources: dict[str, Callable[..., Source]] = {
+        "engines": EngineSource,
+        "dns": DnsSource,
+        "kubernetes": KubernetesSource,
+    }
+    try:
+        if kind == "file":
+            return _ListedFile(msgspec.structs.replace(defaults, routing_group=group), **options)
+        return sources[kind](**options, routing_group=group, cache=defaults.cache)
+    except (ConfigurationError, TypeError) as error:  # TypeError: an option is missing
+        raise ConfigurationError(f"{where}: {error}") from None
+
+
+class _ListedFile(FileSource):
+    """A file of engines that get defaults."""
+
+    def __init__(self, defaults: Defaults, **options: Any) -> None:
+        super().__init__(**options)
+        self._defaults = defaults
+
+    def read(self) -> tuple[Target, ...]:
+        return tuple(self._defaults.apply(target) for target in super().read())
+
+
+def token_reader(path: str) -> Callable[[], str | None]:
+    """Return a function that reads the engines' API key from a file, which may change."""
+
+    def read() -> str | None:
+        return Path(path).read_text("utf-8").strip() or None
+
+    try:
+        read()  # so that a mistake is reported at the start
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--engine-token-file {path}: {error}") from None
+    return read
+
+
+class Reconfigured(Protocol):
+    """Receives a changed file."""
+
+    def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None: ...
+
+
+class FixedSource:
+    """The workers of the command line as a discovery source. Thread safety: any thread."""
+
+    name = "the command line"
+    is_certain = True
+
+    def __init__(self, targets: Iterable[Target]) -> None:
+        self.targets = tuple(targets)
+        self._closed = threading.Event()
+
+    def watch(self, tell: Callable[[Iterable[Target]], None]) -> None:
+        """List them, once."""
+        tell(self.targets)
+        self._closed.wait()
+
+    def close(self) -> None:
+        """End `watch`."""
+        self._closed.set()
+
+
+class Serving:
+    """The settings and sources of one server, of its TOML file and its command line.
+
+    Args:
+        path: of the file, or None.
+        options: settings of the command line; they count for more than the file's.
+        limits: likewise, of `Limits`.
+        cache: what events do not state, for workers whose entry does not set it.
+
+    Raises:
+        ConfigurationError: an option or the file cannot work.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        options: Mapping[str, Any],
+        limits: Mapping[str, int],
+        cache: CacheSettings,
+    ) -> None:
+        self._options = dict(options)
+        self._limits = dict(limits)
+        self._running: Reconfigured | None = None
+        self._file: ConfigSource | None = None
+        self.sources: list[Source] = []  # they list workers
+        config = ConfigFile()
+        if path is not None:
+            try:
+                config = read_config(path, TABLES)
+            except OSError as error:
+                raise ConfigurationError(f"--config {path}: {error.strerror}") from error
+        self.settings = ServeSettings(**{**config.serve, **self._options_with_limits(config)})
+        self.defaults = Defaults(
+            self.settings.model, self.settings.routing_group, self.settings.block_size, cache
+        )
+        if path is not None:
+            try:
+                read_targets(config.tables, self.defaults)  # a mistake is reported at once
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{path}: {error}") from None
+            self._file = ConfigSource(path, self.defaults, self._changed)
+            self.sources.append(self._file)
+            listed = config.tables.get("discovery", [])
+            if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+                raise ConfigurationError(
+                    "discovery must be tables, each under its own [[discovery]]"
+                )
+            self.add_discovery(listed)
+
+    def add_workers(self, workers: Iterable[tuple[Worker, Mapping[str, Any]]]) -> None:
+        """Add the workers of the command line, with the arguments of `target_of` for each."""
+        targets = [self.defaults.apply(target_of(worker, **more)) for worker, more in workers]
+        if targets:
+            self.sources.insert(0, FixedSource(targets))
+
+    def add_discovery(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Add sources, as [[discovery]] tables of the file have them."""
+        self.sources += [
+            source_of(entry, self.defaults, f"discovery {number}")
+            for number, entry in enumerate(entries, 1)
+        ]
+
+    def begin(self, running: Reconfigured) -> None:
+        """Pass the file's changes to a server from now on."""
+        self._running = running
+
+    def look(self) -> None:
+        """Look at the file now. From signal handlers, too."""
+        if self._file is not None:
+            self._file.look()
+
+    def _changed(self, config: ConfigFile) -> None:
+        if self._running is not None:
+            self._running.reconfigure(config, self._options_with_limits(config))
+
+    def _options_with_limits(self, config: ConfigFile) -> dict[str, Any]:
+        # `limits` is one value of the settings: an option would take the file's others with it.
+        if not self._limits:
+            return self._options
+        of_file = config.serve.get("limits", Limits())
+        return {**self._options, "limits": msgspec.structs.replace(of_file, **self._limits)}

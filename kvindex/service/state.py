@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REGISTRATIONS_BYTES = 64 << 20
 _MAX_SNAPSHOT_BYTES = 64 << 30
-_READ = 1 << 20
+_PIECE = 256 << 10  # bytes that are read or sent at once
 
 
 def registrations_path(state: str | os.PathLike[str]) -> Path:
@@ -60,12 +61,7 @@ def read_registrations(state: str | os.PathLike[str]) -> list[Registration]:
 
 
 class Saver:
-    """Saves a client's state every so often, and registrations whenever they change.
-
-    Args:
-        client: the client to save.
-        path: the state file.
-        every: seconds between two savings of the ranks' blocks.
+    """Saves a client's state every so many seconds, and registrations whenever they change.
 
     Thread safety: every method from any thread.
     """
@@ -87,6 +83,7 @@ class Saver:
 
     def note(self, catalog: Catalog) -> None:
         """Schedule saving the registrations: a listener of `Registry.on_change`."""
+        # Those of the operator come again by themselves, and may have changed by then.
         self._registered = tuple(
             entry for entry in catalog.registrations if entry.source == BY_CLIENTS
         )
@@ -94,6 +91,7 @@ class Saver:
 
     def save(self) -> bool:
         """Write both files now; return whether it worked. A failure is logged and counted."""
+        # The registrations first: a rank without blocks fills up, blocks without a rank are lost.
         is_saved = self._write(
             "the state", self._write_registered, partial(self._client.save, self._path)
         )
@@ -125,6 +123,7 @@ class Saver:
 
     def _write(self, what: str, *steps: Callable[[], object]) -> bool:
         """Carry out steps of saving; log and count a failure, and return whether there was none."""
+        # A full disk must neither end the thread nor the server, whose answers are as good as ever.
         with self._writing:
             try:
                 for step in steps:
@@ -147,7 +146,7 @@ class Saver:
         try:
             with replaced_file(registrations_path(self._path)) as file:
                 file.write(msgspec.json.encode(registered))
-        except BaseException:
+        except BaseException:  # again the next time, unless there are newer ones by now
             self._registered = self._registered or registered
             raise
 
@@ -155,39 +154,30 @@ class Saver:
 def fetch_snapshot(
     url: str, path: str | os.PathLike[str], *, token: str | None = None, timeout: float = 30.0
 ) -> None:
-    """Write another server's snapshot to a file; `connect(resume=path)` continues from it.
+    """Write another server's snapshot to a file, which appears once all of it has come.
 
-    The token goes to that server and no other: no proxy is used, and no redirect followed.
-
-    Args:
-        url: of the other server.
-        path: the file; it appears only when all of it has come.
-        token: the other server's token.
-        timeout: seconds without a byte.
+    `connect(resume=path)` continues from it. `timeout` is of seconds without a byte.
 
     Raises:
         ConfigurationError: it is no URL of a server.
         OSError: it could not be had; the message says why.
     """
+    # The token goes to that server and no other: no proxy is used, and no redirect followed.
     web = Web(url, token=token)
     with web.open("/snapshot", timeout) as answer, replaced_file(path) as file:
         if answer.status != 200:
-            said = _said(answer.read(4096))
-            raise OSError(f"{web.url}/snapshot: status {answer.status}{said}")
+            body, why = answer.read(4096), ""
+            with suppress(ValueError, KeyError, TypeError):  # it may be no kvindex that answers
+                why = f" ({json.loads(body)['error']})"
+            raise OSError(f"{web.url}/snapshot: status {answer.status}{why}")
         expected, size = answer.length, 0
-        while piece := answer.read(_READ, timeout):
+        while piece := answer.read(_PIECE, timeout):
             size += len(piece)
             if size > _MAX_SNAPSHOT_BYTES:
                 raise OSError(f"the snapshot exceeds {_MAX_SNAPSHOT_BYTES} bytes")
             file.write(piece)
         if expected not in (None, size):
             raise OSError(f"the snapshot was cut off after {size} of {expected} bytes")
-
-
-def _said(body: bytes) -> str:
-    with suppress(ValueError, KeyError, TypeError):
-        return f" ({json.loads(body)['error']})"
-    return ""
 
 
 _FRESH: Final = 10.0  # seconds for which a snapshot that is being sent is sent to others, too
@@ -198,48 +188,42 @@ _OCTETS: Final = (
 )
 
 
-class _Taken:
+@dataclass(eq=False)
+class _Snapshot:
     """A snapshot in a nameless file, which is gone once it is no longer being sent."""
 
-    def __init__(self, descriptor: int, taken_at: float) -> None:
-        self.descriptor = descriptor
-        self.taken_at = taken_at
-        self.readers = 0
+    descriptor: int
+    taken_at: float
+    readers: int = 0
 
 
 def snapshot_route(client: Client, *, clock: Callable[[], float] = time.monotonic) -> Route:
-    """Return the route `GET /snapshot`, which answers with the file of `Client.save`.
-
-    A request soon after another one, or while two snapshots are being sent, gets the newest of
-    these. So no client waits for a slow reader.
-
-    Args:
-        client: whose state it is.
-        clock: monotonic seconds.
-    """
-    sent: list[_Taken] = []  # at present, the newest last
+    """Return the route `GET /snapshot`, which answers with the file of `Client.save`."""
+    sent: list[_Snapshot] = []  # at present, the newest last
     lock: asyncio.Lock | None = None
 
-    async def snapshot(request: Request) -> Stream:
+    async def send(request: Request) -> Stream:
         nonlocal lock
         if request.method == "HEAD":  # none is taken for that
             return Stream(sending(in_threads(iter(()))), _OCTETS)
         lock = lock or asyncio.Lock()
+        # A request soon after another one, or while two snapshots are being sent, gets the newest
+        # of these: so the disk holds two at most, and no client waits for a slow reader.
         async with lock:
             is_fresh = bool(sent) and clock() - sent[-1].taken_at < _FRESH
             if not is_fresh and len(sent) < _MOST:
                 try:
-                    descriptor = await asyncio.to_thread(_taken, client)
+                    descriptor = await asyncio.to_thread(_nameless_snapshot, client)
                 except (OSError, BusyError, ClosedError) as error:
                     raise refusal(503, f"no snapshot could be taken: {error}", "busy") from error
-                sent.append(_Taken(descriptor, clock()))
-            taken = sent[-1]
-            taken.readers += 1
-        size = os.fstat(taken.descriptor).st_size
-        return Stream(sending(_pieces(taken, sent)), _OCTETS, length=size)
+                sent.append(_Snapshot(descriptor, clock()))
+            snapshot = sent[-1]
+            snapshot.readers += 1
+        size = os.fstat(snapshot.descriptor).st_size
+        return Stream(sending(_pieces(snapshot, sent)), _OCTETS, length=size)
 
     return route(
-        *("GET /snapshot", snapshot),
+        *("GET /snapshot", send),
         "All that is known, for `kvindex serve --warm-from URL`, the secret seed included",
         {
             "description": "What `Client.save` writes.",
@@ -248,7 +232,7 @@ def snapshot_route(client: Client, *, clock: Callable[[], float] = time.monotoni
     )
 
 
-def _taken(client: Client) -> int:
+def _nameless_snapshot(client: Client) -> int:
     """Return a descriptor of a file with a new snapshot, which has no name any more."""
     with tempfile.TemporaryDirectory(prefix="kvindex-snapshot-") as folder:
         path = os.path.join(folder, "snapshot")
@@ -256,14 +240,14 @@ def _taken(client: Client) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-async def _pieces(taken: _Taken, sent: list[_Taken]) -> AsyncGenerator[bytes, None]:
+async def _pieces(snapshot: _Snapshot, sent: list[_Snapshot]) -> AsyncGenerator[bytes, None]:
     place = 0
     try:
-        while piece := await asyncio.to_thread(os.pread, taken.descriptor, _READ, place):
+        while piece := await asyncio.to_thread(os.pread, snapshot.descriptor, _PIECE, place):
             place += len(piece)
             yield piece
     finally:
-        taken.readers -= 1
-        if not taken.readers:
-            sent.remove(taken)
-            os.close(taken.descriptor)
+        snapshot.readers -= 1
+        if not snapshot.readers:
+            sent.remove(snapshot)
+            os.close(snapshot.descriptor)

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING: Final = 16  # requests of one connection that wait for the one that is answered
 _MOST_AT_ONCE: Final = 16  # requests of one connection that are answered in one turn of the loop
 _DRAINED: Final = 4  # times the limit that is read of a long body, so that its sender sees why
+_LONG: Final = 64 << 10  # bytes that wait for a client: more are a long answer
+_LEAST_RATE: Final = 4096  # bytes a second that a client reads of a long answer
 _STATUS: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
@@ -55,6 +57,43 @@ class _Incoming:
     size: int = 0
 
 
+class Unread:
+    """The bytes that a client has not read yet: whether it reads, and fast enough."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._waited = 0  # bytes that waited when this was last noted,
+        self._since = 0.0  # and when that was
+
+    def note_progress(self) -> None:
+        """Note that the client has read enough for more to be written."""
+        self._waited = 0
+
+    def is_overdue(self, now: float, limit: float) -> bool:
+        """Return whether the client has read nothing, or too little of a long answer, for long."""
+        # What waits in the system's buffer counts, too: the transport's own is empty until then.
+        unread: int = self._transport.get_write_buffer_size()
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and sys.platform == "linux":
+            with suppress(OSError):
+                queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+                unread += int.from_bytes(queued, sys.byteorder)
+        # What is left of a long answer shows how much was read, since no more is written before
+        # `note_progress`; of a short one only whether anything was.
+        if unread > self._waited or (unread != self._waited and unread < _LONG):
+            self._waited, self._since = unread, now
+        seconds = now - self._since
+        is_slow = self._waited - unread < _LEAST_RATE * seconds
+        return unread > 0 and is_slow and seconds > limit
+
+    def forget(self) -> None:
+        """Make the system drop its unsent buffer, once the connection is aborted."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None:
+            with suppress(OSError), socket.fromfd(sock.fileno(), sock.family, sock.type) as same:
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 class Connection(asyncio.Protocol):
     """A connection with the bounds of its site on memory and time. Owner: the event loop."""
 
@@ -67,7 +106,7 @@ class Connection(asyncio.Protocol):
         self._incoming: _Incoming | None = None  # whose body is received
         self._waiting: deque[_Incoming] = deque()  # to be answered, the first one next
         self._task: asyncio.Task[None] | None = None  # answers a request
-        self._stream: Stream | None = None  # that is sent
+        self._stream: Stream | None = None  # that is being sent
         self._cancels = False  # whether what `_task` does is cancelled once the client has gone
         self._at_once = 0  # requests answered in this turn of the event loop
         self._is_reading = True
@@ -98,7 +137,9 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self._writable.set()
         if self._task is not None and (self._cancels or self._stream is not None):
-            self._loop.call_soon(self._task.cancel)  # it begins first, and so awaits its handler
+            # A turn later: a task that is cancelled before it began would never await its handler,
+            # and what that holds would not be given back.
+            self._loop.call_soon(self._task.cancel)
 
     def pause_writing(self) -> None:
         """Answer no further request until the client has read enough."""
@@ -121,6 +162,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(Refusal(400, "malformed", "this is not HTTP/1.1"))
             return
         limit = self._site.guard.limits.head_bytes
+        # Between two requests there is nothing to be too long: `_unused` counts the last one's.
         is_within = self._head_since is not None or self._body_since is not None
         if is_within and self._unused > limit and not self.transport.is_closing():
             self._refuse(
@@ -128,17 +170,15 @@ class Connection(asyncio.Protocol):
             )
 
     def _feed(self, data: bytes) -> None:
-        """Parse bytes, and ignore offers of another protocol (`Upgrade`), which Java and curl make.
-
-        The parser would take what follows such a request for that protocol, so the head is parsed
-        once more without the offer.
-        """
+        """Parse bytes; pass over offers of another protocol (`Upgrade`: Java, curl)."""
         while data:
             try:
                 self._parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as offer:
                 rest = data[offer.args[0] :]
+            # The parser would take what follows such a request for that protocol, so a new one
+            # parses the head once more, without the offer.
             method, version = self._parser.get_method(), self._parser.get_http_version()
             if method == b"CONNECT":
                 raise httptools.HttpParserError("this is no proxy")
@@ -175,6 +215,7 @@ class Connection(asyncio.Protocol):
             self._refuse(
                 Refusal(503, "pipelined", f"{_MOST_WAITING} requests wait on this connection")
             )
+            # Only an error stops the parser amid the bytes that it was fed.
             raise httptools.HttpParserError("too many requests at once")
         self._head_since, self._body_since = None, self._loop.time()
         headers, self._headers = self._headers, []  # what follows a body is no field of the request
@@ -190,6 +231,8 @@ class Connection(asyncio.Protocol):
             self._refuse_request(incoming, refusal)
         elif length is not None and int(length) > self._site.guard.limits.body_bytes:
             self._refuse_request(incoming, self._too_long())
+            # A sender that is cut off amid its body sees a reset and never the answer. So the body
+            # is read and forgotten, unless that would take too long.
             if int(length) > _DRAINED * self._site.guard.limits.body_bytes:
                 self.transport.close()
         else:
@@ -242,11 +285,22 @@ class Connection(asyncio.Protocol):
         while waiting and self._task is None and self._writable.is_set():
             if self.transport.is_closing():
                 return
-            if self._at_once >= _MOST_AT_ONCE:
+            if self._at_once >= _MOST_AT_ONCE:  # other connections have their turn
                 self._loop.call_soon(self._begin_turn)
                 break
             self._at_once += 1
-            self._answer(waiting.popleft())
+            incoming = waiting.popleft()
+            if incoming.refusal is not None:
+                self._reply(incoming, self._site.guard.form(incoming.refusal))
+                continue
+            answer = self._site.answer(incoming.request)
+            if isinstance(answer, Reply):  # in the same turn: no task, no queue
+                self._reply(incoming, answer)
+            else:
+                self._cancels = incoming.request.cancels
+                self._task = self._loop.create_task(self._answer_later(incoming, answer))
+        # No more is read while requests wait, so that their number is bounded by the client's own
+        # sending; and read again once none does.
         if self._is_reading and waiting:
             self._is_reading = False
             self.transport.pause_reading()
@@ -260,10 +314,7 @@ class Connection(asyncio.Protocol):
                 self._idle_since = self._loop.time()
 
     def _go_on(self) -> None:
-        """Refuse the request whose body is to come, or ask the client for it if it waits for that.
-
-        Refusals are bounded as answers are: a client that never reads gets no more of them.
-        """
+        """Refuse the request whose body is to come, or ask for the body if the client waits."""
         incoming = self._incoming
         if incoming is None or incoming.is_answered or not self._is_idle():
             return
@@ -271,6 +322,7 @@ class Connection(asyncio.Protocol):
             if incoming.expects:
                 incoming.expects = False
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # Refusals are bounded as answers are: a client that never reads gets no more of them.
         elif self._at_once >= _MOST_AT_ONCE:
             self._loop.call_soon(self._begin_turn)
         elif self._writable.is_set():
@@ -278,17 +330,6 @@ class Connection(asyncio.Protocol):
             self._reply(incoming, self._site.guard.form(incoming.refusal))
             if incoming.expects:  # its body will not come
                 self.transport.close()
-
-    def _answer(self, incoming: _Incoming) -> None:
-        if incoming.refusal is not None:
-            self._reply(incoming, self._site.guard.form(incoming.refusal))
-            return
-        answer = self._site.answer(incoming.request)
-        if isinstance(answer, Reply):
-            self._reply(incoming, answer)
-        else:
-            self._cancels = incoming.request.cancels
-            self._task = self._loop.create_task(self._answer_later(incoming, answer))
 
     async def _answer_later(
         self, incoming: _Incoming, answering: Awaitable[Reply | Stream]
@@ -305,6 +346,7 @@ class Connection(asyncio.Protocol):
 
     async def _send(self, incoming: _Incoming, stream: Stream) -> None:
         """Send a stream to its end, or until the client is gone or cut off."""
+        # HTTP/1.0 knows no chunks: the end of the connection is the end of the answer.
         fields = list(stream.headers)
         is_chunked = stream.length is None and not incoming.is_old
         if stream.length is not None:
@@ -318,11 +360,13 @@ class Connection(asyncio.Protocol):
             if incoming.request.method != "HEAD":
                 await self._send_pieces(stream, is_chunked)
             self._finish(incoming)
-        except Exception as error:  # so that a part is not taken for the whole
+        except Exception as error:
+            # The client must not take a part for the whole. With chunks or a length it sees at an
+            # ordinary end that something is missing; else the end must be a reset.
             is_expected = isinstance(error, BrokenOffError)
             if is_expected and (is_chunked or stream.length is not None):
                 self.transport.close()
-            else:  # without a length, an ordinary end would be the end of the answer
+            else:
                 if not (is_expected or isinstance(error, OSError)):
                     logger.exception("an answer broke off")
                 self._unread.forget()
@@ -335,6 +379,7 @@ class Connection(asyncio.Protocol):
         try:
             await stream.send(Writer(write, self._is_writable, partial(self._drain, stream)))
         except asyncio.CancelledError:
+            # By `end`: an endless stream ends as a whole answer does. By all else: amid it.
             if not (self._site.is_ending and stream.is_endless) or self.transport.is_closing():
                 raise
         if is_chunked:
@@ -403,6 +448,7 @@ class Connection(asyncio.Protocol):
         """Answer, unless other answers are on their way, and close."""
         self._site.guard.refuse(refusal)
         incoming = self._incoming
+        # Amid other answers this one would be taken for one of them.
         if self._is_idle() and not (incoming is not None and incoming.is_answered):
             _, body, _, headers = self._site.guard.form(refusal)
             fields = [b"%b: %b\r\n" % field for field in headers]
@@ -424,8 +470,8 @@ class Connection(asyncio.Protocol):
             return
         if self._idle_since is not None and now - self._idle_since > limits.idle_seconds:
             self.transport.close()
-        elif not self._is_reading:
-            return  # the rest of a request may have come already
+        elif not self._is_reading:  # the rest of a request may have come already
+            return
         elif self._head_since is not None and now - self._head_since > limits.head_seconds:
             if self._unused:
                 self._refuse(
@@ -451,50 +497,3 @@ class Connection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
         self.transport.abort()
-
-
-_LONG: Final = 64 << 10  # bytes that wait for a client: more are a long answer
-_LEAST_RATE: Final = 4096  # bytes a second that a client reads of a long answer
-
-
-class Unread:
-    """The bytes that wait for the client of one transport. Owner: the event loop."""
-
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
-        self._waited = 0  # bytes that waited when this was last noted,
-        self._since = 0.0  # and when that was
-
-    def note_progress(self) -> None:
-        """Note that the client has read enough for more to be written."""
-        self._waited = 0
-
-    def is_overdue(self, now: float, limit: float) -> bool:
-        """Return whether the client has read nothing, or too little of a long answer, for long.
-
-        What is left of a long answer shows how much was read, since no more is written before
-        `note_progress`; of a short one only whether anything was.
-        """
-        unread = self._unsent()
-        if unread > self._waited or (unread != self._waited and unread < _LONG):
-            self._waited, self._since = unread, now
-        seconds = now - self._since
-        is_slow = self._waited - unread < _LEAST_RATE * seconds
-        return unread > 0 and is_slow and seconds > limit
-
-    def forget(self) -> None:
-        """Make the system drop its unsent buffer, once the connection is aborted."""
-        sock = self._transport.get_extra_info("socket")
-        if sock is not None:
-            with suppress(OSError), socket.fromfd(sock.fileno(), sock.family, sock.type) as same:
-                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-    def _unsent(self) -> int:
-        """Return how many bytes wait for the client, in the system's buffer as well."""
-        waiting: int = self._transport.get_write_buffer_size()
-        sock = self._transport.get_extra_info("socket")
-        if sock is not None and sys.platform == "linux":
-            with suppress(OSError):
-                queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-                waiting += int.from_bytes(queued, sys.byteorder)
-        return waiting

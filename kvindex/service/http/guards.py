@@ -1,6 +1,13 @@
-"""Which requests are admitted: by token, Host header, and the origin of a browser's page.
+"""Which requests are admitted, and which addresses a registration may make this process dial.
 
-Pure: header fields in, a refusal or nothing out.
+Requests are judged by their token, their Host header, and the origin of a browser's page: header
+fields in, a refusal or nothing out.
+
+Whoever may call `/register` names a host and a port, and this process connects there. Without a
+list of allowed networks that would be a way to reach what only this machine can reach. So an
+endpoint is taken apart, its host is resolved once, the address is held against the list, and what
+ZeroMQ is given afterwards is that address: it never resolves the name again. Workers from flags,
+files and discovery are the operator's own words; they are not checked here.
 """
 
 from __future__ import annotations
@@ -68,7 +75,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         ranks: DP ranks that are registered over HTTP, all together.
         ranks_per_instance: of them, those of one instance.
         streams: connections that receive `/events`.
-        connections: open connections, for each process.
+        connections: open connections.
         head_bytes: of a request line with its headers.
         head_seconds: from the first byte of a connection or request to the end of its headers.
         body_seconds: from there to the end of the body; and the longest time for which a client
@@ -136,11 +143,7 @@ _WRONG_TOKEN = Refusal(401, "token", "the token in the Authorization header is n
 
 
 def check_tokens(tokens: Iterable[str], source: str) -> tuple[str, ...]:
-    """Return tokens that can be used.
-
-    Raises:
-        ConfigurationError: there is none, or one is short or cannot stand in a header.
-    """
+    """Return tokens that can be used, or raise ConfigurationError, with where they come from."""
     usable = tuple(tokens)
     if not usable:
         raise ConfigurationError(f"{source} holds no token: write one, on a line of its own")
@@ -232,45 +235,44 @@ class Guard:
             refusal = self._judge_host(host)
         if refusal is not None:
             return refusal
-        if origin is not None and origin.lower() not in _origins(host.lower()):
-            return _OTHER_ORIGIN
-        if self._digests:
-            return self._judge_token(authorization)
-        return None
+        if origin is not None:
+            # A proxy in front may speak TLS for this server, so its own pages come by either.
+            ours = host.lower()
+            if origin.lower() not in (b"http://" + ours, b"https://" + ours):
+                return _OTHER_ORIGIN
+        if not self._digests:
+            return None
+        if authorization is None:
+            return _NO_TOKEN
+        # All are compared, and by their digests: the time shows neither which nor how much fits.
+        digest = hashlib.sha256(_token(authorization)).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return None if any(matches) else _WRONG_TOKEN
 
     def _judge_host(self, host: bytes) -> Refusal | None:
         parts = _HOST.fullmatch(host.decode("latin-1"))
         if parts is None:
             return _NO_HOST
         name = parts[1].lower().rstrip(".")
+        # A page can be rebound to this machine by its name only, never by an address.
+        is_ours = (
+            self._any_host
+            or name in self._names
+            or name.endswith(self._suffixes)
+            or address_of(name) is not None
+        )
         refusal = None
-        if not (self._any_host or self._is_ours(name)):
+        if not is_ours:
             refusal = Refusal(
                 421,
                 "host",
                 f"this server is not called {name[:253]!r}: ask it by its address or as localhost, "
                 "or start it with --allowed-host NAME",
             )
-        if len(self._hosts) >= _MAX_CACHED:
+        if len(self._hosts) >= _MAX_CACHED:  # a stranger may send any number of them
             self._hosts.clear()
         self._hosts[host] = refusal
         return refusal
-
-    def _is_ours(self, name: str) -> bool:
-        # A page can be rebound to this machine by its name only, never by an address.
-        return name in self._names or name.endswith(self._suffixes) or address_of(name) is not None
-
-    def _judge_token(self, authorization: bytes | None) -> Refusal | None:
-        if authorization is None:
-            return _NO_TOKEN
-        given = hashlib.sha256(_token(authorization)).digest()
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return None if any(matches) else _WRONG_TOKEN
-
-
-def _origins(host: bytes) -> tuple[bytes, bytes]:
-    """Return the origins of this server's pages: a proxy in front may speak TLS for it."""
-    return b"http://" + host, b"https://" + host
 
 
 def _token(authorization: bytes) -> bytes:
@@ -286,6 +288,8 @@ def _token(authorization: bytes) -> bytes:
             return b""
     return b""
 
+
+# The networks of registrations --------------------------------------------------------------------
 
 Address: TypeAlias = "IPv4Address | IPv6Address"
 Network: TypeAlias = "IPv4Network | IPv6Network"
@@ -348,9 +352,6 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 def resolved(host: str, within: float = _NAME_SECONDS) -> list[str]:
     """Return the addresses of a host name, in the resolver's order.
 
-    The system's resolver may wait for a silent name server for as long as it likes, so it does
-    that on a thread of its own.
-
     Raises:
         EndpointRefusedError: it did not answer within so many seconds.
     """
@@ -365,6 +366,8 @@ def resolved(host: str, within: float = _NAME_SECONDS) -> list[str]:
         finally:
             _resolving.release()
 
+    # On a thread of its own: the system's resolver may wait for a silent name server for as long as
+    # it likes, and nothing ends it. So few are allowed at once.
     if _resolving.acquire(timeout=within):
         threading.Thread(target=resolve, name="kvindex-resolver", daemon=True).start()
         concurrent.futures.wait([answer], within)
@@ -424,36 +427,39 @@ class Networks:
             if self.allows(address):
                 shown = f"[{address}]" if address.version == 6 else str(address)
                 return f"tcp://{shown}:{port}"
-        raise EndpointRefusedError(self._why_not(endpoint, addresses[0]), reason="network")
+        address = addresses[0]
+        forms = (address, *_inside(address))
+        if any(form.is_multicast or any(form in net for net in _GUARDED) for form in forms):
+            why = (
+                f"{address} is a link-local, multicast or metadata address, or none of a host: "
+                "registrations may not name it"
+            )
+        else:
+            listed = ", ".join(map(str, self.allowed)) or "no network is allowed"
+            why = (
+                f"{address} is in none of the allowed networks ({listed}); allow its network with "
+                "--register-network"
+            )
+        raise EndpointRefusedError(f"{endpoint!r}: {why}", reason="network")
 
     def allows(self, address: Address) -> bool:
         """Return whether this address may be dialled."""
-        return all(self._allows_one(each) for each in (address, *_inside(address)))
-
-    def _allows_one(self, address: Address) -> bool:
-        if address.is_multicast or address.is_unspecified:
-            return False
-        return (
-            any(
-                address in network
-                and all(_within(network, guarded) for guarded in _GUARDED if address in guarded)
+        for form in (address, *_inside(address)):
+            if form.is_multicast or form.is_unspecified:
+                return False
+            if getattr(form, "ipv4_mapped", None) is not None:
+                continue  # what is inside decides
+            guarded = [net for net in _GUARDED if form in net]
+            if not any(
+                form in network
+                and all(
+                    network.network_address in net and network.prefixlen >= net.prefixlen
+                    for net in guarded
+                )
                 for network in self.allowed
-            )
-            or getattr(address, "ipv4_mapped", None) is not None
-        )  # what is inside decides
-
-    def _why_not(self, endpoint: str, address: Address) -> str:
-        listed = ", ".join(map(str, self.allowed)) or "no network is allowed"
-        addresses = (address, *_inside(address))
-        if any(each.is_multicast or any(each in net for net in _GUARDED) for each in addresses):
-            return (
-                f"{endpoint!r}: {address} is a link-local, multicast or metadata address, or none "
-                "of a host: registrations may not name it"
-            )
-        return (
-            f"{endpoint!r}: {address} is in none of the allowed networks ({listed}); allow its "
-            "network with --register-network"
-        )
+            ):
+                return False
+        return True
 
 
 def _parts(endpoint: str) -> tuple[str, int]:
@@ -476,15 +482,12 @@ def _parts(endpoint: str) -> tuple[str, int]:
     return parts[1] or parts[2], port
 
 
-def _within(network: Network, other: Network) -> bool:
-    return network.network_address in other and network.prefixlen >= other.prefixlen
-
-
 def _inside(address: Address) -> list[IPv4Address]:
     """Return the IPv4 addresses that an IPv6 address stands for."""
     if not isinstance(address, IPv6Address):
         return []
     inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    # ::1 is loopback itself, and no IPv4 address behind zeros.
     if address in _NAT64 or (address in _COMPATIBLE and int(address) > 1):
         inside.append(IPv4Address(int(address) & 0xFFFFFFFF))
-    return [each for each in inside if each is not None]
+    return [form for form in inside if form is not None]

@@ -31,7 +31,6 @@ class Request:
         headers: in the order received, names in lower case.
         body: b"" until it has arrived.
         query: the bytes behind the "?", as received.
-        target: path and query, as received.
         is_bare: whether the answer shows its status only.
         cancels: as its route.
     """
@@ -41,7 +40,6 @@ class Request:
     headers: Headers = ()
     body: bytes = b""
     query: bytes = b""
-    target: bytes = b""
     is_bare: bool = False
     cancels: bool = False
 
@@ -55,10 +53,11 @@ class Request:
             path, query = parsed.path or b"/", parsed.query
         else:
             path, query = target, b""
+        # Any bytes are a path: one that is no UTF-8 is no route's, and must not be an error.
         text = path.decode("latin-1")
         if "%" in text:
             text = unquote(text)
-        return cls(method, text, headers, body, query, target)
+        return cls(method, text, headers, body, query)
 
     def header(self, name: bytes) -> bytes | None:
         """Return a header field; the first of several."""
@@ -70,10 +69,10 @@ class Request:
     @property
     def media_type(self) -> bytes:
         """The media type of the body, without parameters; b"" if none is named."""
-        named = self.header(b"content-type")
-        if named == JSON or named is None:
-            return named or b""
-        return named.partition(b";")[0].strip().lower()
+        field = self.header(b"content-type")
+        if field == JSON or field is None:  # nearly all, and a query counts in microseconds
+            return field or b""
+        return field.partition(b";")[0].strip().lower()
 
     @property
     def parameters(self) -> Mapping[str, list[str]]:
@@ -200,11 +199,8 @@ def refusal(status: int, message: str, reason: str | None = None) -> RefusedErro
 
 
 def read_json(request: Request, kind: type[_T]) -> _T:
-    """Return the value of a JSON body.
-
-    Raises:
-        RefusedError: it is no JSON, or not of this form.
-    """
+    """Return the value of a JSON body, or raise RefusedError."""
+    # A page of another origin can send other media types without a preflight.
     if request.media_type != JSON:
         raise RefusedError(text_reply(415, "send the body with content-type: application/json"))
     try:

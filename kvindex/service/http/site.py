@@ -41,13 +41,6 @@ class Site:
             that no route has are OTHER.
         otherwise: answers for paths without a route; 404 by default.
 
-    Attributes:
-        guard: as given.
-        connections: those that are open.
-        most_connections: further ones are refused.
-        is_ending: whether the server ends, and each connection with its last answer.
-        date: the header field with the time.
-
     Owner: the server's event loop.
     """
 
@@ -60,9 +53,9 @@ class Site:
         otherwise: Handler | None = None,
     ) -> None:
         self.guard = guard
-        self.connections: set[Any] = set()
-        self.most_connections = guard.limits.connections
-        self.is_ending = False
+        self.connections: set[Any] = set()  # those that are open
+        self.most_connections = guard.limits.connections  # further ones are refused
+        self.is_ending = False  # each connection ends with its last answer
         self._count = count
         self._otherwise = otherwise
         self._routes: dict[str, dict[str, Route]] = {}
@@ -71,7 +64,7 @@ class Site:
         self.note_time()
 
     def note_time(self) -> None:
-        """Set the time that answers have in their heads."""
+        """Set the time that answers have in their heads: made once a second, not for each."""
         self.date = b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
     def admit(self, request: Request) -> Refusal | None:
@@ -79,6 +72,7 @@ class Site:
         if request.path == _ALIVE:
             return None
         refusal = self.guard.admit(request.headers)
+        # A probe of Kubernetes or of a balancer has neither the token nor a name of ours.
         if refusal is not None and request.path == _READY and refusal.status in (401, 421):
             request.is_bare = True
             return None
@@ -87,18 +81,19 @@ class Site:
     def answer(self, request: Request) -> Reply | Awaitable[Reply | Stream]:
         """Return the answer to an admitted request, or what it is awaited from."""
         served = self._routes.get(request.path)
-        method = "GET" if request.method == "HEAD" else request.method
-        route = None if served is None else served.get(method)
-        serve = self._otherwise if served is None else route and route.serve
-        if serve is None:
-            if served is None:
+        if served is None:
+            if self._otherwise is None:
                 return Reply(404, b"", b"")
-            allowed = [*served, "HEAD"] if "GET" in served else served
-            return Reply(405, b"", b"", ((b"allow", ", ".join(allowed).encode()),))
-        request.cancels = route is not None and route.cancels
+            serve = self._otherwise
+        else:
+            route = served.get("GET" if request.method == "HEAD" else request.method)
+            if route is None:
+                allowed = [*served, "HEAD"] if "GET" in served else served
+                return Reply(405, b"", b"", ((b"allow", ", ".join(allowed).encode()),))
+            serve, request.cancels = route.serve, route.cancels
         try:
             answer = serve(request)
-        except Exception as error:
+        except Exception as error:  # a bug in one route ends neither its connection nor the server
             return _failed(request, error)
         return answer if isinstance(answer, Reply) else self._await(request, answer)
 
@@ -114,12 +109,12 @@ class Site:
     def count(self, request: Request, status: int) -> None:
         """Count an answer."""
         if self._count is not None:
+            # Strangers send any words: each would be a series of its own.
             method = request.method if request.method in _METHODS else OTHER
             self._count(method, request.path if request.path in self._routes else OTHER, status)
 
 
 def _failed(request: Request, error: Exception) -> Reply:
-    """Return the answer to a request whose handler raised an error."""
     if isinstance(error, RefusedError):
         return error.reply
     logger.error("%s %s failed", request.method, request.path, exc_info=error)

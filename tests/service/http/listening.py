@@ -69,7 +69,7 @@ class Listening:
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.server = HttpServer(site_of(guard, self.traffic), shutdown_within=1.0, **options)
-        self._thread = threading.Thread(target=self.server.run, args=([listening],))
+        self._thread = threading.Thread(target=self.server.run, args=(listening,))
         self._thread.start()
 
     def connect(self) -> HTTPConnection:
@@ -112,7 +112,7 @@ def listening_on(site: Site, **options: int) -> Iterator[int]:
     for name, value in options.items():
         listening.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
     port = listening.getsockname()[1]
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread = threading.Thread(target=server.run, args=(listening,), daemon=True)
     thread.start()
     try:
         yield port

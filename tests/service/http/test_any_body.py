@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvindex import Client
-from kvindex.service.catalog import Partition, Registration
+from kvindex import Client, Worker
+from kvindex.service.catalog import BY_CLIENTS, Partition
 from kvindex.service.dialects import answer, register, unregister
 from kvindex.service.http.messages import Reply
 from kvindex.service.registry import Registry
@@ -61,15 +61,9 @@ def dial(endpoint: str) -> str:
 def service() -> Any:
     with Client() as client:
         service = Service(client, Registry(client, dial=dial))
-        registered: dict[str, dict[str, Any]] = {"1": {}, "2": {}}
-        for name, details in registered.items():
-            first = Registration(
-                instance_id=name,
-                partition=Partition("m" * int(name)),
-                endpoint="tcp://127.0.0.1:9",
-                details=details,
-            )
-            service.registry.register(first, trusted=True)
+        for name in ("1", "2"):
+            worker = Worker(name, "tcp://127.0.0.1:9")
+            service.registry.add(worker, Partition("m" * int(name)), source=BY_CLIENTS)
         yield service
 
 
