@@ -16,7 +16,6 @@ import msgspec
 
 from kvindex import UnknownRankError
 from kvindex.service import dialects
-from kvindex.service.catalog import Partition
 from kvindex.service.http.messages import (
     Reply,
     Request,
@@ -48,8 +47,9 @@ MOST_BLOCKS: Final = 10_000
 """Blocks of each rank that `/dump` lists unless asked otherwise."""
 
 _LINES: Final = 500  # of it in one piece
-_CHANGERS: Final = 8  # threads that carry them out
+_CHANGERS: Final = 8  # threads that carry registrations out
 _LIST: Final = (b"content-type", b"application/x-ndjson")
+_DONE: Final = json(objects(status=str))
 
 
 def app_routes(
@@ -65,32 +65,57 @@ def app_routes(
         routes: further ones (the page, `/api/…`, `/events`), to be described with its own.
         metrics: `Exposition.write`, for `GET /metrics`; called in a thread.
     """
-    whole = [
-        *_queries(service),
-        *_registrations(_Changes(service)),
-        *_views(_Views(service)),
-        *([] if metrics is None else [_metrics(metrics)]),
-        *routes,
-    ]
+    whole = [*_requests(service), *_views(_Views(service)), *routes]
+    if metrics is not None:
+        text = media("text/plain", "As Prometheus reads them.")
+        parameters = [
+            parameter("worker", "only these; repeatable", list[str]),
+            parameter("ranks", "0: no series of single ranks"),
+        ]
+        serve = partial(_write_metrics, metrics)
+        whole.append(
+            route("GET /metrics", serve, "Metrics for Prometheus", text, parameters=parameters)
+        )
     at, summary = "GET /openapi.json", "This description"
     whole.append(route(at, lambda _: document, summary, json({"type": "object"})))
-    document = json_reply(200, description(whole))
+    document = json_reply(200, description(whole))  # of this route as well
     return whole
 
 
-# Queries ------------------------------------------------------------------------------------------
+class _Changes:
+    """Carries registrations out on threads of their own. Owner: the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        # A registration waits for the subscriber and for DNS. On the loop's own threads it would
+        # keep other requests waiting that need one.
+        self._threads = ThreadPoolExecutor(_CHANGERS, "kvindex-registering")
+        self._changing = 0
+
+    async def carry_out(
+        self, change: Callable[[Service, Request], Reply], request: Request
+    ) -> Reply:
+        if self._changing >= MOST_CHANGES:  # each one keeps its body until its turn
+            why = f"{self._changing} registrations are waiting: send it again"
+            return refused(503, why, "busy")
+        self._changing += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, change, self._service, request)
+        finally:
+            self._changing -= 1
 
 
-def _queries(service: Service) -> list[Route]:
+def _requests(service: Service) -> list[Route]:
+    changes = _Changes(service)
     octets = "Tokens as 32-bit little-endian integers, nothing else."
     names = ("model_name", "model", "routing_group", "tenant_id", "lora_name", "cache_salt")
-    held = json({"type": "object"}, "What each instance holds.")
     return [
         route(
             "POST /query",
             partial(dialects.answer, service),
             "What each instance holds of a prompt",
-            held,
+            json({"type": "object"}, "What each instance holds."),
             codes=(404, 415),
             body={
                 **_json_of({"anyOf": [dialects.DynamoQuery, dialects.RfcQuery]}),
@@ -108,46 +133,6 @@ def _queries(service: Service) -> list[Route]:
             codes=(404, 415),
             body=_json_of(dialects.Outcome),
         ),
-    ]
-
-
-def _json_of(kind: Any) -> dict[str, Any]:
-    return {"application/json": {"schema": kind}}
-
-
-_DONE: Final = json(objects(status=str))
-
-
-# Registrations ------------------------------------------------------------------------------------
-
-
-class _Changes:
-    """Carries registrations out on threads of their own. Owner: the event loop.
-
-    A registration waits for the subscriber and for DNS; no other request may wait.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._threads = ThreadPoolExecutor(_CHANGERS, "kvindex-registering")
-        self._changing = 0
-
-    async def carry_out(
-        self, change: Callable[[Service, Request], Reply], request: Request
-    ) -> Reply:
-        if self._changing >= MOST_CHANGES:
-            why = f"{self._changing} registrations are waiting: send it again"
-            return refused(503, why, "busy")
-        self._changing += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, change, self._service, request)
-        finally:
-            self._changing -= 1
-
-
-def _registrations(changes: _Changes) -> list[Route]:
-    return [
         route(
             "POST /register",
             partial(changes.carry_out, dialects.register),
@@ -167,11 +152,15 @@ def _registrations(changes: _Changes) -> list[Route]:
     ]
 
 
-# Views --------------------------------------------------------------------------------------------
+def _json_of(kind: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": kind}}
 
 
 class _Views:
-    """Shows what is registered, how it stands, and what it holds. Owner: the event loop."""
+    """Shows what is registered, how it stands, and what it holds. Owner: the event loop.
+
+    What is O(ranks) is made in a thread: with thousands of ranks a query would wait for it.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -198,11 +187,11 @@ class _Views:
         standing = await asyncio.to_thread(self._service.standing)
         is_ready = standing.live if strict else standing.ready
         reasons = {
-            name: {str(of): why for of, why in getattr(standing, name).items()}
+            name: {str(rank): why for rank, why in getattr(standing, name).items()}
             for name in ("waiting", "given_up", "behind", "missing")
         }
-        shown = {"ready": is_ready, "live": standing.live, **reasons}
-        return json_reply(200 if is_ready else 503, shown)
+        body = {"ready": is_ready, "live": standing.live, **reasons}
+        return json_reply(200 if is_ready else 503, body)
 
     async def dump(self, request: Request) -> Reply | Stream:
         blocks = request.parameter("blocks", str(MOST_BLOCKS))
@@ -219,49 +208,41 @@ def _dump(service: Service, most_blocks: int) -> Iterator[bytes]:
     those that follow: at most `most_blocks`. It is not Dynamo's dump: that names blocks by the
     hashes of their tokens, which kvindex does not keep.
 
-    Complexity: O(blocks of the ranks): each rank is copied when its turn comes.
-
-    Thread safety: any thread.
+    Complexity: O(blocks of the ranks). Thread safety: any thread.
     """
+
+    def line(block: msgspec.Struct) -> bytes:
+        fields = msgspec.structs.asdict(block)
+        if isinstance(fields["block_hash"], bytes):
+            fields["block_hash"] = fields["block_hash"].hex()
+        return msgspec.json.encode(fields) + b"\n"
+
     for partition in service.catalog.partitions:
         ranks = service.ranks_of(partition)
         for rank in () if ranks is None else ranks.rows:
             try:
+                # A copy, and only when the rank's turn comes: so one rank at a time is in memory.
                 tree = service.source.index.tree(rank)
                 blocks = tree.walk()
-                head = _head(partition, str(rank), len(tree), min(len(tree), most_blocks))
+                about = {
+                    "model": partition.model,
+                    "routing_group": partition.routing_group,
+                    "rank": str(rank),
+                    "blocks": len(tree),
+                    "listed": min(len(tree), most_blocks),
+                }
             except UnknownRankError:
                 continue  # unregistered just now
-            yield head
-            lines = (
-                msgspec.json.encode(_line(block)) + b"\n" for block in islice(blocks, most_blocks)
-            )
+            yield msgspec.json.encode(about) + b"\n"
+            lines = map(line, islice(blocks, most_blocks))
             while piece := b"".join(islice(lines, _LINES)):
                 yield piece
 
 
-def _head(partition: Partition, rank: str, blocks: int, listed: int) -> bytes:
-    about = {
-        "model": partition.model,
-        "routing_group": partition.routing_group,
-        "rank": rank,
-        "blocks": blocks,
-        "listed": listed,
-    }
-    return msgspec.json.encode(about) + b"\n"
-
-
-def _line(block: msgspec.Struct) -> dict[str, object]:
-    line = msgspec.structs.asdict(block)
-    if isinstance(line["block_hash"], bytes):
-        line["block_hash"] = line["block_hash"].hex()
-    return line
-
-
 def _views(views: _Views) -> list[Route]:
     reasons = {"type": "object", "additionalProperties": str}
-    named = dict.fromkeys(("waiting", "given_up", "missing", "behind"), reasons)
-    standing = objects("ready", "live", ready=bool, live=bool, **named)
+    names = dict.fromkeys(("waiting", "given_up", "missing", "behind"), reasons)
+    standing = objects("ready", "live", ready=bool, live=bool, **names)
     worker = objects(
         *("instance_id", "status", "model_name", "routing_group"),
         instance_id={"type": ["integer", "string"]},
@@ -311,18 +292,8 @@ def _views(views: _Views) -> list[Route]:
     ]
 
 
-def _metrics(write: Callable[..., tuple[bytes, str]]) -> Route:
-    async def metrics(request: Request) -> Reply:
-        workers = request.parameters.get("worker")
-        per_rank = request.parameter("ranks", "1") not in ("0", "false")
-        body, content_type = await asyncio.to_thread(write, workers, per_rank=per_rank)
-        return Reply(200, body, content_type.encode())
-
-    return route(
-        *("GET /metrics", metrics, "Metrics for Prometheus"),
-        media("text/plain", "As Prometheus reads them."),
-        parameters=[
-            parameter("worker", "only these; repeatable", list[str]),
-            parameter("ranks", "0: no series of single ranks"),
-        ],
-    )
+async def _write_metrics(write: Callable[..., tuple[bytes, str]], request: Request) -> Reply:
+    workers = request.parameters.get("worker")
+    per_rank = request.parameter("ranks", "1") not in ("0", "false")
+    body, content_type = await asyncio.to_thread(write, workers, per_rank=per_rank)
+    return Reply(200, body, content_type.encode())

@@ -16,42 +16,26 @@ BY_CLIENTS = "zmq"
 
 
 class Partition(NamedTuple):
-    """Which instances are asked together: those that serve one model to one group of users.
-
-    Attributes:
-        model: the model's name.
-        routing_group: a name that keeps fleets of one model apart; "default" if not given.
-    """
+    """Which instances are asked together: those that serve one model to one group of users."""
 
     model: str
-    routing_group: str = DEFAULT_GROUP
+    routing_group: str = DEFAULT_GROUP  # keeps fleets of one model apart
 
     def __str__(self) -> str:
         return f"model={self.model} routing_group={self.routing_group}"
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """One DP rank of one instance, as it was registered.
+    """One DP rank of one instance, as it was registered."""
 
-    Attributes:
-        instance_id: as its dialect gives it. 7 and "7" are the same instance.
-        partition: whom it serves.
-        dp_rank: by which it was registered; a `dp_rank` in its batches wins.
-        endpoint: its PUB socket, as it was named.
-        replay_endpoint: its ROUTER socket, or None.
-        block_size: tokens per block; 0: not known.
-        source: where it comes from: "zmq" for `/register`, or another word for configured ones.
-        details: further fields of its dialect, to be shown again.
-    """
-
-    instance_id: int | str
+    instance_id: int | str  # as its dialect gives it: 7 and "7" are the same instance
     partition: Partition
-    dp_rank: int = 0
-    endpoint: str
-    replay_endpoint: str | None = None
-    block_size: int = 0
-    source: str = BY_CLIENTS
-    details: dict[str, Any] = {}
+    dp_rank: int = 0  # by which it was registered; a `dp_rank` in its batches wins
+    endpoint: str  # its PUB socket, as it was named
+    replay_endpoint: str | None = None  # its ROUTER socket
+    block_size: int = 0  # tokens; 0: not known
+    source: str = BY_CLIENTS  # or another word for what the operator named
+    details: dict[str, Any] = {}  # further fields of its dialect, to be shown again
 
     @property
     def worker(self) -> str:
@@ -67,17 +51,11 @@ _Partitions: TypeAlias = dict[Partition, dict[str, int | str]]
 class Catalog:
     """All that is registered. Immutable: a change makes another one.
 
-    Args:
-        registrations: in the order in which they came; one for each instance and dp_rank.
-
-    Attributes:
-        instances: each instance's registrations by dp_rank, by the name of its worker.
-        partitions: each partition's instances: their ids by the names of their workers.
+    `instances` has each instance's registrations by dp_rank, by the name of its worker;
+    `partitions` the ids of each partition's instances, by the names of their workers.
 
     Complexity: O(registrations) to make; a look-up is O(1). A change copies dictionaries: it takes
     microseconds where there are a thousand registrations, and shares the rest.
-
-    Thread safety: immutable.
 
     Examples:
         >>> entry = Registration(instance_id=1, partition=Partition("m"), endpoint="tcp://h:1")
@@ -127,6 +105,7 @@ class Catalog:
 
     def with_(self, registration: Registration) -> Catalog:
         """Return this with one registration more, or in the place of the same rank's."""
+        # Taken away first: in another partition it would stay listed in the old one.
         rest = self.without([registration])
         worker, dp_rank = registration.worker, registration.dp_rank
         ranks, instances, partitions = rest._copies()
@@ -150,9 +129,9 @@ class Catalog:
             if left := {n: entry for n, entry in before.items() if (worker, n) in ranks}:
                 instances[worker] = left
         for partition, worker in left_by:
-            ids = {
-                name: named for name, named in partitions.pop(partition).items() if name != worker
-            }
+            ids = {name: id_ for name, id_ in partitions.pop(partition).items() if name != worker}
+            # Other ranks of the worker may be there still, and its id is theirs: of 7 and "7" the
+            # one that came last.
             for entry in instances.get(worker, {}).values():
                 if entry.partition == partition:
                     ids[worker] = entry.instance_id

@@ -383,30 +383,26 @@ def workers(statuses: Iterable[tuple[Registration, RankStatus | None]]) -> list[
                 "listeners": {},
             }
         instance["block_size"] = max(instance["block_size"], entry.block_size)
-        listener = _listener(entry, status)
+        listener: dict[str, Any] = {"endpoint": entry.endpoint}
+        if status is None:
+            listener.update(status="failed", last_error="not subscribed to")
+        else:
+            listener["status"] = LISTENER_STATUS[status.state]
+            if listener["status"] == "failed":
+                listener["last_error"] = status.reason or f"its state is {status.state}"
+            # Ours, besides Dynamo's own fields.
+            listener.update(
+                state=status.state,
+                reason=status.reason,
+                complete=status.complete,
+                lag=status.lag,
+                dp_rank=status.rank.dp_rank,
+            )
         instance["endpoints"][str(entry.dp_rank)] = entry.endpoint
         instance["listeners"][str(entry.dp_rank)] = listener
         worst = ("failed", "pending", "active")
         instance["status"] = min(instance["status"], listener["status"], key=worst.index)
     return list(instances.values())
-
-
-def _listener(entry: Registration, status: RankStatus | None) -> dict[str, Any]:
-    if status is None:
-        return {"endpoint": entry.endpoint, "status": "failed", "last_error": "not subscribed to"}
-    word = LISTENER_STATUS[status.state]
-    listener: dict[str, Any] = {"endpoint": entry.endpoint, "status": word}
-    if word == "failed":
-        listener["last_error"] = status.reason or f"its state is {status.state}"
-    # Ours, besides Dynamo's own fields.
-    listener.update(
-        state=status.state,
-        reason=status.reason,
-        complete=status.complete,
-        lag=status.lag,
-        dp_rank=status.rank.dp_rank,
-    )
-    return listener
 
 
 def services(registrations: Iterable[Registration]) -> dict[str, Any]:

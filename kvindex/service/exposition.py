@@ -31,12 +31,7 @@ from kvindex.service.traffic import BUCKETS, Traffic
 
 
 class Exposition:
-    """Writes a server's metrics: those of its service, and `Server.statistics`.
-
-    `dynamo_names` adds series with the names of Dynamo's indexer.
-
-    Thread safety: any thread.
-    """
+    """Writes a server's metrics: those of its service, and `Server.statistics`. Any thread."""
 
     def __init__(
         self,
@@ -59,28 +54,25 @@ class Exposition:
     ) -> tuple[bytes, str]:
         """Return all series as Prometheus reads them, and their content type.
 
-        Args:
-            workers: only the ranks of these; all by default.
-            per_rank: whether each rank has series of its own.
+        `workers` are those whose ranks have series, all by default; `per_rank` says whether each
+        rank has its own.
         """
-        registry = CollectorRegistry()
-        ranks = RankCollector(
-            self._service.source, labels_of=self._labels_of(), workers=workers, per_rank=per_rank
-        )
-        for collector in (ranks, *self._others):
-            registry.register(collector)
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-        return generate_latest(registry), CONTENT_TYPE_LATEST
-
-    def _labels_of(self) -> Callable[[str], SeriesLabels]:
         instances = self._service.catalog.instances
 
         def labels_of(worker: str) -> SeriesLabels:
             ranks = instances.get(worker)
             return SeriesLabels(*next(iter(ranks.values())).partition) if ranks else SeriesLabels()
 
-        return labels_of
+        # Anew for each scrape: which ranks it is about depends on the request.
+        registry = CollectorRegistry()
+        ranks = RankCollector(
+            self._service.source, labels_of=labels_of, workers=workers, per_rank=per_rank
+        )
+        for collector in (ranks, *self._others):
+            registry.register(collector)
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class RequestCollector(ReadCollector):
@@ -97,25 +89,25 @@ class RequestCollector(ReadCollector):
         yield counter(
             *("kvindex_http_requests", "Answered requests", by_route.items(), "route", "code")
         )
-        sums = self._traffic.sums()
+        by_partition = self._traffic.sums()
         labels = SeriesLabels._fields
         yield counter(
             "kvindex_query_tokens",
             "Tokens of the prompts that queries asked for",
-            [(partition, of.tokens) for partition, of in sums.items()],
+            [(partition, sums.tokens) for partition, sums in by_partition.items()],
             *labels,
         )
         yield counter(
             "kvindex_query_best_match_tokens",
             "Of these, tokens that the rank with the most of them held",
-            [(partition, of.best_match) for partition, of in sums.items()],
+            [(partition, sums.best_match) for partition, sums in by_partition.items()],
             *labels,
         )
         durations = HistogramMetricFamily(
             "kvindex_query_duration_seconds", "Time that queries were worked on", labels=labels
         )
-        for partition, of in sums.items():
-            durations.add_metric(partition, _cumulative(of.buckets), of.nanoseconds / 1e9)
+        for partition, sums in by_partition.items():
+            durations.add_metric(partition, _cumulative(sums.buckets), sums.nanoseconds / 1e9)
         yield durations
 
 
@@ -147,10 +139,10 @@ class DynamoCollector(ReadCollector):
         durations = HistogramMetricFamily(
             f"{name}request_duration_seconds", "Time of requests", labels=["endpoint"]
         )
-        sums = self._traffic.sums().values()
-        buckets = [sum(column) for column in zip(*(of.buckets for of in sums), strict=True)]
+        all_sums = self._traffic.sums().values()
+        buckets = [sum(column) for column in zip(*(s.buckets for s in all_sums), strict=True)]
         if buckets:
-            seconds = sum(of.nanoseconds for of in sums) / 1e9
+            seconds = sum(sums.nanoseconds for sums in all_sums) / 1e9
             durations.add_metric(["/query"], _cumulative(buckets), seconds)
         yield durations
         catalog = self._service.catalog
@@ -195,7 +187,7 @@ class _ServerCollector(ReadCollector):
         yield counter(
             "kvindex_discovery_failures",
             "Failed attempts to read or ask a source of workers",
-            [((source,), counted["failures"]) for source, counted in sources],
+            [((source,), counts["failures"]) for source, counts in sources],
             "source",
         )
 

@@ -10,6 +10,7 @@ series go when it goes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -54,8 +55,9 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, rows: Rows | float)
     return family
 
 
+# Ranks --------------------------------------------------------------------------------------------
+
 _Rank: TypeAlias = Mapping[str, Any]  # an entry of `statistics()["ranks"]`
-_Ranks: TypeAlias = Collection[tuple[list[str], _Rank]]  # each with its labels
 
 
 class SeriesLabels(NamedTuple):
@@ -70,32 +72,6 @@ class SeriesLabels(NamedTuple):
     routing_group: str = "default"
 
 
-_NAMED: Final = {  # that have series of their own
-    *("delivered", "gaps", "losses", "restarts", "duplicates", "decode_failures"),
-    *("replays_asked", "replays_ended", "replays_failed", "replay_timeouts"),
-}
-
-
-def _field(name: str) -> Callable[[_Rank], Any]:
-    return lambda rank: rank[name]
-
-
-def _held(name: str) -> Callable[[_Rank], Any]:
-    return lambda rank: rank["index"].get(name, 0)
-
-
-def _states(rank: _Rank) -> Mapping[str, float]:
-    return {state.value: rank["state"] == state.value for state in State}
-
-
-def _replays(rank: _Rank) -> Mapping[str, float]:
-    return {outcome: rank[f"replays_{outcome}"] for outcome in ("asked", "filled", "failed")}
-
-
-def _other_counters(rank: _Rank) -> Mapping[str, float]:
-    return {kind: count for kind, count in rank["counters"].items() if kind not in _NAMED}
-
-
 class _Series(NamedTuple):
     """Series of each rank: one, or one for each value of a further label."""
 
@@ -105,33 +81,42 @@ class _Series(NamedTuple):
     read: Callable[[_Rank], Any]
     label: str = ""
 
-    def rows(self, ranks: _Ranks) -> Rows:
-        for labels, rank in ranks:
-            value = self.read(rank)
-            if self.label:
-                yield from (([*labels, kind], number) for kind, number in value.items())
-            elif value is not None:  # None: nothing was applied yet
-                yield labels, value
+
+def _held(name: str) -> Callable[[_Rank], Any]:
+    return lambda rank: rank["index"].get(name, 0)
 
 
+_COUNTED: Final = {  # in series of their own: all other counters are `stream_events`
+    *("delivered", "gaps", "losses", "restarts", "duplicates", "decode_failures"),
+    *("replays_asked", "replays_ended", "replays_failed", "replay_timeouts"),
+}
 _SERIES: Final = (
-    _Series(gauge, "rank_state", "1 for the state that the rank is in", _states, "state"),
+    _Series(
+        *(gauge, "rank_state", "1 for the state that the rank is in"),
+        lambda rank: {state.value: rank["state"] == state.value for state in State},
+        "state",
+    ),
     _Series(
         *(gauge, "rank_complete"),
         "Whether every batch since the publisher's first was applied",
-        _field("complete"),
+        itemgetter("complete"),
     ),
-    _Series(gauge, "rank_connected", "Whether the publisher is connected", _field("connected")),
-    _Series(gauge, "rank_lag_batches", "Batches known of but not applied yet", _field("lag")),
+    _Series(
+        *(gauge, "rank_connected", "Whether the publisher is connected"), itemgetter("connected")
+    ),
+    _Series(gauge, "rank_lag_batches", "Batches known of but not applied yet", itemgetter("lag")),
     _Series(
         *(gauge, "rank_last_event_age_seconds"),
         "Time since the last batch was applied",
-        _field("last_event_age"),
+        itemgetter("last_event_age"),
     ),
-    _Series(gauge, "rank_epoch", "How often the publisher was seen to restart", _field("epoch")),
-    _Series(gauge, "rank_last_seq", "Number of the last applied batch", _field("seq")),
     _Series(
-        gauge, "rank_orphan_blocks", "Stored blocks that wait for their parent", _field("orphans")
+        *(gauge, "rank_epoch", "How often the publisher was seen to restart"), itemgetter("epoch")
+    ),
+    _Series(gauge, "rank_last_seq", "Number of the last applied batch", itemgetter("seq")),
+    _Series(
+        *(gauge, "rank_orphan_blocks", "Stored blocks that wait for their parent"),
+        itemgetter("orphans"),
     ),
     _Series(
         *(gauge, "rank_blocks", "Resident blocks by medium"),
@@ -141,24 +126,33 @@ _SERIES: Final = (
     _Series(
         counter, "batches", "Batches applied", lambda rank: rank["counters"].get("delivered", 0)
     ),
-    _Series(counter, "gaps", "Holes found in the numbering of batches", _field("gaps")),
-    _Series(counter, "losses", "Holes that could not be filled", _field("losses")),
-    _Series(counter, "restarts", "Changes of publisher", _field("restarts")),
-    _Series(counter, "duplicates", "Batches that came again", _field("duplicates")),
+    _Series(counter, "gaps", "Holes found in the numbering of batches", itemgetter("gaps")),
+    _Series(counter, "losses", "Holes that could not be filled", itemgetter("losses")),
+    _Series(counter, "restarts", "Changes of publisher", itemgetter("restarts")),
+    _Series(counter, "duplicates", "Batches that came again", itemgetter("duplicates")),
     _Series(
         *(counter, "decode_failures", "Messages that could not be decoded"),
-        _field("decode_failures"),
+        itemgetter("decode_failures"),
     ),
     _Series(counter, "blocks_stored", "Blocks that events stored", _held("stored")),
     _Series(counter, "blocks_removed", "Blocks that events removed", _held("removed")),
     _Series(counter, "caches_cleared", "Events that cleared a whole cache", _held("cleared")),
-    _Series(counter, "replays", "Replay requests", _replays, "outcome"),
     _Series(
-        counter, "ignored_blocks", "Blocks that the index left out", _field("ignored"), "reason"
+        *(counter, "replays", "Replay requests"),
+        lambda rank: {name: rank[f"replays_{name}"] for name in ("asked", "filled", "failed")},
+        "outcome",
+    ),
+    _Series(
+        *(counter, "ignored_blocks", "Blocks that the index left out"),
+        itemgetter("ignored"),
+        "reason",
     ),
     _Series(
         *(counter, "stream_events", "What else happened to a stream, by its counter"),
-        *(_other_counters, "kind"),
+        lambda rank: {
+            kind: count for kind, count in rank["counters"].items() if kind not in _COUNTED
+        },
+        "kind",
     ),
 )
 _INDEX: Final = {
@@ -216,21 +210,31 @@ class RankCollector(ReadCollector):
         yield InfoMetricFamily("kvindex_build", "Which kvindex runs", info)
         for name, (key, text) in _INDEX.items():
             yield gauge(f"kvindex_index_{name}", text, statistics["index"][key])
-        yield from _totals([rank for _, rank in ranks])
+        # Every state, those that no rank is in as well: a series that comes and goes is no alarm's.
+        states = [((s.value,), sum(rank["state"] == s.value for _, rank in ranks)) for s in State]
+        yield gauge("kvindex_ranks", "Ranks by state", states, "state")
+        complete = sum(rank["complete"] for _, rank in ranks)
+        yield gauge("kvindex_ranks_complete", "Ranks of which all history was seen", complete)
         yield from pool_series(statistics)
         labels = (*SeriesLabels._fields, "worker", "dp_rank")
         for series in _SERIES if self._per_rank else ():
-            further = (series.label,) if series.label else ()
+            values = ((place, series.read(rank)) for place, rank in ranks)
+            further: tuple[str, ...] = ()
+            rows: Rows
+            if series.label:
+                further = (series.label,)
+                rows = (
+                    ([*place, kind], number)
+                    for place, by_kind in values
+                    for kind, number in by_kind.items()
+                )
+            else:  # None: nothing was applied yet
+                rows = ((place, number) for place, number in values if number is not None)
             name = f"kvindex_{series.name}"
-            yield series.family(name, series.text, series.rows(ranks), *labels, *further)
+            yield series.family(name, series.text, rows, *labels, *further)
 
 
-def _totals(ranks: Collection[_Rank]) -> Iterator[Metric]:
-    states = [((s.value,), sum(rank["state"] == s.value for rank in ranks)) for s in State]
-    yield gauge("kvindex_ranks", "Ranks by state", states, "state")
-    complete = sum(rank["complete"] for rank in ranks)
-    yield gauge("kvindex_ranks_complete", "Ranks of which all history was seen", complete)
-
+# Routers ------------------------------------------------------------------------------------------
 
 _STAGES: Final = {
     "asked": "Tokens of the prompts of finished requests",
@@ -273,12 +277,12 @@ class FunnelCollector(ReadCollector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present values."""
-        statistics = self._read()
+        routers = self._read()
         ends = (
-            ((of["model"], end), of["bookings"][end])
-            for of in statistics
+            ((router["model"], end), router["bookings"][end])
+            for router in routers
             for end in _ENDS
-            if end in of["bookings"]
+            if end in router["bookings"]  # of reports over HTTP only those that finished are known
         )
         yield counter(
             "kvindex_routed_requests", "Routed requests by how they ended", ends, "model", "end"
@@ -289,17 +293,19 @@ class FunnelCollector(ReadCollector):
         ):
             for stage, text in texts.items():
                 name = f"kvindex_routed_{'' if stage == 'delivered' else prefix}{stage}_tokens"
-                rows = [((of["model"],), of["funnel"][group][stage]) for of in statistics]
+                rows = [((router["model"],), router["funnel"][group][stage]) for router in routers]
                 yield counter(name, text, rows, "model")
         for name, text in _LOADS.items():
             loads = (
-                ((of["model"], worker, dp_rank), load[name])
-                for of in statistics
-                for rank, load in of["ranks"].items()
+                ((router["model"], worker, dp_rank), load[name])
+                for router in routers
+                for rank, load in router["ranks"].items()
                 for worker, _, dp_rank in [rank.rpartition("/")]
             )
             yield gauge(f"kvindex_routed_{name}", text, loads, "model", "worker", "dp_rank")
 
+
+# Pools --------------------------------------------------------------------------------------------
 
 _APPENDS: Final = {
     "appends": "Bodies that were appended to the log",
@@ -335,6 +341,7 @@ class PoolCollector(ReadCollector):
 
 def pool_series(statistics: Mapping[str, Any]) -> Iterator[Metric]:
     """Yield the series of what statistics have of a pool."""
+    # The statistics tell a relay, a replica of a pool, and one that follows a fan-out here.
     if "relay" in statistics:
         yield from _relay_series(statistics["relay"])
     if "lag_messages" in statistics.get("replica", ()):

@@ -53,6 +53,8 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
         method = route.method.lower()
         operation = {**(route.operation or {}), "operationId": f"{method}_{name}"}
         paths.setdefault(route.path, {})[method] = operation
+    # Twice: the types are collected first, since msgspec makes the schemas of all of them at once,
+    # so that one which stands in several routes is one component.
     types: dict[Any, None] = {}
     _with_schemas(paths, types)
     schemas, components = msgspec.json.schema_components(
@@ -87,9 +89,9 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
 def _with_schemas(value: Any, schemas: dict[Any, Any]) -> Any:
     """Return a description with schemas in the place of types; add the types that have none."""
     if isinstance(value, Mapping):
-        return {key: _with_schemas(of, schemas) for key, of in value.items()}
+        return {key: _with_schemas(part, schemas) for key, part in value.items()}
     if isinstance(value, list):
-        return [_with_schemas(of, schemas) for of in value]
+        return [_with_schemas(part, schemas) for part in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
     return schemas.setdefault(value, None)
@@ -139,19 +141,19 @@ def route(
     return Route(method, path, serve, described)
 
 
-def json(of: Any, said: str = "Done.") -> dict[str, Any]:
+def json(schema: Any, text: str = "Done.") -> dict[str, Any]:
     """Return a response in JSON."""
-    return {"description": said, "content": {"application/json": {"schema": of}}}
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
 
 
-def media(kind: str, said: str, of: Any = str) -> dict[str, Any]:
+def media(kind: str, text: str) -> dict[str, Any]:
     """Return a response of another media type."""
-    return {"description": said, "content": {kind: {"schema": of}}}
+    return {"description": text, "content": {kind: {"schema": str}}}
 
 
-def binary(said: str) -> dict[str, Any]:
+def binary(text: str) -> dict[str, Any]:
     """Return the schema of bytes."""
-    return {"schema": {"type": "string", "format": "binary", "description": said}}
+    return {"schema": {"type": "string", "format": "binary", "description": text}}
 
 
 def objects(*required: str, **properties: Any) -> dict[str, Any]:
@@ -159,9 +161,9 @@ def objects(*required: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
-def parameter(name: str, said: str = "", of: Any = str, where: str = "query") -> dict[str, Any]:
+def parameter(name: str, text: str = "", schema: Any = str, where: str = "query") -> dict[str, Any]:
     """Return a parameter of a request."""
-    return {"name": name, "in": where, "description": said, "schema": of}
+    return {"name": name, "in": where, "description": text, "schema": schema}
 
 
 GROUP: Final = parameter("routing_group", "`default` if not given")

@@ -15,11 +15,11 @@ import msgspec
 from kvindex import State, __version__
 from kvindex.service.catalog import Partition
 
-_COUNTED = (
+_COUNTERS = (
     *("gaps", "replays_asked", "replays_filled", "replays_failed"),
     *("losses", "restarts", "decode_failures"),
 )
-_SHOWN = (
+_FIELDS = (
     *("reason", "complete", "lag", "epoch", "seq", "connected", "last_event_age"),
     *("endpoint", "replay_endpoint", "orphans", "ignored"),
 )
@@ -156,38 +156,35 @@ def overview(
 
     Complexity: O(ranks), some 10 ms for 512.
     """
-    ranks = [_rank_view(status, partition_of) for status in statistics["ranks"].values()]
+    ranks = []
+    for status in statistics["ranks"].values():
+        worker, _, dp_rank = status["rank"].rpartition("/")  # a worker's name may have a "/", too
+        partition, held = partition_of(worker), status["index"]
+        sizes = [group["block_size"] for group in held.get("groups", {}).values()]
+        view = RankView(
+            model=partition.model,
+            routing_group=partition.routing_group,
+            worker=worker,
+            dp_rank=int(dp_rank),
+            state=str(status["state"]),
+            blocks=held.get("media", {}),
+            block_size=min(filter(None, sizes), default=None),
+            **{name: status[name] for name in (*_FIELDS, *_COUNTERS)},
+        )
+        ranks.append(view)
     ranks.sort(key=lambda rank: (rank.model, rank.routing_group, rank.worker, rank.dp_rank))
+    replica, followed = statistics.get("replica", {}), None
+    if "lag_messages" in replica:  # a replica of a fan-out on this machine lacks it
+        fields = {name: replica[name] for name in FollowedPool.__struct_fields__}
+        followed = FollowedPool(**fields)
     return Fleet(
         now=clock(),
         version=__version__,
-        followed=_followed(statistics.get("replica", {})),
+        followed=followed,
         partitions=_partitions(ranks, has_tokenizer),
         ranks=ranks,
         totals=_totals(ranks, statistics["index"]),
         missing=dict(missing or {}),
-    )
-
-
-def _followed(replica: Mapping[str, Any]) -> FollowedPool | None:
-    if "lag_messages" not in replica:  # a replica of a fan-out on this machine lacks it
-        return None
-    return FollowedPool(**{name: replica[name] for name in FollowedPool.__struct_fields__})
-
-
-def _rank_view(status: Mapping[str, Any], partition_of: PartitionOf) -> RankView:
-    worker, _, dp_rank = status["rank"].rpartition("/")
-    partition, held = partition_of(worker), status["index"]
-    sizes = [group["block_size"] for group in held.get("groups", {}).values()]
-    return RankView(
-        model=partition.model,
-        routing_group=partition.routing_group,
-        worker=worker,
-        dp_rank=int(dp_rank),
-        state=str(status["state"]),
-        blocks=held.get("media", {}),
-        block_size=min(filter(None, sizes), default=None),
-        **{name: status[name] for name in (*_SHOWN, *_COUNTED)},
     )
 
 
@@ -225,5 +222,5 @@ def _totals(ranks: list[RankView], index: Mapping[str, Any]) -> Totals:
         lag=sum(rank.lag for rank in ranks),
         orphans=sum(rank.orphans for rank in ranks),
         ignored=sum(sum(rank.ignored.values()) for rank in ranks),
-        **{name: sum(getattr(rank, name) for rank in ranks) for name in _COUNTED},
+        **{name: sum(getattr(rank, name) for rank in ranks) for name in _COUNTERS},
     )

@@ -317,12 +317,6 @@ class Page:
         timeline: a new one by default.
         guard: limits the event streams.
 
-    Attributes:
-        routes: of the page.
-        timeline: what has happened since this was made.
-        trends: what was asked since then.
-        streams: counters of `/events`.
-
     Owner: the server's event loop; `close` may be called from any thread.
     """
 
@@ -424,23 +418,23 @@ class Page:
         self.trends.sample(live, len(statuses))
 
     async def _get_fleet(self, _: Request) -> Reply:
-        # Made in a thread, since 512 ranks take 10 ms; and once for all tabs that ask at a time.
+        def read() -> bytes:
+            fleet = overview(
+                self._source.statistics(),
+                self._partition,
+                has_tokenizer=lambda partition: self._tokenizer(partition) is not None,
+                missing=self._service.missing(),
+            )
+            return msgspec.json.encode(fleet)
+
+        # In a thread, since 512 ranks take 10 ms; and once for all tabs that ask at a time.
         lock = self._fleet_lock = self._fleet_lock or asyncio.Lock()
         async with lock:
             made_at, body = self._fleet
             if not body or time.monotonic() - made_at >= FLEET_FOR:
-                body = await asyncio.to_thread(self._read_fleet)
+                body = await asyncio.to_thread(read)
                 self._fleet = time.monotonic(), body
         return Reply(200, body)
-
-    def _read_fleet(self) -> bytes:
-        fleet = overview(
-            self._source.statistics(),
-            self._partition,
-            has_tokenizer=lambda partition: self._tokenizer(partition) is not None,
-            missing=self._service.missing(),
-        )
-        return msgspec.json.encode(fleet)
 
     async def _get_timeline(self, _: Request) -> Reply:
         since = self.timeline.since(0)
@@ -464,16 +458,17 @@ class Page:
         min_blocks = _number(request, "min_blocks", "1", 2**31)
         partition = _asked_partition(request)
         ranks = None if partition is None else self._ranks_of(partition)
-        return Reply(200, await asyncio.to_thread(self._prefixes, max_nodes, min_blocks, ranks))
-
-    def _prefixes(self, max_nodes: int, min_blocks: int, ranks: list[Rank] | None) -> bytes:
         if ranks is not None and len(ranks) == len(self._source.ranks):
             ranks = None  # of all: with the holes, and with the size of the tree
-        prefixes = self._source.index.prefixes(max_nodes, min_blocks=min_blocks, ranks=ranks)
-        if ranks is not None:
-            fields = {**msgspec.structs.asdict(prefixes), "unique_blocks": None}
-            prefixes = PartitionPrefixes(**fields)
-        return msgspec.json.encode(prefixes)
+
+        def read() -> bytes:
+            prefixes = self._source.index.prefixes(max_nodes, min_blocks=min_blocks, ranks=ranks)
+            if ranks is not None:
+                fields = {**msgspec.structs.asdict(prefixes), "unique_blocks": None}
+                prefixes = PartitionPrefixes(**fields)
+            return msgspec.json.encode(prefixes)
+
+        return Reply(200, await asyncio.to_thread(read))
 
     async def _explain(self, request: Request) -> Reply:
         question = read_question(request.body)

@@ -22,6 +22,7 @@ except ImportError as error:
     ) from error
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvindex.index import Hits, Match, RankRows
@@ -100,7 +101,7 @@ def read_query(body: bytes | bytearray | memoryview, *, max_tokens: int | None =
             raise ConfigurationError(f"max_tokens is {max_tokens}: it is 0 or more, or None")
         limit = min(max_tokens, limit)
     scanned = _scan(body, limit)
-    if len(scanned) == 3:
+    if len(scanned) == 3:  # a fault; in words only now, so that the native code knows none
         raise _error(bytes(body), Fault(scanned[0]), scanned[1], scanned[2])
     tokens, rest = scanned
     return Query(None if tokens is None else memoryview(tokens).cast("I"), rest)
@@ -108,7 +109,15 @@ def read_query(body: bytes | bytearray | memoryview, *, max_tokens: int | None =
 
 def _error(body: bytes, fault: Fault, at: int, index: int) -> QueryError:
     if fault is Fault.BAD_TOKEN:
-        return _bad_token(body, at, index)
+        kind = _kind(body, at)
+        if kind is None:  # what stands there is no JSON at all, which the scanner leaves to us
+            return _malformed(body, Fault.SYNTAX, at)
+        return QueryError(
+            f"{_FIELD}[{index}] is {kind}: a token is a whole number from 0 to 4294967295",
+            reason="range" if _OUT_OF_RANGE.match(body, at) else "type",
+            field=_FIELD,
+            position=index,
+        )
     if fault is Fault.TOO_MANY:
         return _about_tokens(f"more than {index} tokens: send fewer", "too_many", index)
     if fault is Fault.REPEATED:
@@ -116,8 +125,11 @@ def _error(body: bytes, fault: Fault, at: int, index: int) -> QueryError:
     kind = None if fault in (Fault.SYNTAX, Fault.TOO_DEEP, Fault.NO_TEXT) else _kind(body, at)
     if fault is Fault.NO_ARRAY and kind is not None:
         return _about_tokens(f"{kind}: it must be an array of tokens", "type")
-    if fault is Fault.NO_OBJECT and kind is not None and _is_json(body):
-        return QueryError(f"the body is {kind}: it must be a JSON object", reason="type")
+    if fault is Fault.NO_OBJECT and kind is not None:
+        # The scanner has looked at the first byte only: the rest may be no JSON.
+        with suppress(*UNREADABLE):
+            msgspec.json.decode(body, type=msgspec.Raw)
+            return QueryError(f"the body is {kind}: it must be a JSON object", reason="type")
     return _malformed(body, fault, at)
 
 
@@ -133,18 +145,6 @@ def _malformed(body: bytes, fault: Fault, at: int) -> QueryError:
     else:
         why = f"it ends at byte {at}, within a value" if body else "it is empty"
     return QueryError(f"the body is not JSON: {why}", reason="malformed")
-
-
-def _bad_token(body: bytes, at: int, index: int) -> QueryError:
-    kind = _kind(body, at)
-    if kind is None:
-        return _malformed(body, Fault.SYNTAX, at)
-    return QueryError(
-        f"{_FIELD}[{index}] is {kind}: a token is a whole number from 0 to 4294967295",
-        reason="range" if _OUT_OF_RANGE.match(body, at) else "type",
-        field=_FIELD,
-        position=index,
-    )
 
 
 def _about_tokens(what: str, reason: str, position: int | None = None) -> QueryError:
@@ -172,14 +172,6 @@ def _shown(body: bytes, at: int) -> str:
     return f"{text}…" if len(body) - at > _SHOWN else text
 
 
-def _is_json(body: bytes) -> bool:
-    try:
-        msgspec.json.decode(body, type=msgspec.Raw)
-    except UNREADABLE:
-        return False
-    return True
-
-
 _WORSE: Final = (
     State.LIVE,
     State.STALE,
@@ -198,10 +190,10 @@ class _Format(enum.IntEnum):
     RFC = 1
 
 
-class _Written(NamedTuple):
-    """What is written of trust, until another mapping comes."""
+class _TrustTexts(NamedTuple):
+    """What is written of trust at each instance's end, until another mapping comes."""
 
-    of: Mapping[Rank, Trust]
+    trusts: Mapping[Rank, Trust]
     by_row: tuple[Trust, ...]
     texts: tuple[bytes, ...]
 
@@ -256,17 +248,22 @@ class AnswerForm:
         *,
         tenant: str = "default",
     ) -> None:
-        named = [(_name(of), [_dp_rank(rank) for rank in ranks]) for of, ranks in instances]
-        _refuse_repeated((name for name, _ in named), "instances")
-        for name, dp_ranks in named:
+        try:
+            form = _Format[dialect.upper()]
+        except KeyError:
+            known = ", ".join(f'"{form.name.lower()}"' for form in _Format)
+            raise ConfigurationError(f"dialect is {dialect!r}: it is one of {known}") from None
+        members = [(_name(name), [_dp_rank(rank) for rank in ranks]) for name, ranks in instances]
+        _refuse_repeated((name for name, _ in members), "instances")
+        for name, dp_ranks in members:
             _refuse_repeated(dp_ranks, f"ranks of instance {name}")
         self.rows = RankRows(rank for _, ranks in instances for rank in ranks)
         self._of_instance: list[slice] = []
-        for _, dp_ranks in named:
+        for _, dp_ranks in members:
             start = self._of_instance[-1].stop if self._of_instance else 0
             self._of_instance.append(slice(start, start + len(dp_ranks)))
-        self._writer = AnswerWriter(_dialect(dialect), _name(tenant), named)
-        self._written: _Written | None = None
+        self._writer = AnswerWriter(form, _name(tenant), members)
+        self._written: _TrustTexts | None = None
 
     def columns(self, match: Match) -> Hits:
         """Return what each rank of `rows` holds, those that hold nothing included.
@@ -291,13 +288,11 @@ class AnswerForm:
             for a rank.
         """
         hits = match if isinstance(match, Hits) else match.hits(self.rows)
-        written = None if trusts is None else self._trust(trusts)
-        return self._writer.write(hits.device, hits.host, hits.tokens, written)
-
-    def _trust(self, trusts: Mapping[Rank, Trust]) -> tuple[bytes, ...]:
-        """Return what is written of trust at each instance's end."""
+        if trusts is None:
+            return self._writer.write(hits.device, hits.host, hits.tokens, None)
         written = self._written
-        if written is None or written.of is not trusts:
+        if written is None or written.trusts is not trusts:
+            # One rank's lag changes with each of its batches: texts of other instances stay.
             by_row = tuple([trusts.get(rank, _JUST_ADDED) for rank in self.rows])
             texts = tuple(
                 written.texts[at]
@@ -305,8 +300,8 @@ class AnswerForm:
                 else _trust_text(self.rows[rows], by_row[rows])
                 for at, rows in enumerate(self._of_instance)
             )
-            written = self._written = _Written(trusts, by_row, texts)
-        return written.texts
+            written = self._written = _TrustTexts(trusts, by_row, texts)
+        return self._writer.write(hits.device, hits.host, hits.tokens, written.texts)
 
 
 def _trust_text(ranks: Sequence[Rank], trusts: Sequence[Trust]) -> bytes:
@@ -327,22 +322,14 @@ def _members(trust: Trust) -> str:
     return f'"state":"{trust.state.value}","complete":{complete},"lag":{trust.lag}'
 
 
-def _dialect(name: str) -> _Format:
-    try:
-        return _Format[name.upper()]
-    except KeyError:
-        known = ", ".join(f'"{each.name.lower()}"' for each in _Format)
-        raise ConfigurationError(f"dialect is {name!r}: it is one of {known}") from None
-
-
-def _name(given: int | str) -> str:
+def _name(instance: int | str) -> str:
     """Return the name of a member, as JSON."""
-    if isinstance(given, bool) or not isinstance(given, (int, str)):
-        raise ConfigurationError(f"an instance is {given!r}: its id is a number or a text")
+    if isinstance(instance, bool) or not isinstance(instance, (int, str)):
+        raise ConfigurationError(f"an instance is {instance!r}: its id is a number or a text")
     try:
-        return msgspec.json.encode(str(given)).decode()
+        return msgspec.json.encode(str(instance)).decode()
     except UnicodeEncodeError:
-        raise ConfigurationError(f"{given!r} is no text that UTF-8 can write") from None
+        raise ConfigurationError(f"{instance!r} is no text that UTF-8 can write") from None
 
 
 def _dp_rank(rank: Rank) -> str:

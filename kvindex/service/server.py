@@ -49,12 +49,6 @@ class Server:
         engine_token: returns the engines' API key.
         pool: whose relay it follows, in place of engines: it registers, discovers and saves none.
 
-    Attributes:
-        service: answers the queries.
-        port: where it listens.
-        routes, site: what it answers over HTTP, and behind which guard.
-        missing: which sources and engines did not report their endpoints at first, and why.
-
     Raises:
         ConfigurationError: a setting cannot work.
         SnapshotError: the state file cannot be continued from.
@@ -94,12 +88,14 @@ class Server:
                 self._found,
                 self._lost,
                 options=DiscoveryOptions(token=engine_token),
-                is_alive=self._is_alive,
+                is_alive=lambda worker: any(
+                    rank.worker == worker for rank in self._answering.connected_ranks()
+                ),
             )
             opened.callback(self._discovery.close)
             self.service.missing = self._missing
             # Clients ask at once, and should find the engines that are there.
-            self.missing = self._first_missing()
+            self.missing = self._first_missing()  # `kvindex serve` prints it
             self._guard = Guard(
                 tokens=self._tokens,
                 allowed_hosts=settings.allowed_hosts,
@@ -215,6 +211,7 @@ class Server:
         labels = dict(engine.labels)
         block_size = int(labels.pop(BLOCK_SIZE, 0))
         details: Table = {"labels": labels} if labels else {}
+        # The page asks this engine for the tokens of a text.
         url = engine.url or self.settings.tokenizer
         if url is not None:
             details["engine"] = url
@@ -228,9 +225,6 @@ class Server:
 
     def _lost(self, engine: Engine) -> None:
         self.service.registry.unregister(engine.worker.name)
-
-    def _is_alive(self, worker: str) -> bool:
-        return any(rank.worker == worker for rank in self._answering.connected_ranks())
 
     def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None:
         """Apply settings that can change while it runs: the networks of registrations. Any thread.
@@ -264,12 +258,7 @@ class Server:
         self._server.stop()
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters as plain JSON-ready values.
-
-        `refused`: requests that were not admitted, by reason. `streams`: event streams `opened`,
-        `open_now`, `resumed` and `cut_off`. `discovery` and `state`: as their parts say; None where
-        there is no such part.
-        """
+        """Return counters as plain JSON-ready values; None where there is no such part."""
         return {
             "refused": self._guard.counters.copy(),
             "streams": msgspec.to_builtins(self._page.streams),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -85,12 +84,6 @@ class Service:
             are missing, keep the server from being ready.
         clock: monotonic seconds.
 
-    Attributes:
-        registry: the registry.
-        traffic: counts the queries.
-        missing: returns the engines and sources that have not reported their endpoints, and why;
-            none, until a discovery sets it.
-
     Thread safety: `match` on one thread (the event loop's); the rest from any.
     """
 
@@ -118,9 +111,16 @@ class Service:
         self._stood: tuple[float, Catalog, Standing] | None = None  # when, for which, and how
         self._standing_lock = threading.Lock()
         self._was_live: set[Rank] = set()
+        was_live = self._was_live
+
+        def note_live(status: RankStatus) -> None:
+            if status.state is State.LIVE:
+                was_live.add(status.rank)
+
         # A rank may be live between two requests that ask how the ranks stand. The callback has the
         # set only, so that the source does not keep this object alive.
-        source.on_change(partial(_note_live, self._was_live))
+        source.on_change(note_live)
+        # Returns engines and sources that have not reported their endpoints: a discovery sets it.
         self.missing: Callable[[], Mapping[str, str]] = dict
         # Of which catalog and which ranks of the index it was made, and what.
         self._made: tuple[object, object, dict[Partition, Ranks]] = (None, None, {})
@@ -247,8 +247,3 @@ class Service:
         return Standing(
             is_ready, not (never or behind or missing), waiting, given_up, behind, missing
         )
-
-
-def _note_live(was_live: set[Rank], status: RankStatus) -> None:
-    if status.state is State.LIVE:
-        was_live.add(status.rank)

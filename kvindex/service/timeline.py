@@ -57,18 +57,13 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Since(NamedTuple):
-    """What happened after some happening.
+    """What happened after some happening."""
 
-    Attributes:
-        happenings: oldest first.
-        missed: how many are not among them because the history is bounded; None if that is not
-            known, since the one asked after is of another run of the service.
-        position: number of the last happening so far.
-    """
-
-    happenings: list[Happening]
+    happenings: list[Happening]  # oldest first
+    # How many are not among them because the history is bounded; None if that is not known, since
+    # the one asked after is of another run of the service.
     missed: int | None
-    position: int
+    position: int  # number of the last happening so far
 
 
 class _News(NamedTuple):
@@ -80,16 +75,7 @@ class _News(NamedTuple):
 
 
 class Timeline:
-    """The history of a fleet, fed with statuses.
-
-    Args:
-        partition_of: what a worker belongs to.
-        most: how many happenings are kept.
-        clock: seconds since 1970.
-
-    Attributes:
-        life: names this run of the service in ids.
-        began: when this was made, in seconds since 1970.
+    """The history of a fleet, fed with statuses; `most` happenings are kept.
 
     Thread safety: every method may be called from any thread.
 
@@ -106,14 +92,14 @@ class Timeline:
         most: int = HISTORY,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.life = secrets.token_hex(4)
+        self.life = secrets.token_hex(4)  # names this run of the service in ids
         self._partition_of = partition_of
         self._clock = clock
         self.began = clock()
         self._lock = threading.Lock()
         self._history: deque[Happening] = deque(maxlen=most)
         self._position = 0
-        self._followed: dict[Rank, _Followed] = {}
+        self._ranks: dict[Rank, _RankNews] = {}
         self._bells: dict[object, Callable[[], None]] = {}
 
     def observe(self, status: RankStatus) -> None:
@@ -125,25 +111,24 @@ class Timeline:
         """Add the present ranks; call it after `observe` is listening."""
         with self._noting():
             for status in statuses:
-                if status.rank not in self._followed and status.state is not State.CLOSED:
+                if status.rank not in self._ranks and status.state is not State.CLOSED:
                     self._follow(status)
 
     def sweep(self, statuses: Iterable[RankStatus]) -> None:
-        """Take all ranks' statuses for what they count, which may rise while states do not change.
-
-        These may have been read before a change that was reported already, so their states do not
-        count.
-        """
+        """Take what all ranks' statuses count, which may rise while their states do not change."""
+        # They may have been read before a change that was reported already, so their states do not
+        # count: a rank would seem to go back, and forth again.
         with self._noting():
             for status in statuses:
-                followed = self._followed.get(status.rank)
-                if followed is not None:
-                    for news in followed.count(status):
-                        self._add(status.rank, followed.status, news)
+                known = self._ranks.get(status.rank)
+                if known is not None:
+                    for news in known.count(status):
+                        self._add(status.rank, known.status, news)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """Hold the lock, then ring the bells if something was added."""
+        # After the lock: who is rung may ask for the news at once, on this thread.
         with self._lock:
             before = self._position
             yield
@@ -152,17 +137,17 @@ class Timeline:
             ring()
 
     def _follow(self, status: RankStatus) -> None:
-        followed = self._followed.get(status.rank)
+        known = self._ranks.get(status.rank)
         if status.state is State.CLOSED:
-            if self._followed.pop(status.rank, None) is not None:
+            if self._ranks.pop(status.rank, None) is not None:
                 text = f"removed: {status.reason}" if status.reason else "removed"
                 self._add(status.rank, status, _News("removed", text))
             return
-        if followed is None:
-            self._followed[status.rank] = _Followed(status)
+        if known is None:
+            self._ranks[status.rank] = _RankNews(status)
             self._add(status.rank, status, _News("added", f"added: {_state_text(status)}"))
             return
-        for news in (*followed.count(status), *followed.stand(status)):
+        for news in (*known.count(status), *known.stand(status)):
             self._add(status.rank, status, news)
 
     def _add(self, rank: Rank, status: RankStatus, news: _News) -> None:
@@ -187,16 +172,9 @@ class Timeline:
         return self._position
 
     def since(self, position: int, life: str | None = None) -> Since:
-        """Return what happened after the happening of this number.
-
-        Args:
-            position: 0 for all that is kept.
-            life: of which run of the service the number is; this one by default. Of another one
-                nothing is known, so all that is kept comes.
-
-        Complexity: O(history).
-        """
+        """Return what happened after the happening of this number, of a run of the service."""
         with self._lock:
+            # Of another run nothing is known, so all that is kept comes.
             if life not in (None, self.life) or position > self._position:
                 return Since(list(self._history), None, self._position)
             new = min(self._position - position, len(self._history))
@@ -206,12 +184,9 @@ class Timeline:
             return Since(news, missed, self._position)
 
     def listen(self, ring: Callable[[], None]) -> Callable[[], None]:
-        """Register a function, called after something happened, on the thread that noticed it.
+        """Call a function after something happened, on the thread that noticed it.
 
-        It must return at once. `since` returns the news.
-
-        Returns:
-            A function that ends this.
+        It must return at once. Returns a function that ends this.
         """
         key = object()
         with self._lock:
@@ -237,11 +212,8 @@ def parse_id(text: str) -> tuple[str, int] | None:
     return life, int(number)
 
 
-class _Followed:
-    """What is known of a rank: the status reported last, and the highest of what is counted.
-
-    Under the timeline's lock.
-    """
+class _RankNews:
+    """A rank's last status, and the highest of what it counts. Under the timeline's lock."""
 
     __slots__ = ("_counts", "_failing", "status")
 
@@ -262,6 +234,7 @@ class _Followed:
         """Take what a status counts; yield what is new in it, in the order it must have had."""
         before = self._counts
         self._counts = _Counts(*map(max, before, _counts(status)))
+        # A gap comes before the replay that fills it, and a loss after the replay that failed.
         new = _Counts(*(now - then for now, then in zip(self._counts, before, strict=True)))
         if new.gaps:
             text = "a gap: batches are missing" if new.gaps == 1 else f"{new.gaps} gaps"
@@ -317,19 +290,13 @@ _HEADERS = [
 
 
 class StreamCounters(msgspec.Struct):
-    """Counters of all streams.
-
-    Attributes:
-        opened: streams.
-        open_now: those that are open.
-        resumed: opened with the id of a happening that this run knows.
-        cut_off: readers that did not read the sent events in time, or fell so far behind that the
-            history had lost their unread events.
-    """
+    """Counters of all streams."""
 
     opened: int = 0
     open_now: int = 0
-    resumed: int = 0
+    resumed: int = 0  # opened with the id of a happening that this run knows
+    # Readers that did not read what was sent in time, or fell so far behind that the history had
+    # lost their unread events.
     cut_off: int = 0
 
 
@@ -352,18 +319,14 @@ def event_stream(
 ) -> Stream:
     """Return a stream: first the present states, then the news, until the reader goes away.
 
-    Nothing is kept for a reader but its place in the timeline, so a slow one costs no memory.
-
-    Args:
-        timeline: has the happenings.
-        present: returns the present states, as JSON-ready values; called once, in a thread.
-        counters: those of all streams.
-        last_event_id: the last event that the reader has; "" for news only.
+    `present` returns the states, as JSON-ready values: once, in a thread. `last_event_id` is that
+    of the last event that the reader has; "" for news only.
     """
 
     def cut_off() -> None:
         counters.cut_off += 1
 
+    # The place in the timeline is taken now: what happens while the states are read is news.
     return Stream(
         sending(_events(timeline, timeline.position, present, counters, last_event_id)),
         _HEADERS,
@@ -381,7 +344,15 @@ async def _events(
     last_event_id: str,
 ) -> AsyncGenerator[bytes, None]:
     loop, news = asyncio.get_running_loop(), asyncio.Event()
-    stop = timeline.listen(lambda: _ring(loop, news))
+
+    def ring() -> None:
+        try:
+            loop.call_soon_threadsafe(news.set)
+        except RuntimeError:
+            pass  # the loop is closed: there is no reader
+
+    # Nothing is kept for a reader but its place, so a slow one costs no memory.
+    stop = timeline.listen(ring)
     counters.opened += 1
     counters.open_now += 1
     try:
@@ -396,7 +367,7 @@ async def _events(
         first = sse("fleet", {**states, "missed": missed}, start)
         yield first + b"".join(map(_event, happenings))
         while True:
-            news.clear()
+            news.clear()  # before the look, so that what comes after it rings again
             happenings, missed, _ = timeline.since(place)
             if missed:
                 counters.cut_off += 1
@@ -417,10 +388,3 @@ async def _events(
 
 def _event(happening: Happening) -> bytes:
     return sse(happening.kind, happening, happening.id)
-
-
-def _ring(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
-    try:
-        loop.call_soon_threadsafe(news.set)
-    except RuntimeError:
-        pass  # the loop is closed: there is no reader

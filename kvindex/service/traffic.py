@@ -1,4 +1,4 @@
-"""The requests to a server: counted on its event loop, read by any thread."""
+"""The requests to a server: counted on its event loop, read by any thread, also over time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASKED: Final = (
     *("reported", "delivered"),
 )
 """Columns of `Traffic.asked`: queries, with their tokens, those that the best rank held, and the
-time taken; finished requests that routers report, in tokens (see `outcomes.Outcome`); and of those
+time taken; finished requests that routers report, in tokens (see `dialects.Outcome`); and of those
 whose engine reported its cached tokens, the tokens asked and delivered."""
 
 MOST_PARTITIONS: Final = 256
@@ -34,24 +34,17 @@ _BOUNDS: Final = [int(bound * 1e9) for bound in BUCKETS]
 
 
 class Sums(msgspec.Struct):
-    """What was asked of one partition so far.
+    """What was asked of one partition so far."""
 
-    Attributes:
-        tokens: of the prompts of queries.
-        best_match: of those, the tokens that the rank with the most held.
-        nanoseconds: for which the queries were worked on.
-        buckets: how many queries took at most as long as each of BUCKETS, and not less than the one
-            before; at the end those that took longer.
-        finished: of requests that routers report their number (`requests`), and the tokens `asked`,
-            `attainable` and `chosen`.
-        reported: the same of those whose engine reported cached tokens, and those `delivered`.
-    """
-
-    tokens: int = 0
-    best_match: int = 0
-    nanoseconds: int = 0
+    tokens: int = 0  # of the prompts of queries
+    best_match: int = 0  # of those, the tokens that the rank with the most held
+    nanoseconds: int = 0  # for which the queries were worked on
+    # Queries that took at most as long as each of BUCKETS, and longer than the one before; at the
+    # end those that took longer than all.
     buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    # Of requests that routers report: `requests`, and the tokens `asked`, `attainable`, `chosen`.
     finished: Counter[str] = msgspec.field(default_factory=Counter)
+    # The same of those whose engine reported cached tokens, and these as `delivered`.
     reported: Counter[str] = msgspec.field(default_factory=Counter)
 
 
@@ -93,7 +86,7 @@ class Traffic:
         chosen: int,
         delivered: int | None = None,
     ) -> None:
-        """Count a finished request that a router reports, in tokens: see `Outcome`."""
+        """Count a finished request that a router reports, in tokens: see `dialects.Outcome`."""
         sums = self._of(partition)
         more = {"requests": 1, "asked": asked, "attainable": attainable, "chosen": chosen}
         sums.finished.update(more)
@@ -103,12 +96,13 @@ class Traffic:
     def _of(self, partition: Partition) -> Sums:
         sums = self._partitions.get(partition)
         if sums is None:
-            if len(self._partitions) >= MOST_PARTITIONS:  # clients may register any names
+            # Clients may register any names, one after the other: each would stay for ever.
+            if len(self._partitions) >= MOST_PARTITIONS:
                 partition = Partition(OTHER)
             sums = self._partitions.setdefault(partition, Sums())
         return sums
 
-    # For readers. A copy of a dict is made at once, so that no key comes meanwhile.
+    # For readers, on any thread. A dict is copied in one step, so that no key comes meanwhile.
 
     def requests(self) -> Counter[tuple[str, str, int]]:
         """Return how many requests were answered, by method, route and status code."""
@@ -122,21 +116,21 @@ class Traffic:
         """Return the numbers of ASKED for each partition."""
         return {
             partition: [
-                *(sum(of.buckets), of.tokens, of.best_match, of.nanoseconds),
-                *(of.finished[name] for name in ("requests", "asked", "attainable", "chosen")),
-                *(of.reported["asked"], of.reported["delivered"]),
+                *(sum(sums.buckets), sums.tokens, sums.best_match, sums.nanoseconds),
+                *(sums.finished[name] for name in ("requests", "asked", "attainable", "chosen")),
+                *(sums.reported["asked"], sums.reported["delivered"]),
             ]
-            for partition, of in self.sums().items()
+            for partition, sums in self.sums().items()
         }
 
     def outcomes(self) -> list[Mapping[str, Any]]:
         """Return the routers' reports for each model, as `Router.statistics` does."""
         finished: dict[str, Counter[str]] = {}
         reported: dict[str, Counter[str]] = {}
-        for partition, of in self.sums().items():
-            if of.finished["requests"]:
-                finished.setdefault(partition.model, Counter()).update(of.finished)
-                reported.setdefault(partition.model, Counter()).update(of.reported)
+        for partition, sums in self.sums().items():
+            if sums.finished["requests"]:
+                finished.setdefault(partition.model, Counter()).update(sums.finished)
+                reported.setdefault(partition.model, Counter()).update(sums.reported)
         return [
             {
                 "model": model,
@@ -161,10 +155,10 @@ _Sums = dict[_Partition, list[int]]
 
 @dataclass(slots=True)
 class _Slot:
-    """What happened in a piece of time, which was looked at for so many `seconds`."""
+    """What happened in a piece of time."""
 
     at: int
-    seconds: float = 0.0
+    seconds: float = 0.0  # of it that were looked at
     asked: _Sums = field(default_factory=dict)
     live: int = 0
     ranks: int = 0
@@ -180,17 +174,17 @@ class _Slot:
 
 
 class Trends:
-    """Sums of what was asked, by slots of time.
+    """Sums of what was asked, by slots of time: of the queries, and of how many ranks were live.
 
-    Args:
-        read: returns the counters of each partition, ASKED; they only rise.
-        clock: seconds since 1970.
+    Counters are read now and then, and what they rose by is added to a slot of time. Slots of
+    seconds reach back an hour, slots of minutes a day; so the memory is bounded, and a page that is
+    opened later has a past.
+
+    `read` returns the counters of each partition, ASKED; they only rise.
 
     Thread safety: every method from any thread.
 
     Examples:
-        >>> from kvindex.service.catalog import Partition
-        >>> from kvindex.service.traffic import Traffic
         >>> traffic, now = Traffic(), [1000.0]
         >>> trends = Trends(traffic.asked, clock=lambda: now[0])
         >>> traffic.query(Partition("m"), 100, 60, 5_000)
@@ -216,41 +210,38 @@ class Trends:
         self._began = self._at = clock()
 
     def sample(self, live: int, ranks: int) -> None:
-        """Add what the counters rose by since the last call.
-
-        Args:
-            live: ranks that are live now.
-            ranks: all of them.
-
-        Complexity: O(partitions).
-        """
+        """Add what the counters rose by since the last call; so many of the ranks are live now."""
         with self._lock:
-            asked = self._rise()
+            rises: _Sums = {}
+            for partition, counters in self._read().items():
+                before = self._before.get(partition) or [0] * len(counters)
+                rise = [max(0, a - b) for a, b in zip(counters, before, strict=True)]
+                self._before[partition] = counters
+                if not any(rise):
+                    continue
+                # Each one costs its numbers in every slot; so only those that are asked count.
+                if partition in self._partitions or len(self._partitions) < _MOST_PARTITIONS:
+                    self._partitions[partition] = None
+                    rises[partition] = rise
+                whole = rises.get(_ALL) or [0] * len(rise)
+                rises[_ALL] = [a + b for a, b in zip(whole, rise, strict=True)]
             now = self._clock()
             seconds, self._at = max(0.0, now - self._at), now
             for step, ring in self._rings:
-                _slot(ring, now, step).add(seconds, asked, live, ranks)
+                _slot(ring, now, step).add(seconds, rises, live, ranks)
 
     def points(self, seconds: int, partition: Partition | None = None) -> dict[str, Any]:
-        """Return what is known of the last seconds, as JSON-ready values.
+        """Return what is known of so many last seconds (one of WINDOWS), as JSON-ready values.
 
-        Args:
-            seconds: one of WINDOWS.
-            partition: only what was asked of it; of all by default.
-
-        Returns:
-            `now`, and `since`, when this began, in seconds since 1970; `seconds` as asked and
-            `step`, the seconds of a point; `partitions` that can be asked for; and `points` as
-            columns, oldest first: `at`, where a point begins, `seconds` of it that were looked at,
-            `live` and `ranks` at its end, and ASKED. A time without a point is unknown.
-
-        Complexity: O(seconds / step of the ring).
+        `points` are columns, oldest first: `at`, where a point begins, `seconds` of it that were
+        looked at, `live` and `ranks` at its end, and ASKED. A time without a point is unknown.
         """
         step = WINDOWS[seconds]
         now = self._clock()
         slots: deque[_Slot] = deque()
         with self._lock:
-            ring = next(ring for each, ring in self._rings if each * (ring.maxlen or 0) >= seconds)
+            # The finest that reaches back so far; its slots are added up to points.
+            ring = next(ring for size, ring in self._rings if size * (ring.maxlen or 0) >= seconds)
             for slot in ring:
                 if slot.at > now - seconds - step:
                     asked: _Sums = {_ALL: slot.asked[partition]} if partition in slot.asked else {}
@@ -276,25 +267,10 @@ class Trends:
             },
         }
 
-    def _rise(self) -> _Sums:
-        """Return what the counters of those that were asked rose by; under the lock."""
-        rises: _Sums = {}
-        for partition, counters in self._read().items():
-            before = self._before.get(partition) or [0] * len(counters)
-            rise = [max(0, a - b) for a, b in zip(counters, before, strict=True)]
-            self._before[partition] = counters
-            if not any(rise):
-                continue
-            if partition in self._partitions or len(self._partitions) < _MOST_PARTITIONS:
-                self._partitions[partition] = None
-                rises[partition] = rise
-            whole = rises.get(_ALL) or [0] * len(rise)
-            rises[_ALL] = [a + b for a, b in zip(whole, rise, strict=True)]
-        return rises
-
 
 def _slot(slots: deque[_Slot], at: float, step: int) -> _Slot:
-    """Return the slot of a time, the last one or a new one; a clock set back adds to the last."""
+    """Return the slot of a time, the last one or a new one."""
+    # A clock that is set back adds to the last: slots are in order, and each time has one.
     start = int(at // step * step)
     if not slots or start > slots[-1].at:
         slots.append(_Slot(start))

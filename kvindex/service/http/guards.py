@@ -106,17 +106,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The answer to a request that is not let in.
-
-    Attributes:
-        status: the HTTP status code.
-        reason: one of REASONS.
-        message: what is wrong and what to do.
-    """
+    """The answer to a request that is not let in."""
 
     status: int
-    reason: str
-    message: str
+    reason: str  # one of REASONS
+    message: str  # what is wrong and what to do
 
     @property
     def reply(self) -> Reply:
@@ -167,12 +161,7 @@ class Guard:
         limits: see Limits.
         form: returns the answer to a request that is refused.
 
-    Attributes:
-        limits: as given.
-        counters: refused requests by reason; any thread may read it.
-        form: as given.
-
-    Thread safety: `admit` and `refuse` on the server's thread.
+    Thread safety: `admit` and `refuse` on the server's thread; `counters` may be read on any.
 
     Examples:
         >>> guard = Guard(tokens=["a-token-of-16-characters"])
@@ -192,7 +181,7 @@ class Guard:
     ) -> None:
         self.form = form
         self.limits = limits or Limits()
-        self.counters = dict.fromkeys(REASONS, 0)
+        self.counters = dict.fromkeys(REASONS, 0)  # refused requests
         self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
         names = {name.lower().rstrip(".") for name in allowed_hosts}
         self._any_host = "*" in names
@@ -201,11 +190,7 @@ class Guard:
         self._hosts: dict[bytes, Refusal | None] = {}
 
     def admit(self, headers: Headers) -> Refusal | None:
-        """Return why a request with these header fields is refused, or None; counts it.
-
-        Complexity: one pass over the fields; a comparison of tokens takes the same time whatever
-        they are.
-        """
+        """Return why a request with these header fields is refused, or None; counts it."""
         host: bytes | None = None
         hosts = 0
         authorization = origin = None
@@ -382,14 +367,6 @@ def resolved(host: str, within: float = _NAME_SECONDS) -> list[str]:
 class Networks:
     """An allow-list of networks for endpoints that arrive over HTTP.
 
-    Link-local addresses and others where clouds have their metadata are allowed only by a network
-    that lies within that special one, and multicast and unspecified addresses never: no wide
-    network lets them in. An IPv4 address inside an IPv6 one is held to the same rules.
-
-    Args:
-        allowed: what `parse_networks` returns.
-        resolve: a host name's addresses.
-
     Thread safety: immutable; `check` waits while a name is resolved.
 
     Examples:
@@ -410,9 +387,8 @@ class Networks:
     def check(self, endpoint: str) -> str:
         """Return the endpoint to dial: the same one, with the address in the place of a name.
 
-        Raises:
-            EndpointRefusedError: it must not be dialled; `reason` is "transport" (not tcp), "form",
-                "name" (it has no address) or "network".
+        What must not be dialled is an EndpointRefusedError, whose `reason` is "transport" (not
+        tcp), "form", "name" (it has no address) or "network".
         """
         host, port = _parts(endpoint)
         texts = [host] if address_of(host) else self._resolve(host)
@@ -444,11 +420,14 @@ class Networks:
 
     def allows(self, address: Address) -> bool:
         """Return whether this address may be dialled."""
+        # What an IPv6 address stands for is dialled by some gateway: it is held to the same rules.
         for form in (address, *_inside(address)):
             if form.is_multicast or form.is_unspecified:
                 return False
             if getattr(form, "ipv4_mapped", None) is not None:
                 continue  # what is inside decides
+            # Where clouds have their metadata, only a network within that special one lets in: no
+            # wide one, as "any" or a whole private range, was meant for it.
             guarded = [net for net in _GUARDED if form in net]
             if not any(
                 form in network

@@ -23,25 +23,15 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request with its whole body.
-
-    Attributes:
-        method: e.g. "POST".
-        path: without the query, and decoded.
-        headers: in the order received, names in lower case.
-        body: b"" until it has arrived.
-        query: the bytes behind the "?", as received.
-        is_bare: whether the answer shows its status only.
-        cancels: as its route.
-    """
+    """A request with its whole body."""
 
     method: str
-    path: str
-    headers: Headers = ()
-    body: bytes = b""
-    query: bytes = b""
-    is_bare: bool = False
-    cancels: bool = False
+    path: str  # without the query, and decoded
+    headers: Headers = ()  # in the order received, names in lower case
+    body: bytes = b""  # until it has arrived
+    query: bytes = b""  # what stands behind the "?", as received
+    is_bare: bool = False  # the answer shows its status only
+    cancels: bool = False  # as its route
 
     @classmethod
     def of(cls, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> Request:
@@ -85,78 +75,50 @@ class Request:
 
 
 class Reply(NamedTuple):
-    """A whole answer.
-
-    Attributes:
-        status: the HTTP status code.
-        body: its bytes.
-        content_type: what they are; b"" for an empty body.
-        headers: further fields.
-    """
+    """A whole answer."""
 
     status: int
     body: bytes = b""
-    content_type: bytes = JSON
-    headers: Headers = ()
+    content_type: bytes = JSON  # b"" for an empty body
+    headers: Headers = ()  # further ones
 
 
 class Writer(NamedTuple):
-    """Writes the pieces of one stream.
+    """Writes the pieces of one stream."""
 
-    Attributes:
-        write: writes a piece that is not empty.
-        is_ready: whether a further piece should be written now: not while the client does not read
-            what was written, nor once it has gone.
-        drain: waits until it is ready; raises ConnectionAbortedError once the client has gone.
-    """
-
-    write: Callable[[bytes], None]
+    write: Callable[[bytes], None]  # a piece that is not empty
+    # Whether a further piece should be written now: not while the client does not read what was
+    # written, nor once it has gone.
     is_ready: Callable[[], bool]
-    drain: Callable[[], Awaitable[None]]
+    drain: Callable[[], Awaitable[None]]  # until it is ready; ConnectionAbortedError: it has gone
 
 
 class Stream(NamedTuple):
-    """An answer in pieces.
+    """An answer in pieces."""
 
-    Attributes:
-        send: writes the pieces of the body, and returns at their end. Called once, also if the
-            client has gone meanwhile, but not for a HEAD; cancelled once the client goes.
-        headers: all fields but those about the connection.
-        status: the HTTP status code.
-        length: bytes of the body, if that is known.
-        is_endless: whether it lasts until the client goes or the server ends.
-        send_within: seconds within which the client must read a piece; as `Limits` by default.
-        on_cut_off: called if it does not.
-    """
-
+    # Writes the pieces of the body, and returns at their end. Called once, also if the client has
+    # gone meanwhile, but not for a HEAD; cancelled once the client goes.
     send: Callable[[Writer], Awaitable[None]]
-    headers: Headers
+    headers: Headers  # all but those about the connection
     status: int = 200
-    length: int | None = None
-    is_endless: bool = False
-    send_within: float | None = None
-    on_cut_off: Callable[[], None] = lambda: None
+    length: int | None = None  # bytes of the body, if that is known
+    is_endless: bool = False  # it lasts until the client goes or the server ends
+    send_within: float | None = None  # seconds to read a piece in; as `Limits` by default
+    on_cut_off: Callable[[], None] = lambda: None  # called if it is not read in time
 
 
 Handler: TypeAlias = Callable[[Request], "Reply | Awaitable[Reply | Stream]"]
 
 
 class Route(NamedTuple):
-    """A path that is served.
+    """A path that is served."""
 
-    Attributes:
-        method: GET stands for HEAD, too.
-        path: the whole of it.
-        serve: answers at once, or later.
-        operation: its description, as `openapi.route` makes it; None: it is not described.
-        cancels: whether the handler is cancelled once the client has gone; by default only a stream
-            ends with its client, and another answer is still worked out to its end.
-    """
-
-    method: str
+    method: str  # GET stands for HEAD, too
     path: str
     serve: Handler
-    operation: Mapping[str, Any] | None = None
+    operation: Mapping[str, Any] | None = None  # its description, as `openapi.route` makes it
+    # Whether the handler is cancelled once the client has gone. By default only a stream ends with
+    # its client: a change that was asked for is carried out to its end.
     cancels: bool = False
 
 

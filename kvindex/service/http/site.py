@@ -37,8 +37,7 @@ class Site:
     Args:
         routes: each path and method at most once.
         guard: decides which requests are admitted.
-        count: called with method, route and status code of each request, refused ones too; paths
-            that no route has are OTHER.
+        count: called with method, route and status code of each request, refused ones too.
         otherwise: answers for paths without a route; 404 by default.
 
     Owner: the server's event loop.
