@@ -1,20 +1,22 @@
-"""The options and the TOML file of `kvindex serve`."""
+"""The options and the TOML file of `kvindex serve`, and the workers that it names."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from kvindex import ConfigurationError
 
 if sys.version_info < (3, 11):
     pytest.importorskip("tomli")
 
+from kvindex import CacheSettings, ConfigurationError
 from kvindex.service.http.guards import Limits
-from kvindex.service.settings import ServeSettings, read_config
+from kvindex.service.settings import ConfigFile, ServeSettings, read_config
+from kvindex.service.sources import BLOCK_SIZE, ConfigSource, Defaults, read_targets, source_of
+from kvindex.wire.errors import DiscoveryError
 
 pytestmark = pytest.mark.unit
 
@@ -125,3 +127,128 @@ def test_a_file_that_is_empty_or_nested_without_end_is_an_error(
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"is empty|is no TOML"):
         read_config(path)
+
+
+DEFAULTS = Defaults(model="llama", block_size=16)
+
+
+# Entries of workers
+
+
+def test_an_entry_may_have_a_block_size_beside_what_discovery_reads() -> None:
+    entry = {
+        "name": "a",
+        "endpoint": "tcp://h:1",
+        "routing_group": "night",
+        "block_size": 32,
+        "labels": {"role": "prefill"},
+        "cache": {"eagle": True},
+    }
+    (target,) = read_targets({"workers": [entry]}, DEFAULTS)
+    assert target.worker is not None
+    assert (target.model, target.routing_group) == ("llama", "night")
+    assert target.labels == {"role": "prefill", BLOCK_SIZE: "32"}
+    assert target.worker.cache == CacheSettings(eagle=True)
+
+
+def test_the_defaults_of_the_server_hold_where_an_entry_says_nothing() -> None:
+    defaults = Defaults("llama", "night", 32, CacheSettings(eagle=True))
+    tables = {
+        "workers": [{"name": "a", "endpoint": "tcp://h:1"}],
+        "engines": [{"url": "http://engine:8000/"}],
+    }
+    known, engine = read_targets(tables, defaults)
+    assert known.worker is not None
+    assert known.worker.cache == known.cache == engine.cache == CacheSettings(eagle=True)
+    assert (known.model, known.routing_group, known.labels) == (
+        *("llama", "night"),
+        {BLOCK_SIZE: "32"},
+    )
+    assert (engine.name, engine.url) == ("engine:8000", "http://engine:8000")
+    assert (engine.model, engine.routing_group, engine.labels) == ("", "night", {})
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"workers": [{"name": "a"}]}, "entry 1"),  # the others: tests/subscribe/discovery
+        *(
+            (
+                {"workers": [{"name": "a", "endpoint": "tcp://h:1", "block_size": size}]},
+                "block_size",
+            )
+            for size in (0, "x")
+        ),
+    ],
+)
+def test_an_entry_that_cannot_work_is_named(tables: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        read_targets(tables, DEFAULTS)
+
+
+# Sources
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ({"kind": "engines", "urls": ["http://h:8000"]}, "engine http://h:8000"),
+        ({"kind": "dns", "url": "tcp://vllm:5557", "replay_port": 5657}, "name vllm"),
+        ({"kind": "file", "path": "w.json", "interval": 2}, "file w.json"),
+        (
+            {"kind": "kubernetes", "preset": "llm-d", "namespace": "n", "kube_url": "http://h:1"},
+            "pods llm-d.ai/inference-serving=true in n",
+        ),
+    ],
+)
+def test_a_table_describes_a_source(entry: dict[str, Any], name: str) -> None:
+    assert source_of(entry, DEFAULTS, "discovery 1").name == name
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"kind": "consul"}, "discovery 1: kind 'consul' is none of engines, dns"),
+        ({}, "kind None"),
+        ({"kind": "dns", "url": "http://h:1", "ulr": 1}, "discovery 1: dns knows no 'ulr'"),
+        ({"kind": "dns", "url": 3}, "discovery 1: url: Expected `str`"),
+        ({"kind": "dns"}, "discovery 1: "),
+        ({"kind": "kubernetes", "preset": "x", "kube_url": "http://h:1"}, "no preset 'x'"),
+    ],
+)
+def test_a_table_that_describes_none_is_named(entry: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        source_of(entry, DEFAULTS, "discovery 1")
+
+
+# The file followed
+
+
+WORKER = '[[workers]]\nname = "a"\nendpoint = "tcp://h:1"\n'
+
+
+def test_a_file_is_read_with_its_settings_and_a_mistake_is_an_error_that_names_it(
+    tmp_path: Path,
+) -> None:
+    configs: list[ConfigFile] = []
+    path = config(tmp_path, WORKER)
+    source = ConfigSource(str(path), DEFAULTS, configs.append)
+    assert [target.name for target in source.read()] == ["a"]
+    assert len(configs) == 1
+    path.write_text("[[workers]]\nnam = 3\n")
+    with pytest.raises(DiscoveryError, match=re.escape(str(path)) + ".*entry 1") as caught:
+        source.read()
+    assert caught.value.reason == "content"
+    path.unlink()
+    with pytest.raises(DiscoveryError, match="No such file") as caught:
+        source.read()
+    assert caught.value.reason == "unreachable"
+    assert len(configs) == 1
+
+
+def test_settings_that_cannot_be_applied_count_as_a_mistake_of_the_file(tmp_path: Path) -> None:
+    def refuse(_: ConfigFile) -> None:
+        raise ConfigurationError("no such network")
+
+    with pytest.raises(DiscoveryError, match="no such network"):
+        ConfigSource(str(config(tmp_path, WORKER)), DEFAULTS, refuse).read()

@@ -60,11 +60,17 @@ def test_what_came_over_http_is_saved_and_read_again(saver: Saver, tmp_path: Pat
     ]
 
 
-def test_without_a_file_nobody_is_registered_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [b'[{"instance_id": 1}]', b'[{"x": "\xff"}]', b"[" * 10**5 + b"]" * 10**5, b"{}", b"", b"[1]"],
+)
+def test_without_a_file_nobody_is_registered_and_a_broken_one_is_an_error(
+    tmp_path: Path, data: bytes
+) -> None:
     state = tmp_path / "state"
     assert read_registrations(state) == []
-    registrations_path(state).write_text('[{"instance_id": 1}]')
-    with pytest.raises(ConfigurationError, match="delete it or move it away"):
+    registrations_path(state).write_bytes(data)
+    with pytest.raises(ConfigurationError, match=r"holds no registrations .* delete it"):
         read_registrations(state)
 
 

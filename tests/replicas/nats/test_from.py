@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("httptools", reason="needs kvindex[server]")
+
 from kvindex.tools.cli import main
 from kvindex.wire.nats import NatsPool
 from tests.index.index_events import tokens
@@ -14,7 +16,7 @@ from tests.live import until
 from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer
 from tests.replicas.nats.hand_relay import B, HandRelay, RealLog, begun
-from tests.service.http.served import Served, serving
+from tests.service.http.scenes import Served, serving
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 

@@ -15,7 +15,7 @@ from playwright.sync_api import Page as Tab
 
 from kvindex.service.page import Page
 from tests.live import PATIENCE
-from tests.service.http.page_server import at_a_port
+from tests.service.http.scenes import listening_on
 
 SHARED = list(range(64))
 READ_AGAIN = "document.dispatchEvent(new Event('visibilitychange'))"
@@ -45,8 +45,8 @@ def tab_of(
 
 @contextmanager
 def shown(page: Page) -> Iterator[str]:
-    with at_a_port(page.routes) as url:
-        yield url
+    with listening_on(page.routes) as served:
+        yield served.url
     page.close()
 
 

@@ -16,8 +16,7 @@ else:
     from kvindex.service.app import app_routes
     from kvindex.service.service import Service
     from tests.live import PATIENCE, client_of
-    from tests.service.http.in_process import Asker
-    from tests.service.http.page_server import ManyRanks, at_a_port, page_of
+    from tests.service.http.scenes import Asker, ManyRanks, listening_on, page_of
 
     @pytest.fixture
     def client() -> Iterator[Client]:
@@ -56,6 +55,6 @@ else:
     def many() -> Iterator[str]:
         """The URL of a page of 512 ranks."""
         page = page_of(ManyRanks(512))
-        with at_a_port(page.routes) as url:
-            yield url
+        with listening_on(page.routes) as served:
+            yield served.url
         page.close()

@@ -24,7 +24,7 @@ from kvindex.service.service import Service
 from kvindex.service.traffic import Traffic, Trends
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, until
-from tests.service.http.page_server import at_a_port
+from tests.service.http.scenes import listening_on
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
 KEPT = ("fleet-light", "fleet-dark", "prefixes-light", "match-light", "timeline-dark")
@@ -172,7 +172,8 @@ def main() -> None:
         workers = fleet(opened)
         registered(service, workers)
         client.wait_live(timeout=PATIENCE)
-        url = opened.enter_context(at_a_port(app_routes(service, routes=page.routes)))
+        served = opened.enter_context(listening_on(app_routes(service, routes=page.routes)))
+        url = served.url
         trouble(workers, client)
         page.trends = asked_of(service.traffic)
         playwright = opened.enter_context(sync_playwright())

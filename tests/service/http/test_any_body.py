@@ -16,7 +16,7 @@ from kvindex.service.http.messages import Reply
 from kvindex.service.registry import Registry
 from kvindex.service.service import Service
 from kvindex.wire.errors import EndpointRefusedError
-from tests.service.http.in_process import request
+from tests.service.http.scenes import request
 
 pytestmark = pytest.mark.service
 

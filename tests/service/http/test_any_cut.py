@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.http.listening import Transport, connection_on, post
+from tests.service.http.scenes import Transport, connection_on, post
 
 pytestmark = pytest.mark.property
 

@@ -17,8 +17,7 @@ from playwright.sync_api import Browser, expect
 from kvindex.testing import FakeEngine
 from tests.live import caught_up
 from tests.service.http.browser import SHARED, tab_of, tiles
-from tests.service.http.page_server import paged
-from tests.service.http.served import BLOCK, register, serving
+from tests.service.http.scenes import BLOCK, paged, register, serving
 
 pytestmark = pytest.mark.service
 

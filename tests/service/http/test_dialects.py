@@ -14,7 +14,7 @@ from kvindex.service.app import app_routes
 from kvindex.service.service import Service
 from kvindex.testing import FakeEngine
 from tests.live import PATIENCE, caught_up
-from tests.service.http.in_process import Asker
+from tests.service.http.scenes import Asker
 
 pytestmark = pytest.mark.service
 

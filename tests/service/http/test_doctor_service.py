@@ -9,7 +9,7 @@ import pytest
 from kvindex.tools.cli.arguments import trusting
 from kvindex.tools.doctor import Diagnosis, Target, examine
 from tests.live import until
-from tests.service.http.served import Served, certificate_in, engine, register, serving
+from tests.service.http.scenes import Served, certificate_in, engine, register, serving
 
 pytestmark = pytest.mark.service
 

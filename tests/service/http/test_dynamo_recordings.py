@@ -27,7 +27,7 @@ from kvindex import (
 from kvindex.service.app import app_routes
 from kvindex.service.service import Service
 from tests.live import REPLAYS, until
-from tests.service.http.in_process import Asker
+from tests.service.http.scenes import Asker
 
 pytestmark = pytest.mark.service
 

@@ -22,8 +22,7 @@ from kvindex.service.openapi import description
 from kvindex.service.server import Server
 from kvindex.service.settings import ServeSettings
 from kvindex.wire.errors import EndpointRefusedError
-from tests.service.http.in_process import Asker
-from tests.service.http.page_server import at_a_port
+from tests.service.http.scenes import Asker, listening_on
 
 pytestmark = pytest.mark.service
 
@@ -48,8 +47,8 @@ def dial(endpoint: str) -> str:
 def api() -> Iterator[Any]:
     with Server(ServeSettings(port=0)) as server:
         server.service.registry._dial = dial
-        with at_a_port(server.routes) as url:
-            yield schemathesis.openapi.from_url(f"{url}/openapi.json")
+        with listening_on(server.routes) as served:
+            yield schemathesis.openapi.from_url(f"{served.url}/openapi.json")
 
 
 # A 501 or 503 is no fault here; what is well-formed may still be refused.

@@ -28,9 +28,16 @@ from kvindex.testing import FakeEngine, HttpEngine
 from tests.canned import CannedServer
 from tests.index.index_events import apply, removed, stored
 from tests.live import PATIENCE, caught_up, until, wait_status, worker_of
-from tests.service.http.in_process import Asker, pieces_of
-from tests.service.http.listening import listening_on
-from tests.service.http.page_server import MODEL, ManyRanks, page_of, paged, register
+from tests.service.http.scenes import (
+    MODEL,
+    Asker,
+    ManyRanks,
+    add_to,
+    listening_on,
+    page_of,
+    paged,
+    pieces_of,
+)
 from tests.service.test_fleet_overview import A, status_of
 
 pytestmark = pytest.mark.service
@@ -99,7 +106,7 @@ def test_prefixes_of_one_partition_have_no_totals_of_others() -> None:
         fake.serve(PROMPT)
         second.serve([9] * 64)
         with paged(fake) as (page, client, url):
-            register(page._service, second, partition=Partition("qwen"))  # type: ignore[arg-type]
+            add_to(page._service, second, partition=Partition("qwen"))  # type: ignore[arg-type]
             caught_up(client, fake, second)
             llama = httpx.get(f"{url}/api/prefixes", params={"model": MODEL.model}).json()
             everybody = httpx.get(f"{url}/api/prefixes").json()
@@ -311,9 +318,9 @@ def test_a_slow_reader_is_cut_off_counted_and_no_error(
         return news_of(timeline, dict, counters, "unknown-0")
 
     site = Site([Route("GET", "/events", stream)], Guard())
-    with listening_on(site, SO_SNDBUF=4096) as port, socket.socket() as client:
+    with listening_on(site, SO_SNDBUF=4096) as served, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", port))
+        client.connect(("127.0.0.1", served.port))
         client.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         until(lambda: (counters.cut_off, counters.open_now) == (1, 0))
     assert counters.opened == 1

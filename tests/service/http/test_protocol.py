@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from http.client import HTTPException
 
 import pytest
 
+from kvindex.service.http import (
+    BrokenOffError,
+    Guard,
+    Limits,
+    Refusal,
+    Reply,
+    Request,
+    Route,
+    Site,
+    Stream,
+    sending,
+)
 from kvindex.service.http.connections import Connection
-from kvindex.service.http.guards import Limits
-from kvindex.service.http.messages import Reply, Request
+from kvindex.service.traffic import Traffic
 from tests.live import until
-from tests.service.http.listening import (
+from tests.service.http.scenes import (
     Listening,
     Transport,
     connection_on,
     listening,
+    listening_on,
     post,
     read_until,
     responses,
+    site_of,
 )
 
 pytestmark = pytest.mark.service
@@ -225,14 +238,15 @@ async def test_a_client_that_does_not_read_gets_no_further_answers(transport: Tr
 
 
 def test_a_request_that_is_not_admitted_is_refused_and_counted_once() -> None:
-    with listening(tokens=[TOKEN]) as served:
+    traffic = Traffic()
+    with listening_on(site_of(Guard(tokens=[TOKEN]), traffic)) as served:
         status, body = served.ask(b"x")
         assert status == 401
         assert b"token_missing" in body
         assert served.guard.counters["token_missing"] == 1
         assert served.ask(b"x", authorization=f"Bearer {TOKEN}")[0] == 200
         assert served.ask(b"x", host="evil.example")[0] == 421
-        assert served.traffic.requests() == {
+        assert traffic.requests() == {
             ("POST", "/query", 401): 1,
             ("POST", "/query", 200): 1,
             ("POST", "/query", 421): 1,
@@ -384,3 +398,95 @@ def test_a_kept_connection_that_asks_nothing_is_closed() -> None:
         with served.raw(post(b"/query", body=b"x")) as connection:
             assert responses(connection, 1) == [(200, b"none  1")]
             assert connection.recv(1) == b""
+
+
+class Handler:
+    """Notes how far it comes with a request that it never answers."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    async def __call__(self, request: Request) -> Reply:
+        self.noted.append("begun")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.noted.append("cancelled")
+            raise
+        return Reply(200)
+
+
+def connected(route: Route, guard: Guard | None = None) -> tuple[Connection, Transport]:
+    transport = Transport()
+    connection = Connection(Site([route], guard or Guard()))
+    connection.connection_made(transport)
+    return connection, transport
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_route_says_whether_its_handler_ends_with_the_client(
+    cancels: bool, waits: bool
+) -> None:
+    handler = Handler()
+    connection, _ = connected(Route("POST", "/query", handler, cancels=cancels))
+    connection.data_received(post(b"/query"))
+    if waits:
+        await turns()
+    connection.connection_lost(None)  # in the same turn, or a later one
+    await turns()
+    assert handler.noted == (["begun", "cancelled"] if cancels else ["begun"])
+    connection.abort()
+    await turns()
+
+
+async def pieces() -> AsyncGenerator[bytes, None]:
+    yield b"piece"
+    raise BrokenOffError
+
+
+@pytest.mark.parametrize(
+    ("version", "length", "delivers"),
+    [(b"1.1", None, True), (b"1.1", 9, True), (b"1.0", 9, True), (b"1.0", None, False)],
+)
+async def test_an_answer_that_breaks_off_is_delivered_so_far_but_never_looks_whole(
+    version: bytes, length: int | None, delivers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    monkeypatch.setattr(Transport, "close", lambda self: closed.append("close"))
+    monkeypatch.setattr(Transport, "abort", lambda self: closed.append("abort"))
+
+    async def serve(_: Request) -> Stream:
+        return Stream(sending(pieces()), (), length=length)
+
+    connection, transport = connected(Route("POST", "/query", serve))
+    connection.data_received(post(b"/query", version=version))
+    await turns()
+    assert closed == ["close" if delivers else "abort"]
+    assert b"piece" in transport.written[-1]
+    connection.connection_lost(None)
+
+
+async def test_a_status_without_a_name_is_sent_as_a_number() -> None:
+    connection, transport = connected(Route("POST", "/query", lambda _: Reply(529)))
+    connection.data_received(post(b"/query"))
+    assert transport.written[0].startswith(b"HTTP/1.1 529 \r\n")
+    connection.connection_lost(None)
+
+
+async def test_refusals_have_the_form_that_the_guard_is_given() -> None:
+    def form(refusal: Refusal) -> Reply:
+        return Reply(refusal.status, refusal.reason.encode(), b"", ((b"x-form", b"own"),))
+
+    guard = Guard(form=form, limits=Limits(body_bytes=4))
+    route = Route("POST", "/query", lambda _: Reply(200))
+    for sent in (post(b"/query", body=b"12345"), b"no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
+        connection, transport = connected(route, guard)
+        connection.data_received(sent)
+        assert b"x-form: own\r\n" in transport.written[0]
+        connection.connection_lost(None)

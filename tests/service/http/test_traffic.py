@@ -1,25 +1,29 @@
-"""What a server was asked, for metrics."""
+"""What a server was asked, in sums and over time."""
 
 from __future__ import annotations
+
+import sys
+from typing import Any
 
 import pytest
 
 from kvindex.service.catalog import Partition
 from kvindex.service.exposition import RequestCollector
 from kvindex.service.metrics import FunnelCollector
-from kvindex.service.traffic import MOST_PARTITIONS, Traffic
+from kvindex.service.traffic import MOST_PARTITIONS, WINDOWS, Traffic, Trends
 from tests.service.http.test_metrics import scraped
 
 pytestmark = pytest.mark.service
 
-A, B = Partition("a"), Partition("a", "blue")
+A, B = Partition("a"), Partition("b", "blue")
+OTHER_GROUP = Partition("a", "blue")
 
 
 def test_requests_and_queries_are_added_up_by_route_and_partition() -> None:
     traffic = Traffic()
     traffic.request("POST", "/query", 200)
     traffic.query(A, 100, 60, 70_000)
-    traffic.query(B, 10, 0, 10_000_000_000)
+    traffic.query(OTHER_GROUP, 10, 0, 10_000_000_000)
     traffic.query(A, 50, 50, 1_000)
     traffic.request("POST", "/query", 200)
     samples = scraped(RequestCollector(traffic))
@@ -54,13 +58,13 @@ def test_partitions_without_room_count_as_others() -> None:
 def test_no_name_of_a_model_breaks_the_metrics(model: str) -> None:
     traffic = Traffic()
     traffic.query(Partition(model), 5, 5, 5)
-    assert [of.tokens for of in traffic.sums().values()] == [5]
+    assert [sums.tokens for sums in traffic.sums().values()] == [5]
 
 
 def test_what_routers_report_has_the_stages_of_a_funnel() -> None:
     traffic = Traffic()
     traffic.outcome(A, 100, 96, 80, 64)
-    traffic.outcome(B, 10, 0, 0)  # another group of the same model
+    traffic.outcome(OTHER_GROUP, 10, 0, 0)  # another group of the same model
     samples = scraped(FunnelCollector(traffic.outcomes))
     model = {"model": "a"}
     assert samples["kvindex_routed_requests_total"] == [({**model, "end": "finished"}, 2)]
@@ -68,3 +72,120 @@ def test_what_routers_report_has_the_stages_of_a_funnel() -> None:
     assert samples["kvindex_routed_attainable_tokens_total"] == [(model, 96)]
     assert samples["kvindex_routed_reported_asked_tokens_total"] == [(model, 100)]
     assert samples["kvindex_routed_delivered_tokens_total"] == [(model, 64)]
+
+
+# Over time, by a clock that the test turns
+
+START = 1_800_000.0  # divides by every step
+
+
+class Asked:
+    """A server that is asked, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.traffic = Traffic()
+        self.traffic.query(A, 1_000_000, 0, 1)  # before the ring began
+        self.trends = Trends(self.traffic.asked, clock=lambda: self.now)
+
+    def after(self, seconds: float = 5.0, *, live: int = 2, ranks: int = 2) -> None:
+        self.now += seconds
+        self.trends.sample(live, ranks)
+
+    def points(self, seconds: int = 300, partition: Partition | None = None) -> dict[str, Any]:
+        points: dict[str, Any] = self.trends.points(seconds, partition)["points"]
+        return points
+
+
+def test_what_was_asked_is_added_up_in_slots_of_time() -> None:
+    server = Asked()
+    server.traffic.query(A, 100, 60, 7_000)
+    server.traffic.query(A, 50, 50, 1_000)
+    server.traffic.outcome(A, 40, 30, 20, 10)
+    server.traffic.outcome(A, 40, 30, 20)
+    server.after(live=1)
+    server.after()
+    points = server.points()
+    assert points["at"] == [START + 5, START + 10]
+    assert points["seconds"] == [5, 5]
+    assert (points["live"], points["ranks"]) == ([1, 2], [2, 2])
+    rises = {name: column[0] for name, column in points.items() if name not in ("at", "seconds")}
+    assert rises == {
+        "live": 1,
+        "ranks": 2,
+        "queries": 2,
+        "tokens": 150,
+        "best_match": 110,
+        "nanoseconds": 8_000,
+        "requests": 2,
+        "asked": 80,
+        "attainable": 60,
+        "chosen": 40,
+        "reported": 40,
+        "delivered": 10,
+    }
+    assert points["queries"][1] == points["asked"][1] == 0
+
+
+def test_a_partition_has_sums_of_its_own_and_one_that_nobody_asked_has_none() -> None:
+    server = Asked()
+    server.traffic.query(A, 10, 0, 1)
+    server.traffic.query(B, 20, 5, 1)
+    server.after()
+    assert server.points(300)["tokens"] == [30]
+    assert server.points(300, B)["tokens"] == [20]
+    assert server.points(300, Partition("none"))["tokens"] == [0]
+    assert server.trends.points(300)["partitions"] == [
+        {"model": "a", "routing_group": "default"},
+        {"model": "b", "routing_group": "blue"},
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "step"), WINDOWS.items())
+def test_each_window_has_at_most_120_points_and_loses_nothing(seconds: int, step: int) -> None:
+    server = Asked()
+    for _ in range(seconds // 5):
+        server.traffic.query(A, 1, 1, 1)
+        server.after()
+    points = server.points(seconds)
+    assert len(points["at"]) <= 121  # the first and the last are parts of one
+    assert all(b - a == step for a, b in zip(points["at"], points["at"][1:], strict=False))
+    assert sum(points["queries"]) == seconds // 5
+    assert sum(points["seconds"]) == seconds
+
+
+def test_time_that_nobody_looked_at_has_no_points_and_is_not_taken_for_quiet() -> None:
+    server = Asked()
+    server.after()
+    server.traffic.query(A, 1, 1, 1)
+    server.after(120.0)  # the machine slept
+    points = server.points()
+    assert points["at"] == [START + 5, START + 125]
+    assert points["seconds"] == [5, 120]  # so that a rate is right
+
+
+def test_a_clock_that_is_set_back_breaks_nothing() -> None:
+    server = Asked()
+    server.after()
+    server.traffic.query(A, 1, 1, 1)
+    server.after(-3600.0)
+    server.now += 3600
+    assert server.points()["queries"] == [1]
+    assert min(server.points()["seconds"]) >= 0
+
+
+def test_a_day_and_any_number_of_partitions_take_bounded_memory() -> None:
+    server = Asked()
+    everything = list(server.trends._rings)
+    for number in range(40):
+        server.traffic.query(Partition(f"m{number}"), 1, 1, 1)
+    for _ in range(3 * 86_400 // 60):
+        server.after(60.0)
+    slots = [slot for _, ring in everything for slot in ring]
+    assert len(slots) == 726 + 484
+    server.after()
+    server.traffic.query(Partition("m39"), 1, 1, 1)
+    server.after()
+    assert server.points()["queries"][-1] == 1  # counted with all, though not by itself
+    assert len(server.trends.points(300)["partitions"]) == 16
+    assert sum(map(sys.getsizeof, slots)) < 200_000

@@ -22,8 +22,7 @@ from kvindex.tools.cli.top import ServiceError, ServiceFleet
 from tests.canned import CannedServer
 from tests.children import ENVIRONMENT
 from tests.live import PATIENCE, caught_up
-from tests.service.http.page_server import paged
-from tests.service.http.served import certificate_in, serving
+from tests.service.http.scenes import certificate_in, paged, serving
 from tests.tools.commands import output_of
 
 pytestmark = pytest.mark.service

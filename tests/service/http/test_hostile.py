@@ -1,4 +1,7 @@
-"""Connections that nobody means well with: bounded in memory and time, and each answer its own."""
+"""Bodies, registrations and connections that nobody means well with.
+
+Nothing of them is kept, what the operator has named stays, and each answer is its own request's.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,185 @@ from typing import Any
 
 import pytest
 
-from kvindex.service.http.guards import Limits
-from kvindex.service.http.messages import Request
+from kvindex import Client, Worker
+from kvindex.service.app import MOST_CHANGES, app_routes
+from kvindex.service.catalog import Partition
+from kvindex.service.http.guards import Limits, Networks, parse_networks
+from kvindex.service.http.messages import RefusedError, Request
+from kvindex.service.page import read_question
+from kvindex.service.registry import Registry
+from kvindex.service.service import Service
 from kvindex.service.state import snapshot_route
 from kvindex.service.timeline import StreamCounters, Timeline, event_stream
+from kvindex.wire.errors import EndpointRefusedError
 from tests.live import PATIENCE, until
-from tests.service.http.in_process import pieces_of
-from tests.service.http.listening import Listening, listening, post, responses
-from tests.service.http.served import certificate_in
+from tests.service.http.scenes import (
+    Answer,
+    Asker,
+    Listening,
+    certificate_in,
+    listening,
+    pieces_of,
+    post,
+    request,
+    responses,
+)
 
 pytestmark = pytest.mark.service
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize("path", ["/query", "/register", "/unregister", "/outcomes"])
+def test_what_is_nested_too_deep_is_a_400(ask: Asker, path: str) -> None:
+    headers = {"content-type": "application/json"}
+    body = b'{"x":' + DEEP[:6000] + DEEP[-6000:] + b"}"
+    assert ask.send("POST", path, content=body, headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("body", [b'{"x":' + DEEP + b"}", b'{"model":"\xff","token_ids":[]}'])
+def test_a_question_that_cannot_be_read_is_a_400(body: bytes) -> None:
+    with pytest.raises(RefusedError) as refused:
+        read_question(body)
+    assert refused.value.reply.status == 400
+
+
+def test_a_registration_of_many_bytes_is_a_413_and_is_not_kept(
+    service: Service, ask: Asker
+) -> None:
+    fields = {"instance_id": "x" * 20_000, "modelname": "m", "block_size": 4}
+    status, _ = ask.post("/register", {**fields, "endpoint": "tcp://127.0.0.1:1"})
+    assert status == 413
+    assert service.catalog.registrations == ()
+
+
+def test_a_long_name_that_nobody_knows_is_not_repeated_in_full(ask: Asker) -> None:
+    status, answer = ask.post("/query", {"token_ids": [1], "model_name": "x" * 100_000})
+    assert status == 404
+    assert 200 < len(answer["error"]) < 500
+
+
+# Registrations
+
+OURS = "tcp://127.0.0.1:1"
+EVIL = "tcp://127.0.0.1:2"
+GONE = {"instance_id": 7, "model_name": "m"}
+
+
+@pytest.fixture
+def theirs(service: Service) -> Service:
+    """A service with a worker that the operator named."""
+    service.registry.add(Worker("7", OURS), Partition("m"), source="file workers.toml")
+    return service
+
+
+def body(endpoint: str, **fields: Any) -> dict[str, Any]:
+    return {"instance_id": 7, "model_name": "m", "endpoint": endpoint, "block_size": 4, **fields}
+
+
+def test_a_client_cannot_move_what_the_operator_named(theirs: Service, ask: Asker) -> None:
+    status, said = ask.post("/register", body(EVIL))
+    assert (status, "file workers.toml" in said["error"]) == (409, True)
+    as_text = {"instance_id": "7", "modelname": "m", "endpoint": EVIL, "block_size": 4}
+    assert ask.post("/register", as_text)[0] == 409
+    assert [each.endpoint for each in theirs.catalog.registrations] == [OURS]
+
+
+def test_a_client_may_register_what_the_operator_named_as_it_is(
+    theirs: Service, ask: Asker
+) -> None:
+    assert ask.post("/register", body(OURS))[0] == 200
+    assert [each.source for each in theirs.catalog.registrations] == ["file workers.toml"]
+
+
+def test_a_client_cannot_unregister_what_the_operator_named(
+    theirs: Service, ask: Asker, client: Client
+) -> None:
+    assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
+    assert ask.post("/unregister", GONE)[0] == 409
+    for dp_rank, status in ((0, 409), (1, 200)):
+        rank = {**GONE, "routing_group": "default", "dp_rank": dp_rank}
+        assert ask.post("/unregister", rank)[0] == status
+    assert ask.post("/unregister", {"instance_id": "7"})[0] == 409
+    assert [each.endpoint for each in theirs.catalog.registrations] == [OURS]
+    assert len(client.ranks) == 1
+    theirs.registry.unregister("7")  # the operator takes it away
+    assert not client.ranks
+
+
+def test_the_operator_moves_what_a_client_named(theirs: Service, ask: Asker) -> None:
+    assert ask.post("/register", body(EVIL, dp_rank=1))[0] == 201
+    theirs.registry.add(Worker("7", {1: "tcp://127.0.0.1:3"}), Partition("m"), source="file x")
+    endpoints = {each.dp_rank: each.endpoint for each in theirs.catalog.registrations}
+    assert endpoints == {0: OURS, 1: "tcp://127.0.0.1:3"}
+
+
+@pytest.mark.parametrize("name", ["a\nERROR kvindex: all is lost", "a\0b", "\x1b[2J", "\u202e"])
+@pytest.mark.parametrize("what", ["instance_id", "modelname", "tenant_id"])
+def test_a_name_that_would_forge_lines_of_a_log_is_refused(
+    theirs: Service, ask: Asker, what: str, name: str
+) -> None:
+    fields = {"instance_id": "x", "modelname": "x", "endpoint": EVIL, "block_size": 4}
+    assert ask.post("/register", {**fields, what: name})[0] == 400
+    assert len(theirs.catalog.registrations) == 1
+
+
+def test_many_instances_at_one_endpoint_cost_one_line(
+    theirs: Service, ask: Asker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(10, 20):
+        assert ask.post("/register", body(EVIL, instance_id=number))[0] == 201
+    assert len([line for line in caplog.messages if "are both at" in line]) == 1
+
+
+async def test_registrations_that_wait_for_names_delay_nobody_else(client: Client) -> None:
+    waiting, go_on = threading.Semaphore(0), threading.Event()
+
+    def dial(endpoint: str) -> str:
+        waiting.release()
+        assert go_on.wait(PATIENCE)
+        raise EndpointRefusedError(f"{endpoint} has no address", reason="name")
+
+    asker = Asker(app_routes(Service(client, Registry(client, dial=dial))))
+
+    async def register(number: int) -> Answer:
+        return await asker.answer(request("POST", "/register", body(EVIL, instance_id=number)))
+
+    registering = [asyncio.ensure_future(register(n)) for n in range(MOST_CHANGES)]
+    try:
+        assert await asyncio.to_thread(waiting.acquire, timeout=PATIENCE)
+        for path in ("/ready", "/workers", "/services"):
+            reply = await asyncio.wait_for(asker.answer(request("GET", path)), PATIENCE)
+            assert (path, reply.status_code) == (path, 200)
+        refused = await asyncio.wait_for(register(-1), PATIENCE)
+        assert (refused.status_code, refused.json()["reason"]) == (503, "busy")
+    finally:
+        go_on.set()
+    answers = await asyncio.gather(*registering)
+    assert [answer.status_code for answer in answers] == [403] * MOST_CHANGES
+
+
+def test_every_refused_registration_says_why_in_a_word(client: Client) -> None:
+    networks = Networks(parse_networks(["loopback"]), lambda host: [])
+    registry = Registry(client, dial=networks.check, max_ranks=1)
+    ask = Asker(app_routes(Service(client, registry)))
+    assert ask.post("/register", body(OURS))[0] == 201
+    for fields, status, reason in (
+        ({"endpoint": "tcp://10.1.1.1:1"}, 403, "network"),
+        ({"endpoint": "tcp://ghost:1"}, 403, "name"),
+        ({"endpoint": "ipc:///tmp/x"}, 403, "transport"),
+        ({"endpoint": "tcp://127.0.0.1"}, 400, "invalid"),
+        ({"instance_id": 8}, 503, "room"),
+        ({"model_name": "other"}, 409, "conflict"),
+        ({"model_name": "x" * 20_000}, 413, "body"),
+    ):
+        answer = ask.post("/register", {**body(OURS), **fields})
+        assert (answer[0], answer[1]["reason"], bool(answer[1]["error"])) == (status, reason, True)
+    status, said = ask.post("/unregister", {"instance_id": 9, "model_name": "m"})
+    assert (status, said["reason"]) == (404, "unknown")
+
+
+# Connections
 
 CHUNKED = b"transfer-encoding: chunked"
 
