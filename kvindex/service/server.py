@@ -76,7 +76,7 @@ class Server:
         self._networks = Networks(settings.networks())
         with ExitStack() as opened:
             # First: another server at this port is found before anything is subscribed to.
-            self._socket = settings.listening.listen()
+            self._socket = settings.listen()
             opened.callback(self._socket.close)
             self.port: int = self._socket.getsockname()[1]
             self._answering = self._source(max_blocks_per_rank)
@@ -106,7 +106,7 @@ class Server:
             self.routes = self._new_routes()
             self.site = Site(self.routes, self._guard, self.service.traffic.request)
             self._server = HttpServer(
-                self.site, shutdown_within=settings.shutdown_within, tls=settings.listening.tls
+                self.site, shutdown_within=settings.shutdown_within, tls=settings.tls
             )
             self._opened = opened.pop_all()
 
@@ -247,7 +247,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where it is reached from this machine."""
-        return self.settings.listening.url(self.port)
+        return self.settings.url(self.port)
 
     def run(self) -> None:
         """Serve until `stop`."""

@@ -23,7 +23,7 @@ _MINE = ("serve", "limits")  # the tables that are read here, each at most once
 Table = dict[str, Any]
 
 
-class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServeSettings(Listening, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one server serves; what it serves (workers, sources) comes beside it.
 
     Attributes:
@@ -32,11 +32,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         model: of workers whose entry names none.
         routing_group: their group, of workers whose entry names none.
         block_size: tokens of their blocks, likewise; events state it anyway.
-        token_file: a file with tokens, each on a line of its own; any of them opens.
-        insecure: listen beyond loopback without a token.
-        tls_cert: file with the certificate chain, in PEM.
-        tls_key: file with its private key.
-        allowed_hosts: names besides localhost and addresses that a Host header may have.
         register_networks: networks where workers may be that register over HTTP, as 10.0.0.0/8,
             loopback, private or any; by default loopback if the server is there, else none.
         state: file that the state is saved in, and continued from.
@@ -46,22 +41,17 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         dialect: "auto" recognises the dialect of each query; or the only one: "dynamo" or "rfc".
         tokenizer: URL of an engine whose /tokenize turns the text of /api/explain into tokens.
         compat_metrics: add series with the names of Dynamo's indexer to /metrics.
-        limits: bounds on input from the network.
+
+    Whom it admits, and its limits, are those of `Listening`.
 
     Raises:
         ConfigurationError: a value cannot work, with what would.
     """
 
-    host: str = "127.0.0.1"
     port: int = 8090
     model: str = "default"
     routing_group: str = "default"
     block_size: int | None = None
-    token_file: str | None = None
-    insecure: bool = False
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    allowed_hosts: tuple[str, ...] = ()
     register_networks: tuple[str, ...] | None = None
     state: str | None = None
     save_every: float = 60.0
@@ -70,9 +60,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dialect: str = "auto"
     tokenizer: str | None = None
     compat_metrics: bool = False
-    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("save_every", "shutdown_within"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be above 0 s, not {getattr(self, name)!r}")
@@ -83,20 +73,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"dialect must be one of {', '.join(DIALECTS)}, not {self.dialect!r}"
             )
         self.networks()
-        _ = self.listening  # which checks its part
-
-    @property
-    def listening(self) -> Listening:
-        """Where it listens, and whom it admits."""
-        names = Listening.__struct_fields__
-        return Listening(**{name: getattr(self, name) for name in names})
 
     def networks(self) -> tuple[Any, ...]:
         """Return the networks where workers may be that register over HTTP."""
-        given = self.register_networks
-        if given is None:
-            given = LOOPBACK if is_loopback(self.host) else ()
-        return parse_networks(given)
+        networks = self.register_networks
+        if networks is None:
+            # Whoever reaches the server could have it dial what only its machine can reach.
+            networks = LOOPBACK if is_loopback(self.host) else ()
+        return parse_networks(networks)
 
 
 class ConfigFile(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -246,12 +246,6 @@ def token_reader(path: str) -> Callable[[], str | None]:
     return read
 
 
-class Reconfigured(Protocol):
-    """Receives a changed file."""
-
-    def reconfigure(self, config: ConfigFile, options: Mapping[str, Any]) -> None: ...
-
-
 class FixedSource:
     """The workers of the command line as a discovery source. Thread safety: any thread."""
 
@@ -272,7 +266,7 @@ class FixedSource:
         self._closed.set()
 
 
-class Serving:
+class Configuration:
     """The settings and sources of one server, of its TOML file and its command line.
 
     Args:
@@ -294,7 +288,7 @@ class Serving:
     ) -> None:
         self._options = dict(options)
         self._limits = dict(limits)
-        self._running: Reconfigured | None = None
+        self._reconfigure: Callable[[ConfigFile, Mapping[str, Any]], None] | None = None
         self._file: ConfigSource | None = None
         self.sources: list[Source] = []  # they list workers
         config = ConfigFile()
@@ -334,9 +328,9 @@ class Serving:
             for number, entry in enumerate(entries, 1)
         ]
 
-    def begin(self, running: Reconfigured) -> None:
-        """Pass the file's changes to a server from now on."""
-        self._running = running
+    def begin(self, reconfigure: Callable[[ConfigFile, Mapping[str, Any]], None]) -> None:
+        """Pass the file's changes, and the options, to a server from now on."""
+        self._reconfigure = reconfigure
 
     def look(self) -> None:
         """Look at the file now. From signal handlers, too."""
@@ -344,8 +338,8 @@ class Serving:
             self._file.look()
 
     def _changed(self, config: ConfigFile) -> None:
-        if self._running is not None:
-            self._running.reconfigure(config, self._options_with_limits(config))
+        if self._reconfigure is not None:  # else it is being read for the first time
+            self._reconfigure(config, self._options_with_limits(config))
 
     def _options_with_limits(self, config: ConfigFile) -> dict[str, Any]:
         # `limits` is one value of the settings: an option would take the file's others with it.

@@ -78,23 +78,23 @@ def test_what_means_nothing_is_an_error_that_says_where(
 
 
 def test_beyond_loopback_a_token_is_wanted_unless_it_is_said_otherwise() -> None:
-    assert ServeSettings().listening.tokens({}) == ()
-    assert ServeSettings(host="::1").listening.tokens({}) == ()
+    assert ServeSettings().tokens({}) == ()
+    assert ServeSettings(host="::1").tokens({}) == ()
     with pytest.raises(ConfigurationError, match="--insecure"):
-        ServeSettings(host="0.0.0.0").listening.tokens({})
-    assert ServeSettings(host="0.0.0.0", insecure=True).listening.tokens({}) == ()
-    assert ServeSettings(host="0.0.0.0").listening.tokens({"KVINDEX_TOKEN": TOKEN}) == (TOKEN,)
+        ServeSettings(host="0.0.0.0").tokens({})
+    assert ServeSettings(host="0.0.0.0", insecure=True).tokens({}) == ()
+    assert ServeSettings(host="0.0.0.0").tokens({"KVINDEX_TOKEN": TOKEN}) == (TOKEN,)
 
 
 def test_a_token_file_may_hold_several_and_must_be_readable(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n\n  {TOKEN[::-1]} \n")
-    assert ServeSettings(token_file=str(path)).listening.tokens({}) == (TOKEN, TOKEN[::-1])
+    assert ServeSettings(token_file=str(path)).tokens({}) == (TOKEN, TOKEN[::-1])
     path.write_text("\n")
     with pytest.raises(ConfigurationError, match="holds no token"):
-        ServeSettings(token_file=str(path)).listening.tokens({})
+        ServeSettings(token_file=str(path)).tokens({})
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        ServeSettings(token_file=str(tmp_path / "none")).listening.tokens({})
+        ServeSettings(token_file=str(tmp_path / "none")).tokens({})
 
 
 def test_registrations_reach_loopback_only_where_the_server_is_on_loopback() -> None:

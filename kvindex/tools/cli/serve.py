@@ -94,28 +94,28 @@ def run_serve(arguments: argparse.Namespace) -> int:
         from kvindex.service.server import Server
     from kvindex.service.http import Limits
     from kvindex.service.settings import ServeSettings
-    from kvindex.service.sources import Serving, token_reader
+    from kvindex.service.sources import Configuration, token_reader
 
-    serving = Serving(
+    configuration = Configuration(
         arguments.config,
         settings_of(arguments, ServeSettings),
         settings_of(arguments, Limits),
         cache_of(arguments),
     )
     pool = pool_of(arguments, beside=_OF_THE_RELAY)
-    serving.add_workers(_workers(arguments))
-    serving.add_discovery(sources_of(arguments))
+    configuration.add_workers(_workers(arguments))
+    configuration.add_discovery(sources_of(arguments))
     running = Server(
-        serving.settings,
-        serving.sources,
-        tokens=serving.settings.listening.tokens(),
+        configuration.settings,
+        configuration.sources,
+        tokens=configuration.settings.tokens(),
         max_blocks_per_rank=arguments.max_blocks_per_rank,
         engine_token=arguments.engine_token_file and token_reader(arguments.engine_token_file),
         pool=pool,
     )
     try:
-        serving.begin(running)
-        with ending(running), handled({signal.SIGHUP: lambda _: serving.look()}):
+        configuration.begin(running.reconfigure)
+        with ending(running), handled({signal.SIGHUP: lambda _: configuration.look()}):
             print_beginning(running)
             running.run()
     finally:
@@ -151,7 +151,7 @@ def print_beginning(running: Any) -> None:
     settings = running.settings
     ranks = len(running.service.catalog.registrations)
     print(f"kvindex serves {counted(ranks, 'rank')} at {running.url}", flush=True)
-    token = ' -H "Authorization: Bearer $KVINDEX_TOKEN"' if settings.listening.tokens() else ""
+    token = ' -H "Authorization: Bearer $KVINDEX_TOKEN"' if settings.tokens() else ""
     if settings.token_file is not None:
         token = token.replace("$KVINDEX_TOKEN", f"$(head -n 1 {shlex.quote(settings.token_file)})")
     lines = [f"the page: {running.url}/", f"how the ranks stand: curl{token} {running.url}/ready"]
@@ -165,9 +165,9 @@ def print_beginning(running: Any) -> None:
         lines.append(
             f"add workers by --worker {WORKER_FORM}, --engine URL, --config FILE, POST /register"
         )
-    if settings.insecure and not settings.listening.tokens():
+    if settings.insecure and not settings.tokens():
         lines.append("warning: anybody who reaches this address may ask and register (--insecure)")
-    elif settings.listening.tokens() and settings.listening.scheme == "http":
+    elif settings.tokens() and settings.scheme == "http":
         lines.append("note: without --tls-cert the token travels as it is")
     for line in lines:
         print(f"  {line}", flush=True)
