@@ -78,7 +78,8 @@ def app_routes(
         )
     at, summary = "GET /openapi.json", "This description"
     whole.append(route(at, lambda _: document, summary, json({"type": "object"})))
-    document = json_reply(200, description(whole))  # of this route as well
+    # At last, and once: it describes its own route as well, and no route comes later.
+    document = json_reply(200, description(whole))
     return whole
 
 
@@ -95,7 +96,8 @@ class _Changes:
     async def carry_out(
         self, change: Callable[[Service, Request], Reply], request: Request
     ) -> Reply:
-        if self._changing >= MOST_CHANGES:  # each one keeps its body until its turn
+        # Each one keeps its body until its turn.
+        if self._changing >= MOST_CHANGES:
             why = f"{self._changing} registrations are waiting: send it again"
             return refused(503, why, "busy")
         self._changing += 1
@@ -157,13 +159,12 @@ def _json_of(kind: Any) -> dict[str, Any]:
 
 
 class _Views:
-    """Shows what is registered, how it stands, and what it holds. Owner: the event loop.
-
-    What is O(ranks) is made in a thread: with thousands of ranks a query would wait for it.
-    """
+    """Shows what is registered, how it stands, and what it holds. Owner: the event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+    # All are O(ranks), so each is made in a thread: queries would wait for thousands of ranks.
 
     async def services(self, _: Request) -> Reply:
         statuses = await asyncio.to_thread(self._service.with_block_sizes)
@@ -195,6 +196,7 @@ class _Views:
 
     async def dump(self, request: Request) -> Reply | Stream:
         blocks = request.parameter("blocks", str(MOST_BLOCKS))
+        # `int` takes more than digits: spaces, underscores, and digits of other scripts.
         if not (blocks.isascii() and blocks.isdigit() and len(blocks) < 10):
             return text_reply(422, f"blocks must be 0 or more, not {blocks!r:.40}")
         return Stream(sending(in_threads(_dump(self._service, int(blocks)))), (_LIST,))
@@ -231,8 +233,8 @@ def _dump(service: Service, most_blocks: int) -> Iterator[bytes]:
                     "blocks": len(tree),
                     "listed": min(len(tree), most_blocks),
                 }
-            except UnknownRankError:
-                continue  # unregistered just now
+            except UnknownRankError:  # unregistered just now
+                continue
             yield msgspec.json.encode(about) + b"\n"
             lines = map(line, islice(blocks, most_blocks))
             while piece := b"".join(islice(lines, _LINES)):
@@ -263,6 +265,7 @@ def _views(views: _Views) -> list[Route]:
             parameters=[parameter("model_name"), GROUP],
         ),
         route("GET /services", views.services, "The registrations", json(services)),
+        # It looks at nothing: who restarts a server because its engines are away loses its index.
         route(
             "GET /health",
             lambda _: Reply(200, b"", b""),

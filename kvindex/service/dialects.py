@@ -112,7 +112,8 @@ def answer(service: Service, request: Request) -> Reply:
             parameters = {name: values[-1] for name, values in request.parameters.items()}
             fields = msgspec.convert(parameters, _Fields)
             if sys.byteorder == "little":
-                tokens = memoryview(body).cast("I")  # read in place: no token is copied
+                # Read in place: no token is copied.
+                tokens = memoryview(body).cast("I")
             else:
                 numbers = array("I", body)
                 numbers.byteswap()
@@ -157,6 +158,7 @@ def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
     if ranks is None:
         if is_dynamo:
             return _not_registered(service.catalog, partition)
+        # The RFC has no error for that: nobody holds anything of it.
         return json_reply(200, {group: {}})
     if not is_dynamo and fields.instance_id is not None:
         ranks = ranks.only(fields.instance_id)
@@ -169,6 +171,7 @@ def _answer(service: Service, fields: _Fields, tokens: memoryview) -> Reply:
 
 def _not_registered(catalog: Catalog, partition: Partition) -> Reply:
     """Return Dynamo's answer for a partition that is not registered, with the models that are."""
+    # Both bounded: names come from clients, and nobody reads a list of thousands.
     models = catalog.models[:_MOST_MODELS]
     shortened = Partition(*(f"{name:.{_MOST_CHARACTERS}}" for name in partition))
     return json_reply(404, {"error": f"no indexer for {shortened}", "models": models})
@@ -201,6 +204,7 @@ class DynamoRegister(msgspec.Struct, frozen=True):
                 raise RegistrationError(
                     f"invalid replay endpoint `{self.replay_endpoint}`: {error}", reason="invalid"
                 ) from None
+        # Dynamo takes 0, which is "not known" here and would spare a rank the check against others.
         if not self.block_size:
             raise RegistrationError("block_size must be 1 or more, not 0", reason="invalid")
         return Registration(
@@ -400,6 +404,7 @@ def workers(statuses: Iterable[tuple[Registration, RankStatus | None]]) -> list[
             )
         instance["endpoints"][str(entry.dp_rank)] = entry.endpoint
         instance["listeners"][str(entry.dp_rank)] = listener
+        # An instance is as good as its worst listener.
         worst = ("failed", "pending", "active")
         instance["status"] = min(instance["status"], listener["status"], key=worst.index)
     return list(instances.values())

@@ -57,6 +57,7 @@ class Exposition:
         `workers` are those whose ranks have series, all by default; `per_rank` says whether each
         rank has its own.
         """
+        # One catalog for the whole scrape: registrations may change meanwhile.
         instances = self._service.catalog.instances
 
         def labels_of(worker: str) -> SeriesLabels:
@@ -129,6 +130,7 @@ class DynamoCollector(ReadCollector):
             by_method[route, method] += count
             if code >= 400:
                 errors[route, f"{code // 100}xx"] += count
+        # Named as in Dynamo 1.6.1, also where a name of ours says more.
         name = "dynamo_kvindexer_"
         requests = by_method.items()
         yield counter(f"{name}requests", "Requests received", requests, "endpoint", "method")
@@ -148,6 +150,7 @@ class DynamoCollector(ReadCollector):
         catalog = self._service.catalog
         yield gauge(f"{name}models", "Models with an instance", len(catalog.models))
         yield gauge(f"{name}workers", "Registered instances", len(catalog.instances))
+        # Nothing of ours is paused, but dashboards sum over all of Dynamo's words.
         listeners = dict.fromkeys(("pending", "active", "paused", "failed"), 0)
         for _, status in self._service.statuses():
             listeners["failed" if status is None else LISTENER_STATUS[status.state]] += 1

@@ -86,7 +86,8 @@ def _held(name: str) -> Callable[[_Rank], Any]:
     return lambda rank: rank["index"].get(name, 0)
 
 
-_COUNTED: Final = {  # in series of their own: all other counters are `stream_events`
+# Counters with series of their own: all others, also those to come, are `stream_events`.
+_COUNTED: Final = {
     *("delivered", "gaps", "losses", "restarts", "duplicates", "decode_failures"),
     *("replays_asked", "replays_ended", "replays_failed", "replay_timeouts"),
 }
@@ -228,7 +229,8 @@ class RankCollector(ReadCollector):
                     for place, by_kind in values
                     for kind, number in by_kind.items()
                 )
-            else:  # None: nothing was applied yet
+            else:
+                # None: nothing was applied yet, and a 0 would be taken for a number.
                 rows = ((place, number) for place, number in values if number is not None)
             name = f"kvindex_{series.name}"
             yield series.family(name, series.text, rows, *labels, *further)
@@ -282,7 +284,8 @@ class FunnelCollector(ReadCollector):
             ((router["model"], end), router["bookings"][end])
             for router in routers
             for end in _ENDS
-            if end in router["bookings"]  # of reports over HTTP only those that finished are known
+            # Of reports over HTTP only those that finished are known.
+            if end in router["bookings"]
         )
         yield counter(
             "kvindex_routed_requests", "Routed requests by how they ended", ends, "model", "end"
@@ -292,6 +295,7 @@ class FunnelCollector(ReadCollector):
             ("reported", "reported_", _REPORTED),
         ):
             for stage, text in texts.items():
+                # Only of reported requests it is known, so this stage needs no prefix.
                 name = f"kvindex_routed_{'' if stage == 'delivered' else prefix}{stage}_tokens"
                 rows = [((router["model"],), router["funnel"][group][stage]) for router in routers]
                 yield counter(name, text, rows, "model")

@@ -48,6 +48,7 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
     """Return the OpenAPI document of a server that has these routes."""
     paths: dict[str, dict[str, Any]] = {}
     described = [route for route in routes if route.operation is not None]
+    # Sorted, so that the document does not change with the order in which routes are made.
     for route in sorted(described, key=lambda route: route.path):
         name = route.path[1:].replace(".", "_").replace("/", "_") or "page"
         method = route.method.lower()
@@ -122,6 +123,7 @@ def route(
     """
     errors = {*codes, *_CONNECTION}
     errors |= set() if is_probe else set(_GUARD)
+    # Whatever has a body may have one of the wrong form.
     errors |= set() if body is None else {422}
     refusal = {"application/json": {"schema": _ERROR}}
     refusal["text/plain"] = {"schema": {"type": "string"}}

@@ -158,7 +158,8 @@ def overview(
     """
     ranks = []
     for status in statistics["ranks"].values():
-        worker, _, dp_rank = status["rank"].rpartition("/")  # a worker's name may have a "/", too
+        # From the right: a worker's name may have a "/", too.
+        worker, _, dp_rank = status["rank"].rpartition("/")
         partition, held = partition_of(worker), status["index"]
         sizes = [group["block_size"] for group in held.get("groups", {}).values()]
         view = RankView(
@@ -172,9 +173,11 @@ def overview(
             **{name: status[name] for name in (*_FIELDS, *_COUNTERS)},
         )
         ranks.append(view)
+    # A rank stays where it was on the page, whichever order engines come in.
     ranks.sort(key=lambda rank: (rank.model, rank.routing_group, rank.worker, rank.dp_rank))
     replica, followed = statistics.get("replica", {}), None
-    if "lag_messages" in replica:  # a replica of a fan-out on this machine lacks it
+    # A replica of a fan-out on this machine lacks it: there is no pool to name.
+    if "lag_messages" in replica:
         fields = {name: replica[name] for name in FollowedPool.__struct_fields__}
         followed = FollowedPool(**fields)
     return Fleet(

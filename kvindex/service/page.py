@@ -126,6 +126,7 @@ def asset_routes() -> list[Route]:
 
 def _serve(asset: Asset, request: Request) -> Reply:
     fields = (*ASSET_HEADERS, (b"etag", asset.etag))
+    # The field may name several tags, and proxies make them weak: W/"…".
     if asset.etag in (request.header(b"if-none-match") or b""):
         return Reply(304, b"", b"", fields)
     return Reply(200, asset.body, asset.media_type, fields)
@@ -202,6 +203,7 @@ def explain(
         raise refusal(422, str(error)) from None
     except UnknownRankError as error:
         raise refusal(503, f"a rank was removed just now, ask again: {error}") from None
+    # By the text of each rank; the order is that of `why`, and the answer is bounded.
     explained = why.to_dict()
     ranks = [part.match.rank for part, _ in zip(why, range(MOST_RANKS), strict=False)]
     return Explained(
@@ -342,6 +344,7 @@ class Page:
         self._fleet_lock: asyncio.Lock | None = None
         self._explaining = 0
         self._closed = threading.Event()
+        # A daemon: a page that nobody closed must not keep its process alive.
         threading.Thread(target=self._sweep, name="kvindex-timeline", daemon=True).start()
         self.routes = [*asset_routes(), *self._api_routes()]
 
@@ -438,6 +441,7 @@ class Page:
 
     async def _get_timeline(self, _: Request) -> Reply:
         since = self.timeline.since(0)
+        # Where happenings were dropped, the history is whole from the first one that is left on.
         history = History(
             since=since.happenings[0].at if since.missed else self.timeline.began,
             id=f"{self.timeline.life}-{since.position}",
@@ -458,8 +462,9 @@ class Page:
         min_blocks = _number(request, "min_blocks", "1", 2**31)
         partition = _asked_partition(request)
         ranks = None if partition is None else self._ranks_of(partition)
+        # Asked for all ranks, the index also tells the holes and the size of the tree.
         if ranks is not None and len(ranks) == len(self._source.ranks):
-            ranks = None  # of all: with the holes, and with the size of the tree
+            ranks = None
 
         def read() -> bytes:
             prefixes = self._source.index.prefixes(max_nodes, min_blocks=min_blocks, ranks=ranks)
@@ -508,7 +513,8 @@ class Page:
             raise RefusedError(self._guard.refuse(Refusal(503, "streams", text)).reply)
         last_event_id = (request.header(b"last-event-id") or b"").decode("latin-1")
         if last_event_id and parse_id(last_event_id) is None:
-            last_event_id = "unknown-0"  # of another life: all that is kept comes, and is said so
+            # As of another life: all that is kept comes, and the reader is told so.
+            last_event_id = "unknown-0"
         return event_stream(self.timeline, self._present, self.streams, last_event_id)
 
     def _present(self) -> dict[str, Any]:
@@ -546,7 +552,7 @@ def _answering(serve: Callable[[Request], Awaitable[Reply | Stream]]) -> Handler
             reply = error.reply
         except ConfigurationError as error:
             reply = refused(422, str(error))
-        except KVIndexError as error:
+        except KVIndexError as error:  # a rank or a client that went just now: no bug, no 500
             reply = refusal(503, str(error)).reply
         if isinstance(reply, Stream):
             return reply

@@ -101,7 +101,8 @@ def read_query(body: bytes | bytearray | memoryview, *, max_tokens: int | None =
             raise ConfigurationError(f"max_tokens is {max_tokens}: it is 0 or more, or None")
         limit = min(max_tokens, limit)
     scanned = _scan(body, limit)
-    if len(scanned) == 3:  # a fault; in words only now, so that the native code knows none
+    # A fault has three numbers. Only here it gets words: the native code knows none.
+    if len(scanned) == 3:
         raise _error(bytes(body), Fault(scanned[0]), scanned[1], scanned[2])
     tokens, rest = scanned
     return Query(None if tokens is None else memoryview(tokens).cast("I"), rest)
@@ -110,7 +111,8 @@ def read_query(body: bytes | bytearray | memoryview, *, max_tokens: int | None =
 def _error(body: bytes, fault: Fault, at: int, index: int) -> QueryError:
     if fault is Fault.BAD_TOKEN:
         kind = _kind(body, at)
-        if kind is None:  # what stands there is no JSON at all, which the scanner leaves to us
+        # What stands there may be no JSON at all, which the scanner leaves to us.
+        if kind is None:
             return _malformed(body, Fault.SYNTAX, at)
         return QueryError(
             f"{_FIELD}[{index}] is {kind}: a token is a whole number from 0 to 4294967295",
@@ -172,6 +174,7 @@ def _shown(body: bytes, at: int) -> str:
     return f"{text}…" if len(body) - at > _SHOWN else text
 
 
+# From good to bad. `State` has another order: that of a stream's life.
 _WORSE: Final = (
     State.LIVE,
     State.STALE,

@@ -112,7 +112,8 @@ class Server:
 
     def _missing(self) -> dict[str, str]:
         """Return which engines and sources did not report their endpoints, and why."""
-        missing = self._discovery.missing()  # without a reason: it was found, and is being added
+        # Without a reason: it was found, and is being added.
+        missing = self._discovery.missing()
         if isinstance(self._answering, Replica) and self._answering.trouble:
             missing[str(self.pool)] = self._answering.trouble
         return {name: why or _BEING_ADDED for name, why in missing.items()}

@@ -113,10 +113,12 @@ def read_config(path: str | os.PathLike[str], allowed: tuple[str, ...] = ()) -> 
         import tomli as tomllib
 
     with open(path, "rb") as file:
+        # One byte more shows that there are too many.
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigurationError(f"{path} exceeds {_MAX_FILE_BYTES} bytes")
-    if not data.strip():  # it is being written
+    # Editors and shells empty a file before they write it: that is no list without workers.
+    if not data.strip():
         raise ConfigurationError(f"{path} is empty")
     try:
         text = data.decode("utf-8")
@@ -153,6 +155,7 @@ def _checked(path: object, text: str, name: str, table: Any, kind: type[msgspec.
             checked[key] = msgspec.convert(value, fields[key])
         except msgspec.ValidationError as error:
             raise ConfigurationError(f"{where}: {key}: {error}") from None
+    # Made once, so that a value which cannot work is reported with its table.
     try:
         kind(**checked)
     except ConfigurationError as error:
@@ -162,6 +165,7 @@ def _checked(path: object, text: str, name: str, table: Any, kind: type[msgspec.
 
 def _line(text: str, table: str, key: str) -> str:
     """Return ", line N" of a key in a table, or of a table; "" if it is not found."""
+    # tomllib tells the lines of its own errors only, so the text is searched.
     begins = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]")
     current = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -40,11 +40,12 @@ class Defaults(msgspec.Struct, frozen=True):
     cache: CacheSettings = CacheSettings()
 
     def apply(self, target: Target) -> Target:
-        """Return a target with these where it sets nothing; an engine itself reports its model."""
+        """Return a target with these where it sets nothing."""
         cache = self.cache if target.cache == CacheSettings() else target.cache
         worker = target.worker
         if worker is not None:
             worker = msgspec.structs.replace(worker, cache=cache)
+        # What an engine reports of itself, model and size of blocks, must not be hidden.
         labels = dict(target.labels)
         if self.block_size is not None and not target.url:
             labels.setdefault(BLOCK_SIZE, str(self.block_size))
@@ -86,7 +87,8 @@ def read_targets(tables: Table, defaults: Defaults) -> list[Target]:
     may also have `block_size`.
     """
     listed = {name: tables[name] for name in ("workers", "engines") if name in tables}
-    if not listed:  # which is a mistake in a list of workers, and none in this file
+    # In a file that lists workers only this is a mistake; this file may have settings alone.
+    if not listed:
         return []
     for name, entries in listed.items():
         if isinstance(entries, list):
@@ -137,6 +139,7 @@ class ConfigSource(FollowedFile):
         path = str(self.path)
         try:
             config = read_config(path, TABLES)
+            # The settings last: a file with a broken entry changes none of them either.
             targets = read_targets(config.tables, self._defaults)
             self._on_config(config)
         except OSError as error:
@@ -218,7 +221,8 @@ def source_of(entry: Mapping[str, Any], defaults: Defaults, where: str) -> Sourc
         if kind == "file":
             return _ListedFile(msgspec.structs.replace(defaults, routing_group=group), **options)
         return sources[kind](**options, routing_group=group, cache=defaults.cache)
-    except (ConfigurationError, TypeError) as error:  # TypeError: an option is missing
+    # TypeError: an option is missing. The constructors know which ones they need.
+    except (ConfigurationError, TypeError) as error:
         raise ConfigurationError(f"{where}: {error}") from None
 
 
@@ -240,7 +244,8 @@ def token_reader(path: str) -> Callable[[], str | None]:
         return Path(path).read_text("utf-8").strip() or None
 
     try:
-        read()  # so that a mistake is reported at the start
+        # So that a mistake is reported at the start.
+        read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--engine-token-file {path}: {error}") from None
     return read
@@ -303,7 +308,8 @@ class Configuration:
         )
         if path is not None:
             try:
-                read_targets(config.tables, self.defaults)  # a mistake is reported at once
+                # A mistake is reported at once; found by the source, it would be a line of the log.
+                read_targets(config.tables, self.defaults)
             except ConfigurationError as error:
                 raise ConfigurationError(f"{path}: {error}") from None
             self._file = ConfigSource(path, self.defaults, self._changed)

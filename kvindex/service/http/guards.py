@@ -199,7 +199,8 @@ class Guard:
                 host = value
                 hosts += 1
             elif name == b"authorization":
-                authorization = value if authorization is None else b""  # of two, neither counts
+                # Of two neither counts: a proxy before us may have checked the other one.
+                authorization = value if authorization is None else b""
             elif name == b"origin":
                 origin = value
         refusal = self._judge(host if hosts == 1 else None, authorization, origin)
@@ -254,7 +255,8 @@ class Guard:
                 f"this server is not called {name[:253]!r}: ask it by its address or as localhost, "
                 "or start it with --allowed-host NAME",
             )
-        if len(self._hosts) >= _MAX_CACHED:  # a stranger may send any number of them
+        # A stranger may send any number of names; those that are forgotten are judged anew.
+        if len(self._hosts) >= _MAX_CACHED:
             self._hosts.clear()
         self._hosts[host] = refusal
         return refusal

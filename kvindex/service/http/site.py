@@ -92,7 +92,8 @@ class Site:
             serve, request.cancels = route.serve, route.cancels
         try:
             answer = serve(request)
-        except Exception as error:  # a bug in one route ends neither its connection nor the server
+        # A bug in one route ends neither its connection nor the server.
+        except Exception as error:
             return _failed(request, error)
         return answer if isinstance(answer, Reply) else self._await(request, answer)
 
