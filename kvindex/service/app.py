@@ -60,10 +60,8 @@ def app_routes(
 ) -> list[Route]:
     """Return the routes that answer for a service.
 
-    Args:
-        service: the answering service.
-        routes: further ones (the page, `/api/…`, `/events`), to be described with its own.
-        metrics: `Exposition.write`, for `GET /metrics`; called in a thread.
+    `routes` are further ones (the page, `/api/…`, `/events`), to be described with its own;
+    `metrics` is `Exposition.write`, for `GET /metrics`.
     """
     whole = [*_requests(service), *_views(_Views(service)), *routes]
     if metrics is not None:

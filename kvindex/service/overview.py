@@ -145,14 +145,7 @@ def overview(
     missing: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Fleet:
-    """Return how every rank stands, sorted by partition, worker and dp_rank.
-
-    Args:
-        statistics: of a client or a replica.
-        partition_of: a worker's partition.
-        has_tokenizer: whether text can be turned into a partition's tokens.
-        missing: as in `Fleet`.
-        clock: seconds since 1970.
+    """Return how every rank stands, of a client's or a replica's statistics.
 
     Complexity: O(ranks), some 10 ms for 512.
     """

@@ -41,9 +41,6 @@ class Registry:
         max_ranks: most DP ranks that are registered.
         max_ranks_per_instance: of them, those of one instance.
 
-    Attributes:
-        catalog: the present registrations; replaced as a whole.
-
     Thread safety: every method from any thread; `register` and `unregister` may wait for the
     subscriber's thread, so async code calls them in a thread.
     """
@@ -56,6 +53,7 @@ class Registry:
         max_ranks: int = 4096,
         max_ranks_per_instance: int = 1024,
     ) -> None:
+        # Replaced as a whole, so that nobody needs a lock to read it.
         self.catalog = Catalog()
         self._client = client
         self._dial = dial

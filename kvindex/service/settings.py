@@ -84,23 +84,14 @@ class ServeSettings(Listening, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
-    """The contents of a TOML file.
+    """The contents of a TOML file."""
 
-    Attributes:
-        serve: the keys of `ServeSettings` that it gives, checked for their names and types.
-        tables: its other top-level tables, as they are.
-    """
-
-    serve: Table = {}
-    tables: Table = {}
+    serve: Table = {}  # the keys of `ServeSettings` that it gives, with checked names and types
+    tables: Table = {}  # its other top-level tables, as they are
 
 
 def read_config(path: str | os.PathLike[str], allowed: tuple[str, ...] = ()) -> ConfigFile:
-    """Read a TOML file: the tables [serve] and [limits], and others that the caller knows.
-
-    Args:
-        path: of the file.
-        allowed: names of the other top-level tables.
+    """Read a TOML file: the tables [serve] and [limits], and others whose names are allowed.
 
     Raises:
         ConfigurationError: it is no TOML, or has a key that means nothing; says which line.

@@ -184,12 +184,9 @@ _GROUP: Final = "routing_group"  # every kind takes it
 
 
 def source_of(entry: Mapping[str, Any], defaults: Defaults, where: str) -> Source:
-    """Return the source that a table describes.
+    """Return the source that a table describes: a `kind`, and the options of that kind.
 
-    Args:
-        entry: `kind` ("engines", "dns", "file" or "kubernetes") and the options of that kind.
-        defaults: for engines whose source does not set them.
-        where: the table's name in errors, which are ConfigurationErrors.
+    A table that describes none is a ConfigurationError, which names it as `where`.
 
     Examples:
         >>> source_of({"kind": "dns", "url": "http://vllm:8000"}, Defaults(), "discovery 1").name

@@ -83,10 +83,8 @@ def test_an_engine_is_registered_asked_killed_and_comes_back() -> None:
             until(lambda: states(served) == {"1/0": "live"})
 
 
-def test_a_wrong_token_is_refused_and_probes_need_none(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(f"{TOKEN}\n")
-    with serving("--token-file", file) as served:
+def test_beyond_loopback_a_token_is_needed_but_for_probes_and_no_network_is_dialled() -> None:
+    with serving("--host", "0.0.0.0", env={"KVINDEX_TOKEN": TOKEN}) as served, engine() as fake:
         assert served.get("/workers").status == 401
         wrong = served.get("/workers", authorization=f"Bearer {TOKEN}x")
         assert (wrong.status, wrong.json["reason"]) == (401, "token")
@@ -96,14 +94,8 @@ def test_a_wrong_token_is_refused_and_probes_need_none(tmp_path: Path) -> None:
         assert served.get("/health").status == 200
         bare = served.get("/ready")
         assert (bare.status, bare.body) == (200, b"")
-
-
-def test_beyond_loopback_the_environment_may_give_the_token() -> None:
-    with serving("--host", "0.0.0.0", env={"KVINDEX_TOKEN": TOKEN}) as served:
-        assert served.get("/workers").status == 401
-        with engine() as fake:
-            answer = register(served, fake, headers={"authorization": f"Bearer {TOKEN}"})
-            assert answer.status == 403  # beyond loopback, no network may be dialled unless named
+        answer = register(served, fake, headers={"authorization": f"Bearer {TOKEN}"})
+        assert answer.status == 403
 
 
 @pytest.mark.parametrize(
@@ -130,17 +122,11 @@ def at_loopback() -> object:
         yield served
 
 
-def test_an_allowed_network_may_be_registered() -> None:
-    with serving("--register-network", "203.0.113.0/24") as served:
-        body = {"instance_id": 1, "model_name": "m", "block_size": BLOCK}
-        assert served.post("/register", {**body, "endpoint": "tcp://203.0.113.9:1"}).status == 201
-        assert served.post("/register", {**body, "endpoint": "tcp://127.0.0.1:1"}).status == 403
-
-
-def test_hosts_and_limits_of_the_command_line_hold() -> None:
+def test_hosts_networks_and_limits_of_the_command_line_hold() -> None:
     limits = ("--max-body", 1000, "--max-ranks", 1)
     host = ("--allowed-host", "kvindex.example")
-    with serving(*limits, *host) as served, engine() as fake:
+    networks = ("--register-network", "203.0.113.0/24")
+    with serving(*limits, *host, *networks) as served, engine() as fake:
 
         def status(path: str, body: Any = None, **headers: str) -> int:
             answer = served.post(path, body, **headers) if body else served.get(path, **headers)
@@ -153,9 +139,11 @@ def test_hosts_and_limits_of_the_command_line_hold() -> None:
         long = b"[" + b"1," * 1000 + b"1]"
         for path in ("/query", "/register", "/nowhere"):
             assert (path, status(path, long, content_type="application/json")) == (path, 413)
-        assert register(served, fake).status == 201
-        assert register(served, fake, dp_rank=1, endpoint="tcp://127.0.0.1:9").status == 503
-        assert register(served, fake).status == 200
+        assert register(served, fake).status == 403  # at loopback
+        allowed = {"endpoint": "tcp://203.0.113.9:1", "replay_endpoint": None}
+        assert register(served, fake, **allowed).status == 201
+        assert register(served, fake, **allowed, dp_rank=1).status == 503
+        assert register(served, fake, **allowed).status == 200
 
 
 def test_more_connections_than_allowed_are_refused() -> None:
