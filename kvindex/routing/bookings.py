@@ -105,7 +105,7 @@ class Booking:
 
     def touch(self) -> None:
         """Report that the request goes on: the booking does not expire. O(1)."""
-        self._bookings.report(self, _nothing)
+        self._bookings.report(self, lambda booking, now: None)  # the report itself counts
 
     def move(self, rank: RankName) -> None:
         """Report that another rank serves the request: load and funnel follow.
@@ -153,10 +153,6 @@ class Booking:
         return f"<Booking {self.request_id!r} on {self.rank}: {self.stage}>"
 
 
-def _nothing(booking: Booking, now: float) -> None:
-    """Change nothing: the report itself counts."""
-
-
 def _token_count(tokens: Any) -> int | None:
     """Return a number from 0 as a plain int; None for anything else."""
     if tokens is None:
@@ -174,13 +170,6 @@ class Bookings:
     An interrupt (Ctrl-C) at any moment leaves a booking open with the load that the board counts
     for it, or ended with none: each step is done as a whole or not at all, and the rest of an
     interrupted call is done when the booking ends or expires.
-
-    Args:
-        loads: stores the load.
-        predictions: of the blocks that requests bring.
-        lock: guards everything here, and the board.
-        clock: returns monotonic seconds.
-        expires_after: seconds without a report after which a booking expires.
 
     Thread safety: any thread may call `report`; the rest runs under the lock.
     """
@@ -211,20 +200,17 @@ class Bookings:
     def book(
         self, request_id: str | None, decision: Decision, request: RoutedRequest | None, now: float
     ) -> Booking:
-        """Book a request on the rank that was chosen.
-
-        Args:
-            request_id: the request's id; None for a new one.
-            decision: the decision.
-            request: the request, to predict; None if another router has it.
-            now: the time.
+        """Book a request, None if another router has it, on the rank that was chosen.
 
         Raises:
             DuplicateBookingError: an open booking has this id.
             TokenError: as `Predictions.prepare`.
         """
         if request_id is None:
-            request_id = self._new_id()
+            # A caller may have taken such an id for a request of its own.
+            request_id = f"kvindex-{next(self._numbers)}"
+            while request_id in self._open:
+                request_id = f"kvindex-{next(self._numbers)}"
         elif request_id in self._open:  # a filter or a policy may have booked before the choice
             raise DuplicateBookingError(request_id)
         sent = None
@@ -254,7 +240,7 @@ class Bookings:
 
     def expire(self, now: float) -> None:
         """Release bookings that are due, and end predictions. O(1) if none are due."""
-        while self._open:
+        while self._open:  # each report moves its booking to the end
             oldest = next(iter(self._open.values()))
             if now - oldest._touched_at < self._expires_after:
                 break
@@ -262,11 +248,7 @@ class Bookings:
         self._predictions.expire(now)
 
     def statistics(self) -> dict[str, int]:
-        """Return how many are open, how many ended in which way, and reports of two odd kinds.
-
-        `late`: reports after an expiry. `cached_above_prompt`: engines' reports of more cached
-        tokens than the prompt has.
-        """
+        """Return how many are open, how many ended in which way, and reports of two odd kinds."""
         ended = {str(stage): count for stage, count in self._ended.items()}
         counts = {"late": self._late, "cached_above_prompt": self.funnel.longer}
         return {"open": len(self._open), **ended, **counts}
@@ -279,17 +261,13 @@ class Bookings:
         """Call `change(booking, now, *details)` if the booking is open."""
         with self._lock:
             now = self._clock()
+            # Not by its stage: another booking may have the id of one that has ended.
             if self._open.get(booking.request_id) is not booking:
                 self._late += booking.stage is Stage.EXPIRED
                 return
             booking._touched_at = now
             self._open.move_to_end(booking.request_id)
             change(booking, now, *details)
-
-    def _new_id(self) -> str:
-        while (request_id := f"kvindex-{next(self._numbers)}") in self._open:
-            pass
-        return request_id
 
     def _count(self, booking: Booking, load: Load, now: float) -> None:
         """Set a booking's load on the board: all of it or, interrupted, nothing."""
@@ -305,6 +283,8 @@ class Bookings:
         """Release a booking's queued tokens, at its first token."""
         if booking.stage is not Stage.CHOSEN:
             return
+        # Whichever step an interrupt comes after: a second first token changes nothing, and the end
+        # releases what is left.
         self._count(booking, booking._load._replace(queued_tokens=0), now)
         booking.stage = Stage.DECODING
         self.rate.measure(booking.decision.work_ahead, now - booking._booked_at)
@@ -323,7 +303,7 @@ class Bookings:
         """Count a booking on another rank."""
         load = booking._load
         queued = decision.new_tokens if booking.stage is Stage.CHOSEN else 0
-        self._count(booking, _NOTHING, now)
+        self._count(booking, _NOTHING, now)  # first: it is counted by the decision's rank
         self._end_prediction(booking, now, at_once=True)
         booking.decision = decision
         self._loads.give(decision.rank, decision.new_tokens, now)
@@ -368,11 +348,10 @@ class Prediction(NamedTuple):
 
 
 class Predictions:
-    """The blocks of prompts that were sent to ranks a moment ago.
+    """The blocks of prompts that were sent to ranks a moment ago, in an index of their own.
 
-    They lie in an index of their own, apart from the blocks that events reported. A prediction
-    lasts from the booking until so many `seconds` after its first token (by then, the engine must
-    have sent its event), or until the booking is cancelled. With `seconds` None, there are none.
+    A prediction lasts from the booking until so many `seconds` after its first token (by then, the
+    engine must have sent its event), or until the booking is cancelled. With None, there are none.
 
     Thread safety: a router calls it under its lock.
     """
@@ -388,10 +367,7 @@ class Predictions:
     ) -> tuple[Prediction, BlockStored] | None:
         """Return the prediction of a prompt's whole blocks, and their event for `add`. O(tokens).
 
-        None if there is no whole block, or nothing is predicted.
-
-        Raises:
-            TokenError: a token is none; an index checks only the tokens that it needs.
+        None if there are none. Raises TokenError: an index checks only the tokens that it needs.
         """
         blocks = len(request.token_ids) // block_size
         if not blocks or self._seconds is None:
@@ -448,10 +424,7 @@ class Predictions:
     def added_to(
         self, confirmed: Hits, request: RoutedRequest, rows: RankRows, counts: bytes
     ) -> Hits:
-        """Return each rank's hit by events or by prediction, whichever is more. O(tokens + ranks).
-
-        A rank with 0 in `counts` holds nothing, whatever it was sent.
-        """
+        """Return each rank's hit by events or by prediction, whichever is more."""
         if not len(self._index):
             return confirmed
         try:

@@ -38,17 +38,11 @@ Source: TypeAlias = Index | Followed
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A source at one moment.
+    """A source at one moment."""
 
-    Attributes:
-        index: the index, to be queried after the states were read.
-        live: the ranks that are live; None for a bare index: all count as live.
-        connected: those whose publisher is connected; None likewise.
-    """
-
-    index: Index
-    live: frozenset[Rank] | None
-    connected: frozenset[Rank] | None
+    index: Index  # to be queried after the states were read
+    live: frozenset[Rank] | None  # None for a bare index: all count as live
+    connected: frozenset[Rank] | None  # whose publisher is; None likewise
 
 
 class PromptOptions(TypedDict, total=False):
@@ -105,11 +99,7 @@ class RoutedRequest(NamedTuple):
         return len(self.token_ids) if self.prompt_tokens is None else self.prompt_tokens
 
     def checked(self) -> RoutedRequest:
-        """Return the request; without its tokens, the engine's cache does not count.
-
-        Raises:
-            ConfigurationError: `prompt_tokens` is no number from 0, or the tokens are given, too.
-        """
+        """Return the request, or raise ConfigurationError."""
         tokens = self.prompt_tokens
         if tokens is None:
             return self
@@ -118,7 +108,7 @@ class RoutedRequest(NamedTuple):
                 f"prompt_tokens is {tokens!r} beside {len(self.token_ids)} token_ids: give a "
                 "number from 0, for a prompt without token_ids"
             )
-        return self._replace(reads_cache=False)
+        return self._replace(reads_cache=False)  # no rank can be credited for unknown tokens
 
     def match(self, index: Index) -> Match:
         """Return the ranks' match of the prompt without its last token."""
@@ -137,29 +127,21 @@ def look(source: Source) -> Standing:
 def ask(source: Source, request: RoutedRequest) -> tuple[Standing, Match]:
     """Return a source's standing, and after that the ranks' match of a request's prompt.
 
-    Raises:
-        ClosedError: the client or replica was closed, so its index is no longer updated.
-        TokenError, ConfigurationError: as `Index.match`.
+    Raises ClosedError, since a closed source's index is no longer updated, and as `Index.match`.
     """
     if not isinstance(source, Index):
         source.check_open()
+    # First the states: a rank that is cleared between the two is then live with nothing, and not
+    # dead with blocks that count.
     standing = look(source)
     return standing, request.match(standing.index)
 
 
 class Fleet:
-    """The ranks of a source at one moment, each a row, with their streams' states. Immutable.
-
-    Attributes:
-        ranks: the ranks by row, sorted.
-        rows: the same, for `Match.hits`.
-        row_of: each rank's row.
-        live: a byte for each row: 0 if the rank is not live.
-        connected: a byte for each row: 0 if its publisher is not connected; None if all are.
-    """
+    """The ranks of a source at one moment, each a row, with their streams' states. Immutable."""
 
     __slots__ = ("_names", "_standing", "connected", "live", "ranks", "row_of", "rows")
-    rows: RankRows
+    rows: RankRows  # for `Match.hits`
     row_of: dict[Rank, int]
     _names: RankNames
 
@@ -172,6 +154,7 @@ class Fleet:
             self.rows = RankRows(ranks)
             self.row_of = {rank: row for row, rank in enumerate(ranks)}
             self._names = RankNames(ranks)
+        # A byte for each row: 0 if the rank is not live, or not connected; None if all are.
         live, connected = standing.live, standing.connected
         self.live = b"\1" * len(ranks) if live is None else bytes(map(live.__contains__, ranks))
         self.connected: bytes | None = None
@@ -179,10 +162,7 @@ class Fleet:
             self.connected = bytes(map(connected.__contains__, ranks))
 
     def follow(self, standing: Standing) -> Fleet:
-        """Return the fleet as it is now: the same object if nothing has changed.
-
-        Complexity: O(1) then, since changed sets and tuples are made anew.
-        """
+        """Return the fleet as it is now: the same object if nothing has changed, in O(1)."""
         before = self._standing
         if (
             standing.index.ranks is self.ranks
@@ -280,11 +260,11 @@ class Labels:
     def keeps(self, request: FilterRequest) -> Iterable[object]:
         if not (wanted := request.labels.items()):
             return _all(request)
-        return (wanted <= self._of(rank).items() for rank in request.ranks)
+        return (wanted <= self._labels_of(rank).items() for rank in request.ranks)
 
-    def _of(self, rank: Rank) -> Mapping[str, str]:
+    def _labels_of(self, rank: Rank) -> Mapping[str, str]:
         tables = _values_of(rank, self._labels)
-        if len(tables) == 1:
+        if len(tables) == 1:  # as a rule: no copy
             return tables[0]
         return dict(pair for table in tables for pair in table.items())
 
@@ -380,15 +360,6 @@ def _all(request: FilterRequest) -> bytes:
 class Eligible:
     """Decides which ranks may be chosen, and counts the refused ones, by reason.
 
-    A rank may be chosen if it is among the wanted ones, not drained, and kept by all filters.
-    Preferences come last, and one that would leave no rank is ignored: first that the publisher is
-    connected, then those of `Prefer`.
-
-    Attributes:
-        filters: all of them must agree.
-        drained: ranks that get no more requests.
-        refused: ranks refused so far, by the reason.
-
     Thread safety: a router calls it under its lock.
     """
 
@@ -404,6 +375,7 @@ class Eligible:
             NoCandidateError, UnknownRankError: as `Router.select`.
             ConfigurationError: a filter does not answer for each rank.
         """
+        # All rules must agree: the wanted ranks, the drained ones, and the filters.
         rows, prompt_tokens = bytearray(b"\1") * len(fleet.ranks), routed.length
         request = FilterRequest(
             fleet.ranks, fleet.live, loads, prompt_tokens, routed.lora, routed.labels or {}
@@ -427,6 +399,8 @@ class Eligible:
         self.refused += refused
         if 1 not in rows:
             raise NoCandidateError(len(rows), dict(refused))
+        # Wishes come last, and one that would leave no rank is ignored: first that the publisher is
+        # connected, since else the engine is probably down, then those of `Prefer`.
         wishes: list[tuple[str, Iterable[object]]] = []
         if fleet.connected is not None:
             wishes.append(("disconnected", fleet.connected))

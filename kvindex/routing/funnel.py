@@ -70,7 +70,7 @@ class _Recent:
     def count(self, decision: Decision, delivered: int | None) -> None:
         if self.weight > _HEAVIEST:  # doubles end at 1e308
             weight = self.weight
-            for sum_ in fields(self):
+            for sum_ in fields(self):  # only their ratios count
                 setattr(self, sum_.name, getattr(self, sum_.name) / weight)
         weight = self.weight = self.weight * _GROWTH
         self.requests += weight
@@ -88,6 +88,7 @@ class _Recent:
         self.longer += weight * (delivered > decision.prompt_tokens)
 
     def suspicion(self) -> str:
+        # The plainest cause first: each of those below would show in the sums of the ones after it.
         if self.silent >= _NEARLY_ALL * self.requests:
             return _NO_USAGE
         if self.expected and self.empty >= _NEARLY_ALL * self.expected:
@@ -194,7 +195,7 @@ class PrefillRate:
         """Add the measurement of one first token, so many seconds after the booking."""
         if tokens < _LEAST_TOKENS or seconds <= 0.0:
             return
-        fade = max(0.0, 1.0 - tokens / _MEMORY)
+        fade = max(0.0, 1.0 - tokens / _MEMORY)  # by tokens, so that idle hours forget nothing
         self._tokens = self._tokens * fade + tokens
         self._seconds = self._seconds * fade + seconds
         self.tokens_per_second = self._tokens / self._seconds

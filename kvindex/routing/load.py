@@ -145,7 +145,8 @@ class LocalLoadBoard(LoadBoard):
         self._rows: dict[Rank, int] = {}
         self._own = _zeros(0)  # what this process has booked
         self._absent: _Loads = {}  # the same of ranks without a row
-        # What all routers have booked: other objects only where a board shares its load.
+        # What all routers have booked: other objects only where a board shares its load, so that a
+        # local one books once.
         self._booked, self._booked_absent = self._own, self._absent
         self._shown = self._booked  # columns of its own while a correction lasts
         self._corrections: dict[Rank, _Correction] = {}
@@ -160,6 +161,7 @@ class LocalLoadBoard(LoadBoard):
             self._lock, self._clock, self._is_attached = lock, clock, True
 
     def arrange(self, ranks: Sequence[Rank]) -> None:
+        # All new first, then stored: an interrupted call is made again from what was there.
         before, rows = self._rows, {rank: row for row, rank in enumerate(ranks)}
         own, absent = _moved(self._own, self._absent, before, rows)
         booked, booked_absent = own, absent
@@ -175,7 +177,13 @@ class LocalLoadBoard(LoadBoard):
 
     def columns(self, now: float) -> LoadColumns:
         if self._corrections and now >= self._earliest_end:
-            self._end_corrections(now)
+            for rank in [r for r, gauges in self._corrections.items() if now >= gauges.until]:
+                del self._corrections[rank]
+                self._show_row(rank, self._rows[rank])
+            ends = (gauges.until for gauges in self._corrections.values())
+            self._earliest_end = min(ends, default=math.inf)
+            if not self._corrections:
+                self._shown = self._booked
         return self._shown
 
     def add(
@@ -183,7 +191,15 @@ class LocalLoadBoard(LoadBoard):
     ) -> None:
         row = self._rows.get(rank)
         if row is None:
-            self._add_absent(rank, (queued_tokens, open_requests, decode_blocks))
+            # All of it or, interrupted, nothing: the sums are made before any of them is stored.
+            load = (queued_tokens, open_requests, decode_blocks)
+            absent = _sum(self._absent.get(rank, _NOTHING), load)
+            booked_absent = _sum(self._booked_absent.get(rank, _NOTHING), load)
+            self._absent[rank] = absent
+            self._booked_absent[rank] = booked_absent
+            for loads in (self._absent, self._booked_absent):
+                if loads.get(rank) == _NOTHING:
+                    del loads[rank]
             return
         own, booked = self._own, self._booked
         if self._shown is not booked:
@@ -213,6 +229,7 @@ class LocalLoadBoard(LoadBoard):
         row = self._rows.get(rank)
         if row is None:
             return
+        # What the engine has beyond our bookings came from elsewhere: it stays while these change.
         self._corrections[rank] = _Correction(
             0.0 if queued_tokens is None else queued_tokens - self._booked.queued[row],
             0.0 if open_requests is None else open_requests - self._booked.open[row],
@@ -242,26 +259,6 @@ class LocalLoadBoard(LoadBoard):
         self._given_at = now
         weight: float = 2.0 ** ((now - self._origin) / HALF_LIFE)
         return weight
-
-    def _add_absent(self, rank: Rank, load: tuple[float, float, float]) -> None:
-        """Add to the load of a rank without a row; all of it or, interrupted, nothing."""
-        own = _sum(self._absent.get(rank, _NOTHING), load)
-        booked = _sum(self._booked_absent.get(rank, _NOTHING), load)
-        self._absent[rank] = own
-        self._booked_absent[rank] = booked
-        for loads in (self._absent, self._booked_absent):
-            if loads.get(rank) == _NOTHING:
-                del loads[rank]
-
-    def _end_corrections(self, now: float) -> None:
-        ended = [rank for rank, gauges in self._corrections.items() if now >= gauges.until]
-        for rank in ended:
-            del self._corrections[rank]
-            self._show_row(rank, self._rows[rank])
-        ends = (gauges.until for gauges in self._corrections.values())
-        self._earliest_end = min(ends, default=math.inf)
-        if not self._corrections:
-            self._shown = self._booked
 
     def _show(self) -> None:
         self._shown = self._booked.kept()

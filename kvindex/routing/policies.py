@@ -132,6 +132,7 @@ def choose_in_python(
     price = weights.new
     if prompt_tokens > 0:
         queued = (loads.queued[row] for row in rows if loads.queued[row] < math.inf)
+        # The backlog of the idlest rank: while even that one has some, a hit saves more.
         price += weights.backlog * min(queued, default=0.0) / prompt_tokens
     given = sum(loads.given[row] for row in rows)
     mean = given / len(rows) if 0.0 < given < math.inf else 0.0  # 0 too where it underflows
@@ -143,6 +144,7 @@ def choose_in_python(
         credited += weights.storage * (tokens - host)
         churned = weights.churn * max(0.0, loads.given[row] / mean - 1.0) if mean > 0.0 else 0.0
         missing = (price + churned) * (prompt_tokens - credited)
+        # Credits above 1 may make it negative; a rank cannot owe time.
         work = max(0.0, weights.queued * loads.queued[row] + missing)
         cost = work + weights.request * loads.open[row]
         costs[row] = cost if cost < math.inf else math.inf

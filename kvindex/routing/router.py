@@ -172,7 +172,7 @@ class Router:
         """
         check_options("reserve", options, RequestOptions)
         request = RoutedRequest(token_ids, **options).checked()
-        standing, match = ask(self._source, request)
+        standing, match = ask(self._source, request)  # before the lock: it takes longest
         with self._lock:
             fleet, now = self._refresh(standing)
             decision = self._decide(request, match, fleet, now)
@@ -245,6 +245,7 @@ class Router:
         hits, confirmed = self._hits(request, match, fleet)
         candidates = self._candidates(request.length, hits, fleet, now)
         eligible, usable = self._eligible, candidates.usable
+        # Without anything to narrow by, all rows stay usable, and no mask is made.
         is_narrowed = (
             request.ranks is not None or request.exclude or eligible.filters or eligible.drained
         )
@@ -263,6 +264,7 @@ class Router:
         # A rank's blocks count if it is live, and if the engine will read its cache.
         counts = fleet.live if request.reads_cache else bytes(len(fleet.ranks))
         confirmed = match.hits(fleet.rows, counts)
+        # Of any rank that has stored a block: loads are counted in blocks of one size.
         self._block_size = next(filter(None, confirmed.block_size), self._block_size)
         return self._predictions.added_to(confirmed, request, fleet.rows, counts), confirmed
 
@@ -332,7 +334,7 @@ class Router:
         with self._lock:
             fleet, now = self._refresh(look(self._source))
             row = fleet.row(rank)
-            if age < GAUGE_LIFE:
+            if age < GAUGE_LIFE:  # older ones make every router send to the same rank
                 until = now + GAUGE_LIFE - age
                 self._loads.report(fleet.ranks[row], queued_tokens, open_requests, until)
             else:
@@ -386,13 +388,14 @@ class Router:
         if fleet is not self._fleet:
             if fleet.ranks is not self._fleet.ranks:
                 self._bookings.arrange(fleet.ranks)
+                # An engine that comes back is another one: nobody has drained it.
                 self._eligible.drained = self._eligible.drained.intersection(fleet.ranks)
             self._fleet = fleet  # last: an interrupted update is done again
         self._bookings.expire(now)
         return fleet, now
 
     def _disown(self) -> None:
-        """In a forked child: another thread of the parent may hold the lock."""
+        # In a forked child: another thread of the parent may hold the lock.
         self._lock = PARENTS
         self._bookings.disown()
 
