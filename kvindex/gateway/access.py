@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, Final
 
@@ -49,9 +49,7 @@ class Durations:
 
 
 class Access:
-    """Logs and counts requests at the end of each.
-
-    Lines are written at level INFO by the logger "kvindex.gateway.access".
+    """Logs and counts requests at the end of each, by the logger "kvindex.gateway.access".
 
     Owner: one event loop. Complexity: O(1) a request; the counters are bounded by the routes, the
     status codes and the reasons that this package names.
@@ -74,30 +72,50 @@ class Access:
 
     def end(self, exchange: Exchange) -> None:
         """Log and count a request that `begin` counted, and that has ended."""
-        self.open -= 1
-        place, usage = exchange.place, exchange.usage
+        self.open -= 1  # first: what follows may ask how many are open
+        reservation, usage = exchange.reservation, exchange.usage
         duration = exchange.ended_at - exchange.began_at
         self._requests[exchange.call.path, exchange.status, str(exchange.end)] += 1
         self._retries.update(failure.reason for failure in exchange.failures)
         self._sources[exchange.tokens_from] += 1
         self._whole.add(duration)
-        if place is not None:
-            self._choices[place.reason] += 1
+        if reservation is not None:
+            self._choices[reservation.reason] += 1
         if exchange.waited is not None:
             self._waits.add(exchange.waited)
         if exchange.first_token is not None:
             self._firsts.add(exchange.first_token)
         delivered = None if usage is None else usage.cached_tokens
-        if exchange.end is End.WHOLE and place is not None:
+        # Only of whole answers are the engine's tokens known, and so comparable with ours.
+        if exchange.end is End.WHOLE and reservation is not None:
             self._tokens["prompt"] += exchange.prompt_tokens
             self._tokens["output"] += exchange.output_tokens
-            self._tokens["held"] += place.held
+            self._tokens["held"] += reservation.held
             self._tokens["delivered"] += delivered or 0
             self._tokens["answers"] += 1
             self._tokens["answers_with_usage"] += usage is not None
         self.on_end(exchange)
         if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", _line(exchange, delivered, duration))
+            fields = {
+                "id": exchange.request_id,
+                "path": exchange.call.path,
+                "model": exchange.call.model,
+                "rank": None if reservation is None else str(reservation.rank),
+                "reason": None if reservation is None else reservation.reason,
+                "tokens_from": exchange.tokens_from,
+                "prompt_tokens": exchange.prompt_tokens,
+                "held": None if reservation is None else reservation.held,
+                "delivered": delivered,
+                "output_tokens": exchange.output_tokens,
+                "wait": _rounded(exchange.waited),
+                "first_token": _rounded(exchange.first_token),
+                "duration": _rounded(duration),
+                "status": exchange.status,
+                "end": str(exchange.end),
+                "tries": exchange.tries,
+                "failures": [f"{failure.rank} {failure.reason}" for failure in exchange.failures],
+            }
+            logger.info("%s", msgspec.json.encode(fields).decode())
         if not self.open:
             self.on_idle()
 
@@ -106,13 +124,7 @@ class Access:
         self._requests[path, status, str(end)] += 1
 
     def statistics(self) -> dict[str, Any]:
-        """Return the counters.
-
-        Returns:
-            `open` requests; `requests` as rows of path, status, end and number; `failures` (tries
-            without an answer), `choices` and `tokens_from` by reason; `tokens` of whole answers;
-            `wait`, `first_token` and `duration`, each as `Durations.statistics`.
-        """
+        """Return the counters: `requests` as rows of path, status, end and number."""
         return {
             "open": self.open,
             "requests": [(*labels, number) for labels, number in self._requests.items()],
@@ -124,31 +136,6 @@ class Access:
             "first_token": self._firsts.statistics(),
             "duration": self._whole.statistics(),
         }
-
-
-def _line(exchange: Exchange, delivered: int | None, duration: float) -> str:
-    place = exchange.place
-    failures: Sequence[str] = [f"{each.rank} {each.reason}" for each in exchange.failures]
-    fields = {
-        "id": exchange.request_id,
-        "path": exchange.call.path,
-        "model": exchange.call.model,
-        "rank": None if place is None else str(place.rank),
-        "reason": None if place is None else place.reason,
-        "tokens_from": exchange.tokens_from,
-        "prompt_tokens": exchange.prompt_tokens,
-        "held": None if place is None else place.held,
-        "delivered": delivered,
-        "output_tokens": exchange.output_tokens,
-        "wait": _rounded(exchange.waited),
-        "first_token": _rounded(exchange.first_token),
-        "duration": _rounded(duration),
-        "status": exchange.status,
-        "end": str(exchange.end),
-        "tries": exchange.tries,
-        "failures": failures,
-    }
-    return msgspec.json.encode(fields).decode()
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -178,11 +165,7 @@ _COUNTERS: Final = {  # by the part of the statistics: name, text, label
 
 
 class GatewayCollector(Collector):
-    """The counters of one gateway.
-
-    Args:
-        read: returns them, as `Gateway.statistics` does.
-    """
+    """The counters of one gateway; `read` returns them, as `Gateway.statistics` does."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
         self._read = read
@@ -193,42 +176,33 @@ class GatewayCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present values."""
-        given = self._read()
+        counters = self._read()
         requests = CounterMetricFamily(
             "kvindex_gateway_requests",
             "Requests by how they ended",
             labels=("path", "status", "end"),
         )
-        for path, status, end, number in given["requests"]:
+        for path, status, end, number in counters["requests"]:
             requests.add_metric((path, str(status), end), number)
         yield requests
         for part, (name, text, label) in _COUNTERS.items():
             family = CounterMetricFamily(f"kvindex_gateway_{name}", text, labels=(label,))
-            for value, number in given[part].items():
+            for value, number in counters[part].items():
                 family.add_metric((value,), number)
             yield family
         for name, text in (("open", "Requests that are open"), ("waiting", "Requests that wait")):
-            yield GaugeMetricFamily(f"kvindex_gateway_{name}", text, value=given[name])
+            yield GaugeMetricFamily(f"kvindex_gateway_{name}", text, value=counters[name])
         for name, text in _DURATIONS.items():
-            yield _histogram(f"kvindex_gateway_{name}_seconds", text, given[name])
-
-
-def _histogram(name: str, text: str, durations: Mapping[str, Any]) -> Metric:
-    bounds = [*map(str, SECONDS), "+Inf"]
-    buckets = list(zip(bounds, accumulate(durations["buckets"]), strict=True))
-    family = HistogramMetricFamily(name, text)
-    family.add_metric((), buckets, durations["sum"])
-    return family
+            buckets = counters[name]["buckets"]
+            # Prometheus counts in each bucket those of the lower ones, too.
+            bounds = list(zip([*map(str, SECONDS), "+Inf"], accumulate(buckets), strict=True))
+            histogram = HistogramMetricFamily(f"kvindex_gateway_{name}_seconds", text)
+            histogram.add_metric((), bounds, counters[name]["sum"])
+            yield histogram
 
 
 class AllCollector(Collector):
-    """The series of ranks, of routers, and of a gateway or picker; routers may come and go.
-
-    Args:
-        source: the index and its ranks.
-        routers: returns the routers.
-        read: returns the counters, as `Gateway.statistics` does.
-    """
+    """The series of ranks, of routers, and of a gateway or picker; routers may come and go."""
 
     def __init__(
         self,
@@ -246,6 +220,7 @@ class AllCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present values."""
+        # Anew each time: models and their routers come and go.
         yield from RankCollector(self._source).collect()
         yield from FunnelCollector(tuple(self._routers())).collect()
         yield from GatewayCollector(self._read).collect()

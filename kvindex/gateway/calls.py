@@ -41,13 +41,7 @@ _TYPES: Final = {
 
 
 class CallError(KVIndexError):
-    """A request that is refused.
-
-    Attributes:
-        status: the HTTP status code.
-        param: the field that is wrong, if it is one.
-        code: OpenAI's word for the error, if there is one.
-    """
+    """A request that is refused: with an HTTP status, the wrong field, and OpenAI's code."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -59,28 +53,16 @@ class CallError(KVIndexError):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's request, as far as the gateway reads it.
-
-    Attributes:
-        path: of its route.
-        model: that it names; "" if it names none.
-        body: what the engine receives.
-        fields: the parsed object.
-        is_stream: whether it asks for a stream of events.
-        hides_usage: whether the gateway has asked for the usage event, which the client did not.
-        salt: of the cache.
-        reads_cache: whether the engine reads its cache for it.
-        choices: how many answers it asks for.
-    """
+    """A client's request, as far as the gateway reads it."""
 
     path: str
-    model: str
-    body: bytes
+    model: str  # "" if it names none
+    body: bytes  # that the engine receives
     fields: Mapping[str, Any]
     is_stream: bool = False
-    hides_usage: bool = False
+    hides_usage: bool = False  # only the gateway has asked for the usage event
     salt: str | None = None
-    reads_cache: bool = True
+    reads_cache: bool = True  # whether the engine does, for this request
     choices: int = 1
 
 
@@ -104,6 +86,12 @@ def read_call(path: str, body: bytes) -> Call:
     is_stream = _flag(fields, "stream", "stream")
     for name, check in _CHECKS.get(path, {}).items():
         check(fields, name)
+    choices = fields.get("n", 1)
+    if choices is None:
+        choices = 1
+    is_number = isinstance(choices, int) and not isinstance(choices, bool)
+    if not is_number or not 1 <= choices <= _MOST_CHOICES:
+        raise _wrong("n", f"a number from 1 to {_MOST_CHOICES}", choices)
     call = Call(
         path=path,
         model=_name(fields, "model") or "",
@@ -112,15 +100,16 @@ def read_call(path: str, body: bytes) -> Call:
         is_stream=is_stream,
         salt=_name(fields, "cache_salt"),
         reads_cache=reads_cache(fields),
-        choices=_choices(fields),
+        choices=choices,
     )
-    if not is_stream or path not in (CHAT, COMPLETIONS):
+    if not is_stream or path not in (CHAT, COMPLETIONS):  # the others report their usage unasked
         return call
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise _wrong("stream_options", "an object", options)
     if options and _flag(options, "include_usage", "stream_options.include_usage"):
         return call
+    # The funnel needs what the engine found cached, and that stands in the usage only.
     wanted = {"stream_options": {**(options or {}), "include_usage": True}}
     return msgspec.structs.replace(call, body=with_fields(body, wanted), hides_usage=True)
 
@@ -143,6 +132,7 @@ def error_reply(
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
+    # Before it is parsed, since that is what it bounds: a million objects take seconds.
     brackets = body.count(b"[") + body.count(b"{")
     if brackets > _MOST_BRACKETS:
         raise CallError(400, f"the body has {brackets:,} brackets, over {_MOST_BRACKETS:,}")
@@ -152,45 +142,42 @@ def _read_object(body: bytes) -> dict[str, Any]:
         raise CallError(400, f"the body is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise CallError(400, "the body must be a JSON object")
-    if brackets > _MOST_LEVELS:
+    if brackets > _MOST_LEVELS:  # else it cannot be that deep
         _check_levels(fields)
+    # The name may stand in a text, too: only parsing once more shows that.
     if any(body.count(name) > 1 for name in _READ):
-        _check_names(body)
+        json.loads(body, object_pairs_hook=_check_names)
     return fields
 
 
 def _check_levels(fields: object) -> None:
-    """Refuse a value that is nested too deeply. O(containers)."""
+    """Refuse a value that engines' parsers, which recurse, may fail on. O(containers)."""
     level: list[Any] = [fields]
     for _ in range(_MOST_LEVELS):
         inner: list[Any] = []
-        for value in level:
-            values = value.values() if isinstance(value, dict) else value
-            inner += [each for each in values if isinstance(each, (dict, list))]
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            inner += [value for value in values if isinstance(value, (dict, list))]
         if not inner:
             return
         level = inner
     raise CallError(400, f"the body is nested over {_MOST_LEVELS} levels deep")
 
 
-def _check_names(body: bytes) -> None:
+def _check_names(pairs: list[tuple[str, Any]]) -> None:
     """Refuse an object that has a name twice: readers differ in which of the two counts."""
-
-    def check(pairs: list[tuple[str, Any]]) -> None:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            twice = next(name for at, name in enumerate(names) if name in names[:at])
-            raise CallError(400, f"the body has {twice[:_MOST_NAME]!r} twice", param=twice[:64])
-
-    json.loads(body, object_pairs_hook=check)
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(name for at, name in enumerate(names) if name in names[:at])
+        raise CallError(400, f"the body has {twice[:_MOST_NAME]!r} twice", param=twice[:64])
 
 
 # Fields ------------------------------------------------------------------------------------------
 
 
-def _wrong(name: str, wanted: str, given: object) -> CallError:
+def _wrong(name: str, wanted: str, value: object) -> CallError:
     kinds = {dict: "an object", list: "an array", str: "text", type(None): "null"}
-    kind = kinds.get(type(given), repr(given)[:40])
+    kind = kinds.get(type(value), repr(value)[:40])
     return CallError(400, f"{name} must be {wanted}, not {kind}", param=name)
 
 
@@ -210,17 +197,10 @@ def _name(fields: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _choices(fields: Mapping[str, Any]) -> int:
-    value = fields.get("n")
-    if value is None:
-        return 1
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_CHOICES:
-        raise _wrong("n", f"a number from 1 to {_MOST_CHOICES}", value)
-    return value
-
-
 def _check_messages(fields: Mapping[str, Any], name: str) -> None:
     messages = fields.get(name)
+    if name == "input" and isinstance(messages, str):  # of the responses API
+        return
     if not isinstance(messages, list):
         raise _wrong(name, "an array of messages", messages)
     _check_count(messages, name)
@@ -233,24 +213,19 @@ def _check_prompt(fields: Mapping[str, Any], name: str) -> None:
     prompt = fields.get(name)
     if isinstance(prompt, str):
         return
+    # Whether it is ids or texts shows in the first item only; an engine would fail on a mixture.
     wanted = "text, token ids, or an array of either"
     if not isinstance(prompt, list):
         raise _wrong(name, wanted, prompt)
-    if all(isinstance(each, int) for each in prompt):
+    if all(isinstance(item, int) for item in prompt):
         _check_tokens(prompt, name)
         return
     _check_count(prompt, name)
-    for each in prompt:
-        if isinstance(each, list):
-            _check_tokens(each, name)
-        elif not isinstance(each, (str, dict)):
-            raise _wrong(name, wanted, each)
-
-
-def _check_input(fields: Mapping[str, Any], name: str) -> None:
-    """Accept text or an array of items."""
-    if not isinstance(fields.get(name), str):
-        _check_messages(fields, name)
+    for item in prompt:
+        if isinstance(item, list):
+            _check_tokens(item, name)
+        elif not isinstance(item, (str, dict)):
+            raise _wrong(name, wanted, item)
 
 
 def _check_count(items: Sequence[Any], name: str) -> None:
@@ -263,7 +238,7 @@ def _check_tokens(ids: Sequence[Any], name: str) -> None:
     if not 1 <= len(ids) <= _MOST_TOKENS:
         text = f"{name} has {len(ids):,} tokens: from 1 to {_MOST_TOKENS:,} are accepted"
         raise CallError(400, text, param=name)
-    if not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
+    if not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):  # True is an int
         raise CallError(400, f"{name} has an id that is no number below 2**32", param=name)
 
 
@@ -272,7 +247,7 @@ _CHECKS: Final[Mapping[str, Mapping[str, Callable[[Mapping[str, Any], str], None
     MESSAGES: {"messages": _check_messages},
     COMPLETIONS: {"prompt": _check_prompt},
     EMBEDDINGS: {"input": _check_prompt},
-    RESPONSES: {"input": _check_input},
+    RESPONSES: {"input": _check_messages},
 }
 
 
@@ -295,16 +270,11 @@ FORGED: Final = (
 
 
 def request_headers(headers: Headers, *, passes_keys: bool) -> list[tuple[bytes, bytes]]:
-    """Return the fields of a client's request that its engine receives.
-
-    Args:
-        headers: with names in lower case.
-        passes_keys: whether `authorization` is among them.
-    """
+    """Return the fields of a client's request that its engine receives; names in lower case."""
     named: list[bytes] = []  # fields that belong to this connection as well
     for name, value in headers:
         if name == b"connection":
-            named += [each.strip().lower() for each in value.split(b",")]
+            named += [part.strip().lower() for part in value.split(b",")]
     return [
         (name, value)
         for name, value in headers
@@ -317,6 +287,7 @@ def request_headers(headers: Headers, *, passes_keys: bool) -> list[tuple[bytes,
 
 def answer_headers(headers: Headers) -> tuple[list[tuple[bytes, bytes]], int | None]:
     """Return the fields of an engine's answer that the client receives, and the body's length."""
+    # A length is told only where the body goes out as it came: in a stream events may be left out.
     length = next((value for name, value in headers if name == b"content-length"), None)
     passed = [field for field in headers if field[0] not in _FROM_ENGINES]
     return passed, int(length) if length is not None and length.isdigit() else None
@@ -326,6 +297,7 @@ def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
     """Return a JSON object with further fields; they stand last, so they win over the client's."""
     if not fields:
         return body
+    # The rest stays as it came, byte for byte: engines may read fields that we do not know.
     begun = body.rstrip(b" \t\r\n")[:-1].rstrip(b" \t\r\n")
     comma = b"" if begun.endswith(b"{") else b","
     return begun + comma + msgspec.json.encode(fields)[1:]

@@ -27,18 +27,11 @@ _CONTENT: Final = frozenset({"content_block_delta"})
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The tokens of a request, as its engine reports them.
-
-    Attributes:
-        prompt_tokens: of the prompt.
-        completion_tokens: that were generated.
-        cached_tokens: of the prompt, those that the engine found in its cache; None if it does
-            not report them.
-    """
+    """The tokens of a request, as its engine reports them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt, if the engine reports them
 
 
 class _Details(msgspec.Struct):
@@ -113,17 +106,7 @@ _decode_started = msgspec.json.Decoder(_Started).decode
 class Events:
     r"""Reads the event stream of one answer. Owner: one event loop.
 
-    Args:
-        hides_usage: leave out the event that has the usage and no choices.
-
-    Attributes:
-        has_event: whether any event has arrived; comments are none.
-        has_content: whether some of the generated text has arrived: also reasoning, tool calls.
-        delivered: events with content; engines send one for a token, or for a few.
-        usage: as last reported.
-        error: the engine's message, if it reported an error instead of going on.
-        is_done: whether the last event has arrived.
-        unread: events that were too long or no JSON, and were forwarded unread.
+    With `hides_usage`, the event that has the usage and no choices is left out.
 
     Complexity: O(bytes), whatever the pieces are. At most `MOST_KEPT` bytes are kept.
 
@@ -138,10 +121,13 @@ class Events:
     """
 
     def __init__(self, *, hides_usage: bool) -> None:
-        self.has_event = self.has_content = self.is_done = False
-        self.delivered = self.unread = 0
+        self.has_event = False  # comments are none
+        self.has_content = False  # some of the generated text: also reasoning, tool calls
+        self.is_done = False  # the last event has arrived
+        self.delivered = 0  # events with content; engines send one for a token, or for a few
+        self.unread = 0  # events that were too long or no JSON, and were forwarded unread
         self.usage: Usage | None = None
-        self.error: str | None = None
+        self.error: str | None = None  # the engine's message, reported instead of going on
         self._hides_usage = hides_usage
         self._kept = bytearray()  # of an event without its end
         self._is_overlong = False  # the rest of the present event is forwarded unread
@@ -149,13 +135,15 @@ class Events:
     def feed(self, data: bytes) -> bytes:
         """Accept a piece; return the whole events that are forwarded now."""
         kept = self._kept
+        # First the form in which engines write one token: a piece that is one event of one line.
         if not kept and not self._is_overlong and data.endswith(b"\n\n"):
             is_one = data.find(b"\n") == len(data) - 2 and data.startswith(b"data: ")
-            if is_one and data.find(b"\r") < 0:  # as engines write one token
+            if is_one and data.find(b"\r") < 0:
                 return b"" if self._read_data(data[6:-2]) else data
-        begin = max(0, len(kept) - _LOOK_BACK)
+        begin = max(0, len(kept) - _LOOK_BACK)  # not from the start: that would be O(bytes²)
         kept += data
         end = 0
+        # Only whole events go on: half of one could not be taken back if the engine then fails.
         for match in _EVENT_END.finditer(kept, begin, len(kept) - kept.endswith(b"\r")):
             end = match.end()
         whole = bytes(kept[:end])
@@ -163,7 +151,7 @@ class Events:
         if self._is_overlong:
             return self._pass(whole)
         forwarded = self._forward(whole) if whole else b""
-        if len(kept) > MOST_KEPT:
+        if len(kept) > MOST_KEPT:  # an engine gone mad must not cost the gateway its memory
             self._is_overlong = True
             self.unread += 1
             return forwarded + self._pass(b"")
@@ -207,8 +195,10 @@ class Events:
 
     def _read(self, event: bytes) -> bool:
         """Note what an event reports; return whether it is hidden."""
-        data = _data_of(event)
-        return data is not None and self._read_data(data)
+        lines = [line for line in event.splitlines() if line.startswith(b"data:")]
+        if not lines:  # a comment, with which servers keep connections open
+            return False
+        return self._read_data(b"\n".join(line[5:].removeprefix(b" ") for line in lines))
 
     def _read_data(self, data: bytes) -> bool:
         self.has_event = True
@@ -229,9 +219,11 @@ class Events:
         elif read.type:
             self._read_typed(read.type, read.response, data)
         if read.error is not None or read.type == "error":
-            self.error = _message_of(read.error)
+            error = read.error.get("message") if isinstance(read.error, dict) else read.error
+            self.error = str(error)[:200]
         if usage is not None:
             self.usage = _merged(self.usage, usage)
+            # vLLM may report it with each piece (continuous_usage_stats): those have choices.
             return self._hides_usage and not choices and not read.type
         return False
 
@@ -241,8 +233,11 @@ class Events:
             self.has_content = True
             self.delivered += 1
         self.is_done = self.is_done or kind in _DONE
-        if kind == "message_start":
-            holder = _started(data)
+        if kind == "message_start":  # Anthropic's prompt tokens stand in the first event only
+            try:
+                holder = _decode_started(data).message
+            except UNREADABLE:
+                holder = None
         if holder is not None and holder.usage is not None:
             self.usage = _merged(self.usage, holder.usage)
 
@@ -259,14 +254,6 @@ def usage_of(body: bytes, before: Usage | None = None) -> Usage | None:
     except UNREADABLE:
         return before
     return before if usage is None else _merged(before, usage)
-
-
-def _data_of(event: bytes) -> bytes | None:
-    """Return the data of an event; None if it has none."""
-    lines = [line for line in event.splitlines() if line.startswith(b"data:")]
-    if not lines:
-        return None
-    return b"\n".join(line[5:].removeprefix(b" ") for line in lines)
 
 
 def _merged(before: Usage | None, reported: _Reported) -> Usage:
@@ -288,16 +275,3 @@ def _merged(before: Usage | None, reported: _Reported) -> Usage:
         before.completion_tokens if completion is None else max(0, completion),
         before.cached_tokens if cached is None else max(0, cached),
     )
-
-
-def _message_of(error: object) -> str:
-    """Return an engine's error as text of bounded length."""
-    message = error.get("message") if isinstance(error, dict) else error
-    return str(message)[:200]
-
-
-def _started(data: bytes) -> _Holder | None:
-    try:
-        return _decode_started(data).message
-    except UNREADABLE:
-        return None

@@ -7,9 +7,9 @@ WAITING ──reserved──▶ SENT ──answered──▶ KEPT ──first ev
 ```
 
 The head of an answer is kept back until its first event, or until a whole answer is complete or
-long. Until then nothing was forwarded, so that another engine can be asked. Each place is ended
-exactly once, after the engine's answer is closed: an engine must not work on for a place that the
-router takes for free.
+long. Until then nothing was forwarded, so that another engine can be asked. Each reservation is
+ended exactly once, after the engine's answer is closed: an engine must not work on for a rank that
+the router takes for free.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from kvindex.gateway.events import Events, Usage, usage_of
 
 if TYPE_CHECKING:
     from kvindex import Rank
-    from kvindex.gateway.routing import Place
+    from kvindex.gateway.routing import Reservation
 
 MOST_TRIES: Final = 3
 _MOST_KEPT: Final = 64 << 10  # bytes of an answer that are kept back with its head
 _MOST_READ: Final = 8 << 20  # bytes of a whole answer whose usage is read
-_TOUCH_TOKENS: Final = 64  # tokens, and seconds, after which the place receives the number:
-_TOUCH_SECONDS: Final = 1.0  # each report costs as much as a token
+# Tokens, and seconds, after which the reservation receives the number: each report costs as much as
+# a token.
+_TOUCH_TOKENS: Final = 64
+_TOUCH_SECONDS: Final = 1.0
 CLIENT_LEFT: Final = 499  # the status of a request whose client received none
 _RETRIED: Final = frozenset({502, 503})
 _UNAVAILABLE: Final = frozenset(
@@ -40,47 +42,27 @@ _UNAVAILABLE: Final = frozenset(
 
 
 class Stage(str, enum.Enum):
-    """How far a request has come.
+    """How far a request has come."""
 
-    Attributes:
-        WAITING: for its tokens, then for a rank.
-        SENT: for the head of the engine's answer.
-        KEPT: the head has arrived and is kept back.
-        FORWARDED: the client receives the answer.
-        ENDED: its place is released, and nothing more is forwarded.
-    """
-
-    WAITING = "waiting"
-    SENT = "sent"
-    KEPT = "kept"
-    FORWARDED = "forwarded"
-    ENDED = "ended"
+    WAITING = "waiting"  # for its tokens, then for a rank
+    SENT = "sent"  # waits for the head of the engine's answer
+    KEPT = "kept"  # the head has arrived and is kept back
+    FORWARDED = "forwarded"  # the client receives the answer
+    ENDED = "ended"  # its rank is released, and nothing more is forwarded
 
 
 class End(str, enum.Enum):
-    """How a request ended.
+    """How a request ended."""
 
-    Attributes:
-        WHOLE: the client has the whole answer.
-        STATUS: the engine refused it, and the client has the engine's answer.
-        EVENT: the engine's stream ended with an error event.
-        BROKEN: the engine broke off after the first event.
-        NO_ANSWER: no engine answered.
-        REFUSED: the gateway refused it.
-        LEFT: the client left.
-        FAILED: the gateway failed.
-        UNPICKED: Envoy sent it to an engine without asking the picker.
-    """
-
-    WHOLE = "whole"
-    STATUS = "status"
-    EVENT = "error_event"
-    BROKEN = "broken_off"
-    NO_ANSWER = "no_answer"
-    REFUSED = "refused"
+    WHOLE = "whole"  # the client has the whole answer
+    STATUS = "status"  # the engine refused it, and the client has the engine's answer
+    EVENT = "error_event"  # the engine's stream ended with one
+    BROKEN = "broken_off"  # the engine broke off after the first event
+    NO_ANSWER = "no_answer"  # no engine answered
+    REFUSED = "refused"  # by the gateway
     LEFT = "client_left"
-    FAILED = "failed"
-    UNPICKED = "unpicked"
+    FAILED = "failed"  # the gateway did
+    UNPICKED = "unpicked"  # Envoy sent it to an engine without asking the picker
 
     def __str__(self) -> str:
         return self.value
@@ -94,15 +76,13 @@ class Failure(NamedTuple):
 
 
 class EngineAnswer(Protocol):
-    """What the machine reads of an `Answer`."""
+    """What the machine reads of an `Answer`: a proxy that has the connection makes its own."""
 
     @property
-    def status(self) -> int:
-        """The HTTP status code."""
+    def status(self) -> int: ...
 
     @property
-    def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """The fields, with names in lower case."""
+    def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
 
     def close(self) -> None:
         """End the engine's connection, unless the answer is complete."""
@@ -111,54 +91,32 @@ class EngineAnswer(Protocol):
 class Exchange:
     """The life of one request. Calls that come too late change nothing.
 
-    Args:
-        call: the request.
-        request_id: the id that client and engine see.
-        now: monotonic seconds, as in every method.
-
-    Attributes:
-        call: as given.
-        request_id: as given.
-        began_at: the time of arrival.
-        ended_at: the time of the end; that of arrival until then.
-        stage: how far it has come.
-        end: how it ended; None until then.
-        status: the code that the client receives; 0 as long as it is open.
-        place: the last that was reserved.
-        tries: how often it was sent to an engine.
-        answer: the last one whose head has arrived.
-        failures: the tries that brought no answer.
-        prompt_tokens: of the prompt, an estimate if it was not tokenized.
-        tokens_from: where its tokens are from.
-        waited: seconds from the arrival to the first place.
-        first_token: seconds from the arrival to the first content; None until then.
-        usage: as the engine reports it.
-
-    Owner: one event loop. Complexity: O(bytes) for each piece, without allocations of its own.
+    `now` is in monotonic seconds in every method. Owner: one event loop. Complexity: O(bytes) for
+    each piece, without allocations of its own.
     """
 
     def __init__(self, call: Call, request_id: str, now: float) -> None:
         self.call = call
-        self.request_id = request_id
+        self.request_id = request_id  # that client and engine see
         self.began_at = self.ended_at = now
         self.stage = Stage.WAITING
         self.end: End | None = None
-        self.status = 0
-        self.place: Place | None = None
+        self.status = 0  # that the client receives; 0 as long as it is open
+        self.reservation: Reservation | None = None
         self.tries = 0
-        self.answer: EngineAnswer | None = None
+        self.answer: EngineAnswer | None = None  # the last whose head has arrived
         self.failures: list[Failure] = []
-        self.prompt_tokens = 0
+        self.prompt_tokens = 0  # an estimate if it was not tokenized
         self.tokens_from = ""
-        self.waited: float | None = None
-        self.first_token: float | None = None
+        self.waited: float | None = None  # seconds from the arrival to the first reservation
+        self.first_token: float | None = None  # and to the first content
         self.usage: Usage | None = None
         self._is_booked = False
         self._is_open = False  # the engine's answer is neither complete nor closed
         self._events: Events | None = None
-        self._parts: list[bytes] = []  # kept back; of a whole answer also what was forwarded
+        self._parts: list[bytes] = []  # kept back; of a whole answer all of it
         self._size = 0  # of them, in bytes
-        self._touched = (0, now)  # output tokens, and when the place received them
+        self._touched = (0, now)  # output tokens, and when they were reported
 
     @property
     def excluded(self) -> Sequence[Rank]:
@@ -188,24 +146,25 @@ class Exchange:
         """Note how long the prompt is, and where its tokens are from."""
         self.prompt_tokens, self.tokens_from = prompt_tokens, source
 
-    def reserved(self, place: Place, now: float) -> None:
-        """Accept a place: the request is sent to its engine."""
-        if self.stage is not Stage.WAITING:
-            place.cancel()
+    def reserved(self, reservation: Reservation, now: float) -> None:
+        """Accept a reservation: the request is sent to its engine."""
+        if self.stage is not Stage.WAITING:  # the client has left while it was made
+            reservation.cancel()
             return
         if self.waited is None:
             self.waited = now - self.began_at
-        self.place, self._is_booked = place, True
+        self.reservation, self._is_booked = reservation, True
         self.tries += 1
         self.stage = Stage.SENT
 
     def answered(self, answer: EngineAnswer, now: float) -> None:
         """Accept the head of an answer: it is kept back, or another rank is tried."""
         if self.stage is not Stage.SENT:
-            answer.close()
+            answer.close()  # else the engine would generate it for nobody
             return
         self.answer, self._is_open = answer, True
         self._parts, self._size = [], 0
+        # Other statuses would be the same on any rank: they are the client's to see.
         if answer.status in _RETRIED:
             self.failed(f"status_{answer.status}", now)
             return
@@ -223,13 +182,19 @@ class Exchange:
         if events is not None:
             data = events.feed(data)
             if self.first_token is not None:
-                self._touch(events.delivered, now)
+                # A booking expires without news, so a long answer must give some.
+                tokens, (touched, touched_at) = events.delivered, self._touched
+                if tokens - touched >= _TOUCH_TOKENS or now - touched_at >= _TOUCH_SECONDS:
+                    assert self.reservation is not None
+                    self._touched = (tokens, now)
+                    self.reservation.touch(tokens)
             elif events.has_content:
                 self._note_first(now)
             if stage is Stage.FORWARDED:
                 return data
         elif self.first_token is None:
             self._note_first(now)
+        # Of a whole answer also what was forwarded is kept: its usage stands at the end.
         self._size += len(data)
         if self._size <= _MOST_READ:
             self._parts.append(data)
@@ -237,6 +202,7 @@ class Exchange:
             self._parts = []
         if stage is Stage.FORWARDED:
             return data
+        # A comment is no event: servers send some at once, and an engine may still fail then.
         is_due = self._size > _MOST_KEPT or (events is not None and events.has_event)
         return self._open() if is_due else b""
 
@@ -253,21 +219,17 @@ class Exchange:
             self._end_as_reported(now)
             return kept
         kept = self._open() if self.stage is Stage.KEPT else b""
+        # A longer one, such as of embeddings, is not worth its memory.
         if self._size <= _MOST_READ and self.status < 300:
             self.usage = usage_of(b"".join(self._parts))
         self._end(End.WHOLE if self.status < 300 else End.STATUS, self.status, now)
         return kept
 
     def failed(self, reason: str, now: float) -> bytes:
-        """Accept that an engine does not answer, or not to the end.
-
-        Until the answer is forwarded, the request waits for another rank, or ends after MOST_TRIES.
-
-        Returns:
-            What is forwarded last: in a stream an event with the error. The end of the answer must
-            not look like a whole one.
-        """
+        """Accept that an engine does not answer, or breaks off; return what is forwarded last."""
         if self.stage is Stage.FORWARDED:
+            # Another engine would go on with other words. So a stream ends with an event that says
+            # so: its end must not look like that of a whole answer.
             self._note_failure(reason)
             is_stream = self._events is not None
             self._end(End.BROKEN, self.status, now)
@@ -275,7 +237,7 @@ class Exchange:
         if self.stage is Stage.SENT or self.stage is Stage.KEPT:
             self._note_failure(reason)
             self._release()
-            self.first_token = None
+            self.first_token = None  # it was another engine's, and is generated again
             self.stage = Stage.WAITING
             if len(self.failures) >= MOST_TRIES:
                 self.given_up(now)
@@ -292,9 +254,9 @@ class Exchange:
             self._end(end, self.status or status, now)
 
     def left(self, now: float) -> None:
-        """End as the client leaves; which it may do once it has the last event."""
+        """End as the client leaves."""
         if self.stage is Stage.FORWARDED and self._events is not None and self._events.is_done:
-            self._end_as_reported(now)
+            self._end_as_reported(now)  # many clients close at the last event, before the body ends
         elif self.stage is not Stage.ENDED:
             self._end(End.LEFT, self.status or CLIENT_LEFT, now)
 
@@ -302,10 +264,11 @@ class Exchange:
 
     def begun(self, now: float) -> None:
         """Accept that the content of the answer has begun."""
-        if self.stage is Stage.SENT and self.place is not None:
+        # Nothing is kept back there: the proxy has forwarded the head.
+        if self.stage is Stage.SENT and self.reservation is not None:
             self.stage, self.status = Stage.FORWARDED, 200
             self.first_token = now - self.began_at
-            self.place.first_token()
+            self.reservation.first_token()
 
     def reported(self, end: End, status: int, usage: Usage | None, now: float) -> None:
         """End as the proxy says."""
@@ -323,23 +286,16 @@ class Exchange:
         return b"".join(self._parts)
 
     def _note_first(self, now: float) -> None:
-        assert self.place is not None
+        assert self.reservation is not None
         assert self.answer is not None
-        if self.answer.status < 300:
+        if self.answer.status < 300:  # an error has no tokens, and took no prefill
             self.first_token = now - self.began_at
             self._touched = (0, now)
-            self.place.first_token()
-
-    def _touch(self, tokens: int, now: float) -> None:
-        touched, touched_at = self._touched
-        if tokens - touched >= _TOUCH_TOKENS or now - touched_at >= _TOUCH_SECONDS:
-            assert self.place is not None
-            self._touched = (tokens, now)
-            self.place.touch(tokens)
+            self.reservation.first_token()
 
     def _note_failure(self, reason: str) -> None:
-        assert self.place is not None
-        self.failures.append(Failure(self.place.rank, reason))
+        assert self.reservation is not None
+        self.failures.append(Failure(self.reservation.rank, reason))
 
     def _end_as_reported(self, now: float) -> None:
         """End a stream that has all its events."""
@@ -357,16 +313,16 @@ class Exchange:
         self._release(is_whole=end is End.WHOLE)
 
     def _release(self, *, is_whole: bool = False) -> None:
-        """Close the engine's answer, then end the place."""
+        """Close the engine's answer, then end the reservation: the rank is free from then on."""
         if self._is_open and self.answer is not None:
             self._is_open = False
             self.answer.close()
-        if self._is_booked and self.place is not None:
+        if self._is_booked and self.reservation is not None:
             self._is_booked = False
             if is_whole:
-                self.place.finish(None if self.usage is None else self.usage.cached_tokens)
+                self.reservation.finish(None if self.usage is None else self.usage.cached_tokens)
             else:
-                self.place.cancel()
+                self.reservation.cancel()
 
 
 def error_event(path: str, reason: str) -> bytes:

@@ -1,6 +1,6 @@
 """The handlers of the gateway's routes: from a client's request to an engine's answer.
 
-The task of a request waits for what it must decide: for a place, for the head of an engine's
+The task of a request waits for what it must decide: for a rank, for the head of an engine's
 answer, for its first event, for a client that reads slowly, and for the end. The pieces of an
 answer pass it by: the engine's connection gives each to the request's `Exchange`, and writes what
 that forwards to the client. While a client does not read, its own engine's connection is held back,
@@ -52,23 +52,7 @@ _RETRY_AFTER: Final = (b"retry-after", b"1")
 
 
 class Front:
-    """Serves OpenAI's API in front of engines.
-
-    Args:
-        routing: chooses the ranks.
-        upstream: the connections to the engines.
-        tokenizing: finds the tokens of prompts.
-        access: logs and counts the requests; of its own by default.
-        passes_keys: whether engines receive the clients' `authorization`: not if it is the
-            gateway's own.
-        queue_within: seconds that a request may wait for a rank.
-        head_within: seconds until an engine begins its answer. A whole answer begins once the
-            engine has generated it.
-        silent_within: seconds that an engine may send nothing of an answer that has begun.
-
-    Attributes:
-        access: as given.
-        is_draining: whether `drain` was called.
+    """Serves OpenAI's API in front of engines; settings as in `GatewaySettings`.
 
     Owner: one event loop.
     """
@@ -90,6 +74,7 @@ class Front:
         self._routing = routing
         self._upstream = upstream
         self._tokenizing = tokenizing
+        # Engines receive the clients' `authorization`, unless it is the gateway's own.
         self._passes_keys = passes_keys
         self._queue_within = queue_within
         self._head_within = head_within
@@ -106,11 +91,17 @@ class Front:
         routes += [
             Route("POST", "/tokenize", self._tokenize, cancels=True),
             Route("GET", "/v1/models", self._models),
-            Route("GET", "/health", self._health),
+            Route("GET", "/health", lambda _: Reply(200, b"", b"")),
             Route("GET", "/ready", self._ready),
         ]
+
+        def refuse(request: Request, allowed: str) -> Reply:
+            message = f"{request.path} accepts {allowed}, not {request.method}"
+            return error_reply(405, message, headers=((b"allow", allowed.encode()),))
+
+        # The server's own 405 has no body: clients of this API read errors in OpenAI's form.
         others = [
-            Route(method, route.path, _wrong_method(route.method))
+            Route(method, route.path, partial(refuse, allowed=route.method))
             for route in routes
             for method in _METHODS
             if method != route.method
@@ -123,18 +114,14 @@ class Front:
         return error_reply(404, f"this gateway has no route {request.method} {request.path[:200]}")
 
     def drain(self, on_idle: Callable[[], object] = lambda: None) -> None:
-        """Report "not ready" from now on; requests are served until the listener closes.
+        """Report "not ready" from now on, and call `on_idle` whenever no request is open.
 
-        Args:
-            on_idle: called whenever no request is open; on the loop, or at once. From any thread.
+        Requests are still served, until the listener closes. From any thread.
         """
         self.is_draining = True
         self.access.on_idle = on_idle
         if not self.access.open:
             on_idle()
-
-    def _health(self, _: Request) -> Reply:
-        return Reply(200, b"", b"")
 
     def _ready(self, request: Request) -> Reply:
         if self.is_draining:
@@ -147,7 +134,7 @@ class Front:
         listed = [
             {"id": name, "object": "model", "created": 0, "owned_by": "kvindex"}
             for name, servings in sorted(self._routing.models().items())
-            if not all(serving.is_silent for serving in servings)
+            if not all(serving.is_silent for serving in servings)  # nobody would answer
         ]
         return json_reply(200, {"object": "list", "data": listed})
 
@@ -159,9 +146,9 @@ class Front:
         except CallError as error:
             return _call_error(error)
         except UnknownModelError as error:
-            return no_place_reply(error)
-        turn = next(self._numbers)
-        for serving in (servings[turn % len(servings) :] + servings[: turn % len(servings)])[:3]:
+            return no_rank_reply(error)
+        turn = next(self._numbers) % len(servings)  # each time another one first
+        for serving in (servings[turn:] + servings[:turn])[:3]:
             fields = request_headers(request.headers, passes_keys=self._passes_keys)
             asking = self._upstream.ask(
                 serving.url, request.path, request.body, fields, within=self._head_within
@@ -183,6 +170,7 @@ class Front:
         return self._answer(call, request)
 
     async def _answer(self, call: Call, request: Request) -> Reply | Stream:
+        # Two open requests may have the same id of their client, and bookings must not.
         unique = f"{self._prefix}-{next(self._numbers)}"
         own = request.header(b"x-request-id") or b""
         request_id = own.decode() if _ID.fullmatch(own) else unique
@@ -196,6 +184,7 @@ class Front:
             raise
         headers, length = answer_headers(answer.headers)
         headers.append((b"x-request-id", request_id.encode()))
+        # A short whole answer is complete by now: one write, and no chunks.
         if exchange.stage is Stage.ENDED:
             self._end(exchange)
             return Reply(exchange.status, kept, b"", headers)
@@ -209,11 +198,7 @@ class Front:
     async def _begun(
         self, exchange: Exchange, fields: Headers, unique: str
     ) -> tuple[Answer, bytes]:
-        """Send a request until an engine's answer may be forwarded; return what is kept of it.
-
-        Raises:
-            RefusedError: there is no answer of an engine; it has the gateway's own.
-        """
+        """Send a request until an engine's answer may be forwarded; return what is kept of it."""
         call, time = exchange.call, self._loop().time
         try:
             found = await self._tokenizing.tokens(call, self._routing.servings(call.model))
@@ -221,7 +206,7 @@ class Front:
             exchange.tokenized(length, found.reason)
             kept: list[bytes] = []
             while exchange.stage is Stage.WAITING:
-                place = await self._routing.reserve(
+                reservation = await self._routing.reserve(
                     call.model,
                     found.token_ids,
                     prompt_tokens=length,
@@ -231,13 +216,16 @@ class Front:
                     request_id=unique,
                     deadline=time() + self._queue_within,
                 )
-                exchange.reserved(place, time())
+                exchange.reserved(reservation, time())
+                # The engine may still know the id of a try before, and refuse it.
+                tries = exchange.tries
+                request_id = exchange.request_id if tries == 1 else f"{exchange.request_id}-{tries}"
                 try:
                     answer = await self._upstream.send(
-                        place.serving.url,
+                        reservation.serving.url,
                         call.path,
-                        with_fields(call.body, place.pin.body_fields),
-                        [*fields, *place.pin.headers, (b"x-request-id", _engine_id(exchange))],
+                        with_fields(call.body, reservation.pin.body_fields),
+                        [*fields, *reservation.pin.headers, (b"x-request-id", request_id.encode())],
                         head_within=self._head_within,
                     )
                 except UpstreamError as error:
@@ -251,13 +239,19 @@ class Front:
             exchange.refused(error.status, time())
             raise RefusedError(_call_error(error)) from None
         except (UnknownModelError, NoRankError, ShedError) as error:
+            # After failures there may be no other rank: then they are the reason, not "no rank".
             if not exchange.failures or isinstance(error, ShedError):
-                reply = no_place_reply(error)
+                reply = no_rank_reply(error)
                 exchange.refused(reply.status, time())
                 raise RefusedError(reply) from None
             exchange.given_up(time())
         if exchange.end is End.NO_ANSWER:
-            raise RefusedError(_no_answer(exchange))
+            # Not the engines' names: clients must not learn of what is behind.
+            reasons = ", ".join(failure.reason for failure in exchange.failures)
+            message = f"no engine answered, after {len(exchange.failures)} tries: {reasons}"
+            headers = (_RETRY_AFTER,) if exchange.status == 503 else ()
+            reply = error_reply(exchange.status, message, code="no_answer", headers=headers)
+            raise RefusedError(reply)
         return answer, b"".join(kept)
 
     async def _forward(
@@ -265,12 +259,12 @@ class Front:
     ) -> None:
         """Write an answer to the client; raises BrokenOffError if the engine breaks off."""
         try:
-            if kept:
+            if kept:  # an empty chunk would end the body
                 writer.write(kept)
             while exchange.stage is Stage.FORWARDED:
-                await writer.drain()
+                await writer.drain()  # raises once the client has gone
                 await self._pass_on(exchange, answer, writer.write, writer.is_ready)
-            if exchange.end is End.BROKEN:
+            if exchange.end is End.BROKEN:  # else the server would end the body as a whole one
                 raise BrokenOffError
         except BaseException as error:
             self._end(exchange, error)
@@ -287,6 +281,7 @@ class Front:
         """Write what is forwarded of an answer while `is_ready`, at most to the answer's end."""
         if exchange.stage not in (Stage.KEPT, Stage.FORWARDED):  # its status is no answer
             return
+        # Bound once: what follows runs for each token.
         time, received = self._loop().time, exchange.received
 
         def receive(data: bytes) -> bool:
@@ -306,6 +301,7 @@ class Front:
     def _end(self, exchange: Exchange, error: BaseException | None = None) -> None:
         """Log and count a request, which ends as its client leaves unless it has ended before."""
         now = self._loop().time()
+        # What clients do is no failure of the gateway; an exchange that has ended stays as it is.
         if isinstance(error, Exception) and not isinstance(error, ConnectionAbortedError):
             exchange.refused(500, now, End.FAILED)
         exchange.left(now)
@@ -318,25 +314,11 @@ def refusal_reply(refusal: Refusal) -> Reply:
     return error_reply(refusal.status, refusal.message, code=refusal.reason, headers=headers)
 
 
-def _engine_id(exchange: Exchange) -> bytes:
-    """Return the id for the engine: it may still know that of a try before."""
-    tries = exchange.tries
-    return (exchange.request_id if tries == 1 else f"{exchange.request_id}-{tries}").encode()
-
-
-def _wrong_method(allowed: str) -> Callable[[Request], Reply]:
-    def refuse(request: Request) -> Reply:
-        message = f"{request.path} accepts {allowed}, not {request.method}"
-        return error_reply(405, message, headers=((b"allow", allowed.encode()),))
-
-    return refuse
-
-
 def _call_error(error: CallError) -> Reply:
     return error_reply(error.status, str(error), param=error.param, code=error.code)
 
 
-def no_place_reply(error: UnknownModelError | NoRankError | ShedError) -> Reply:
+def no_rank_reply(error: UnknownModelError | NoRankError | ShedError) -> Reply:
     """Return the answer to a request that has no rank, in OpenAI's form."""
     if isinstance(error, UnknownModelError) and not error.known:
         return error_reply(503, "no engine is known yet", code="no_rank", headers=(_RETRY_AFTER,))
@@ -346,11 +328,3 @@ def no_place_reply(error: UnknownModelError | NoRankError | ShedError) -> Reply:
         after = (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))
         return error_reply(429, str(error), code="no_capacity", headers=(after,))
     return error_reply(503, str(error), code="no_rank", headers=(_RETRY_AFTER,))
-
-
-def _no_answer(exchange: Exchange) -> Reply:
-    """Return the answer to a request that no engine answered. It does not name the engines."""
-    reasons = ", ".join(failure.reason for failure in exchange.failures)
-    headers = (_RETRY_AFTER,) if exchange.status == 503 else ()
-    message = f"no engine answered, after {len(exchange.failures)} tries: {reasons}"
-    return error_reply(exchange.status, message, code="no_answer", headers=headers)

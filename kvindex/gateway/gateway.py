@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvindex import Client, ConfigurationError, UnknownRankError
@@ -43,7 +44,6 @@ from kvindex.subscribe.discovery import (
     split_engines,
 )
 from kvindex.wire.errors import how_to_install
-from kvindex.wire.nats import NatsPool
 
 if TYPE_CHECKING:
     from kvindex.gateway.local import LocalTokens
@@ -86,6 +86,7 @@ class Gateway:
     ) -> None:
         self.settings = settings = settings or GatewaySettings()
         with ExitStack() as opened:
+            # First: a port that is taken must be an error before engines are subscribed to.
             self._socket = settings.listening.listen()
             opened.callback(self._socket.close)
             self.port: int = self._socket.getsockname()[1]
@@ -126,19 +127,12 @@ def door_with_page(
     engine_token: Callable[[], str | None],
     opened: ExitStack,
 ) -> Door:
-    """Return the server of a process that routes by itself, so that it has a page.
-
-    Args:
-        routers: of the gateway.
-        settings: how to serve.
-        engine_token: returns the engines' API key.
-        opened: closes the page.
-    """
-    shown = Shown(routers)
-    page = Page(shown)
+    """Return the server of a gateway, with the page, which `opened` closes."""
+    fleet = GatewayFleet(routers)
+    page = Page(fleet)
     opened.callback(page.close)
     door = Door(routers, settings, engine_token, routes=page.routes)
-    door.access.on_end = shown.count
+    door.access.on_end = fleet.count
     return door
 
 
@@ -151,16 +145,6 @@ _NO_ENGINE: Final = "no engine is named: give the URL of one, http://HOST:PORT"
 
 class Routers:
     """Follows engines, and routes requests to them with one router for each model.
-
-    Args:
-        engines: URLs of engines, or sources of `kvindex.subscribe.discovery`.
-        settings: limits and the policy of the routers.
-        engine_token: returns the engines' API key.
-
-    Attributes:
-        source: the index and the states of its ranks: a client, or a replica of a pool's relay.
-        models: which engines serve which model.
-        routing: reserves ranks.
 
     Raises:
         ConfigurationError: a setting cannot work, or no engine is named.
@@ -182,35 +166,28 @@ class Routers:
         self._boards: dict[str, SharedLoad] = {}
         options = DiscoveryOptions(token=engine_token)
         with ExitStack() as opened:
-            self.source, self._discovery = (
-                self._subscribed(engines, options, opened)
-                if self._pool is None
-                else self._followed(self._pool, engines, options, opened)
-            )
+            # The index and the states of its ranks: our own, or a replica of a pool's relay.
+            self.source: Client | Replica
+            if self._pool is None:
+                client = opened.enter_context(Client(engines, discovery=options))
+                if client.discovery is None:
+                    raise ConfigurationError(_NO_ENGINE)
+                self.source, self._discovery = client, client.discovery
+            else:
+                _, sources = split_engines(engines)
+                if not sources:
+                    raise ConfigurationError(_NO_ENGINE)
+                servers, name = ",".join(self._pool.servers), self._pool.name
+                self.source = opened.enter_context(nats.follow(servers, name, **self._pool.options))
+
+                def leave_to_the_relay(_: Engine) -> None:
+                    """Ask engines over HTTP who they are, and subscribe to none."""
+
+                discovery = Discovery(sources, leave_to_the_relay, leave_to_the_relay, options)
+                self._discovery = opened.enter_context(discovery)
             self.models = Models(self.source, self._discovery.engines, self._new_router)
             self.routing = Routing(self.models, settings.waiting)
             self._opened = opened.pop_all()
-
-    def _subscribed(
-        self, engines: Engines, options: DiscoveryOptions, opened: ExitStack
-    ) -> tuple[Client | Replica, Discovery]:
-        """Subscribe to the engines."""
-        client = opened.enter_context(Client(engines, discovery=options))
-        if client.discovery is None:
-            raise ConfigurationError(_NO_ENGINE)
-        return client, client.discovery
-
-    def _followed(
-        self, pool: NatsPool, engines: Engines, options: DiscoveryOptions, opened: ExitStack
-    ) -> tuple[Client | Replica, Discovery]:
-        """Follow a pool's relay; of the engines only their HTTP servers are asked."""
-        _, sources = split_engines(engines)
-        if not sources:
-            raise ConfigurationError(_NO_ENGINE)
-        replica = nats.follow(",".join(pool.servers), pool.name, **pool.options)
-        opened.enter_context(replica)
-        discovery = Discovery(sources, _leave_to_the_relay, _leave_to_the_relay, options)
-        return replica, opened.enter_context(discovery)
 
     def _new_router(self, model: str) -> Router:
         pool, loads = self._pool, None
@@ -256,6 +233,7 @@ class Routers:
         shed: Counter[str] = Counter()
         for waiting in routing["waiting"].values():
             shed.update(waiting["shed"])
+        # One total for those who watch; by model it stands in each router's.
         return {
             **own,
             "waiting": sum(model["waiting"] for model in routing["waiting"].values()),
@@ -263,22 +241,6 @@ class Routers:
             "routers": routing["routers"],
             "shared_load": {model: board.statistics() for model, board in self._boards.items()},
         }
-
-    async def metrics(self, own: Mapping[str, Any]) -> bytes:
-        """Return counters as Prometheus series, and those of ranks and routers."""
-        routers = list(self.models.routers.values())
-        return await asyncio.to_thread(exposition, self.source, routers, self.statistics(own))
-
-    def drain(self, worker: str, is_drained: bool) -> None:
-        """Send an engine no more requests, or again. Raises UnknownRankError."""
-        if is_drained:
-            self.routing.drain(worker)
-        else:
-            self.routing.undrain(worker)
-
-
-def _leave_to_the_relay(_: Engine) -> None:
-    """Do not subscribe."""
 
 
 # Server -------------------------------------------------------------------------------------------
@@ -289,16 +251,6 @@ _LAST_SECONDS: Final = 0.1  # for connections to close, once the time for reques
 
 class Door:
     """Serves OpenAI's API at a socket; `run` serves until `stop`.
-
-    Args:
-        routers: decide where requests go.
-        settings: how to serve.
-        engine_token: returns the engines' API key.
-        routes: further ones.
-
-    Attributes:
-        access: counts and logs the requests.
-        tokenizing: finds the tokens of prompts.
 
     Raises:
         ConfigurationError: a setting cannot work.
@@ -328,6 +280,7 @@ class Door:
             self._upstream,
             self.tokenizing,
             access=self.access,
+            # A client that proves itself to the gateway sends the gateway's token, not an engine's.
             passes_keys=not tokens,
             queue_within=settings.queue_within,
             head_within=settings.head_within,
@@ -339,8 +292,15 @@ class Door:
             limits=listening.limits,
             form=refusal_reply,
         )
-        served = [*self._front.routes(), *self._own_routes(), *routes]
-        site = Site(served, self._guard, otherwise=self._front.not_found)
+        own = [
+            Route("GET", "/metrics", self._metrics),
+            Route("GET", "/admin/statistics", lambda _: json_reply(200, self._all())),
+            Route("POST", "/admin/drain", partial(self._change, routers.routing.drain)),
+            Route("POST", "/admin/undrain", partial(self._change, routers.routing.undrain)),
+        ]
+        site = Site(
+            [*self._front.routes(), *own, *routes], self._guard, otherwise=self._front.not_found
+        )
         self._server = HttpServer(site, shutdown_within=settings.drain, tls=listening.tls)
 
     def run(self, listener: socket.socket, beside: Beside | None = None) -> None:
@@ -352,18 +312,19 @@ class Door:
 
         Meanwhile /ready answers 503, and requests are still served.
         """
-        if not self._front.is_draining:
-            idle = threading.Event()
-            self._front.drain(idle.set)
-            threading.Thread(
-                target=self._end, args=(idle,), name="kvindex-drain", daemon=True
-            ).start()
+        if self._front.is_draining:
+            return
+        idle = threading.Event()
 
-    def _end(self, idle: threading.Event) -> None:
-        until = time.monotonic() + self._drain_seconds
-        idle.wait(self._drain_seconds)
-        self._server.shutdown_within = max(_LAST_SECONDS, until - time.monotonic())
-        self._server.stop()
+        def end() -> None:
+            until = time.monotonic() + self._drain_seconds
+            idle.wait(self._drain_seconds)
+            self._server.shutdown_within = max(_LAST_SECONDS, until - time.monotonic())
+            self._server.stop()
+
+        self._front.drain(idle.set)
+        # A thread, since a signal handler must not wait.
+        threading.Thread(target=end, name="kvindex-drain", daemon=True).start()
 
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain values.
@@ -381,24 +342,22 @@ class Door:
             "upstream": upstream,
         }
 
-    def _own_routes(self) -> list[Route]:
-        return [
-            Route("GET", "/metrics", self._metrics),
-            Route("GET", "/admin/statistics", self._statistics),
-            Route("POST", "/admin/drain", lambda request: self._change(request, True)),
-            Route("POST", "/admin/undrain", lambda request: self._change(request, False)),
-        ]
-
     async def _metrics(self, _: Request) -> Reply:
-        return Reply(200, await self._routers.metrics(self.statistics()), CONTENT_TYPE)
+        routers = self._routers
+        counters = self._all()
+        # Of many ranks it takes a while: not on the event loop.
+        text = await asyncio.to_thread(
+            exposition, routers.source, list(routers.models.routers.values()), counters
+        )
+        return Reply(200, text, CONTENT_TYPE)
 
-    async def _statistics(self, _: Request) -> Reply:
-        return json_reply(200, self._routers.statistics(self.statistics()))
+    def _all(self) -> dict[str, Any]:
+        return self._routers.statistics(self.statistics())
 
-    async def _change(self, request: Request, is_drained: bool) -> Reply:
+    async def _change(self, change: Callable[[str], None], request: Request) -> Reply:
         worker = request.parameter("worker")
         try:
-            self._routers.drain(worker, is_drained)
+            change(worker)
         except UnknownRankError as error:
             return error_reply(404, str(error)[:1_000], param="worker")
         return json_reply(200, {"worker": worker})
@@ -411,11 +370,12 @@ def _local_tokens(folders: Mapping[str, str]) -> dict[str, LocalTokens]:
     try:
         from kvindex.gateway.local import LocalTokens
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("kvindex"):
+        if (error.name or "").startswith("kvindex"):  # a broken installation, not a missing extra
             raise
         raise ConfigurationError(
             f"a tokenizer needs the package {error.name}: {how_to_install('gateway')}"
         ) from error
+    # Each folder once: several names may stand for one model, and a tokenizer is large.
     loaded = {folder: LocalTokens(folder) for folder in set(folders.values())}
     return {model: loaded[folder] for model, folder in folders.items()}
 
@@ -423,15 +383,8 @@ def _local_tokens(folders: Mapping[str, str]) -> dict[str, LocalTokens]:
 # Page ---------------------------------------------------------------------------------------------
 
 
-class Shown:
-    """What the page reads of a gateway.
-
-    Args:
-        routers: of the gateway.
-
-    Attributes:
-        source: the index and the states of its ranks.
-        traffic: what was asked, by model.
+class GatewayFleet:
+    """A gateway's engines and traffic, as the page reads them.
 
     Owner: one event loop; `catalog` and `missing` also from the page's threads.
     """
@@ -446,18 +399,18 @@ class Shown:
     def catalog(self) -> Catalog:
         """The engines' ranks, by model."""
         servings = self._routers.models.servings()
-        if servings is not self._made[0]:
+        if servings is not self._made[0]:  # another object once they have changed
             entries = [
                 Registration(
-                    instance_id=each.worker,
-                    partition=Partition(each.models[0] if each.models else ""),
-                    dp_rank=each.first_rank + number,
+                    instance_id=serving.worker,
+                    partition=Partition(serving.models[0] if serving.models else ""),
+                    dp_rank=serving.first_rank + number,
                     endpoint="",
                     source="discovery",
-                    details={"engine": each.url},
+                    details={"engine": serving.url},
                 )
-                for each in servings.values()
-                for number in range(each.ranks)
+                for serving in servings.values()
+                for number in range(serving.ranks)
             ]
             self._made = servings, Catalog(entries)
         return self._made[1]
@@ -468,12 +421,13 @@ class Shown:
 
     def count(self, exchange: Exchange) -> None:
         """Count a request that has ended. O(ranks)."""
-        place = exchange.place
-        if place is None or not place.serving.models:
+        # By the model, not the name that was asked for: an adapter's traffic is its model's.
+        reservation = exchange.reservation
+        if reservation is None or not reservation.serving.models:
             return
-        partition = Partition(place.serving.models[0])
-        asked, attainable = exchange.prompt_tokens, place.attainable
+        partition = Partition(reservation.serving.models[0])
+        asked, attainable = exchange.prompt_tokens, reservation.attainable
         self.traffic.query(partition, asked, attainable, int((exchange.waited or 0.0) * 1e9))
         if exchange.end is End.WHOLE:
             delivered = None if exchange.usage is None else exchange.usage.cached_tokens
-            self.traffic.outcome(partition, asked, attainable, place.held, delivered)
+            self.traffic.outcome(partition, asked, attainable, reservation.held, delivered)

@@ -48,11 +48,8 @@ class LocalTokens:
     first requests of each form are compared with the engine's own tokens, and one in a thousand
     later; a form that differs once is left to the engines.
 
-    Args:
-        folder: as Hugging Face lays it out: `tokenizer.json`, and a chat template.
-
     Raises:
-        ConfigurationError: a file is missing or cannot be read.
+        ConfigurationError: a file is missing in the folder, or cannot be read.
 
     Owner: one event loop, but for `encode`, which is thread-safe.
     """
@@ -79,7 +76,7 @@ class LocalTokens:
 
     def encode(self, prompt: str, *, is_chat: bool) -> Sequence[int]:
         """Return the ids of a prompt; those of a text begin and end as its model wants."""
-        if is_chat:
+        if is_chat:  # its template has written the tokens with which it begins
             return self._segments.encode(prompt)
         ids: list[int] = self._tokenizer.encode(prompt).ids
         return ids
@@ -92,7 +89,8 @@ class LocalTokens:
         if seen < 0:
             return False
         if form not in self._forms and len(self._forms) >= _MOST_FORMS:
-            return False
+            return False  # clients make up forms without end: the first ones are remembered
+        # Until then `compare` counts: a request whose engine did not answer proves nothing.
         self._forms[form] = seen + (seen >= _CHECKS)
         return None if seen < _CHECKS or seen % _CHECK_EVERY == 0 else True
 
@@ -127,22 +125,22 @@ def form_of(fields: Mapping[str, Any]) -> Form:
         >>> sorted(form_of({"messages": [{"role": "user", "content": "Hi"}], "tools": [{}]}))
         ['content: str', 'role: user', 'tools']
     """
-    found = {
+    form = {
         name
         for name in ("tools", "documents", "add_generation_prompt", "reasoning_effort")
         if fields.get(name) is not None
     }
     options = fields.get("chat_template_kwargs")
     if isinstance(options, dict):
-        found.update(f"{name}={value}"[:64] for name, value in list(options.items())[:8])
+        form.update(f"{name}={value}"[:64] for name, value in list(options.items())[:8])
     for message in fields["messages"]:
         role = message.get("role")
-        found.add(f"role: {role}"[:64])
-        found.add(f"content: {type(message.get('content')).__name__}")
-        found.update(name[:64] for name in message if name not in _FREE)
-        if len(found) > 32:
+        form.add(f"role: {role}"[:64])
+        form.add(f"content: {type(message.get('content')).__name__}")
+        form.update(name[:64] for name in message if name not in _FREE)
+        if len(form) > 32:  # whatever clients put into messages, what is remembered is bounded
             return frozenset({"many"})
-    return frozenset(found)
+    return frozenset(form)
 
 
 # Chats --------------------------------------------------------------------------------------------
@@ -168,20 +166,9 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """The template of a model's folder.
+    """The template of a model's folder, or ConfigurationError. Thread-safe.
 
-    What it is given and how it is read is what Hugging Face's `apply_chat_template` documents.
-
-    Args:
-        folder: has `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
-
-    Attributes:
-        wants_parts: whether it reads a message's content as a list of parts; else as text.
-
-    Raises:
-        ConfigurationError: there is no template, or it cannot be read.
-
-    Thread-safe.
+    What it receives and how it is read is what Hugging Face's `apply_chat_template` documents.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -189,9 +176,19 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _strftime_now
+
+        def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
+
+        def strftime_now(form: str) -> str:
+            return datetime.datetime.now().astimezone().strftime(form)
+
+        environment.filters["tojson"] = to_json  # jinja2's own escapes for HTML
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = strftime_now
         self._special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in config.items()
@@ -204,31 +201,25 @@ class ChatTemplate:
             }
         except TemplateError as error:
             raise ConfigurationError(f"{folder}: the chat template is none: {error}") from error
+        # Some templates read a message's content as a list of parts, others as text only.
         self.wants_parts = self._reads_parts()
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Return the prompt of a chat request.
-
-        Args:
-            fields: of its body: `messages`, and perhaps `tools`, `chat_template_kwargs`, …
-
-        Raises:
-            ChatError: it has images or the like, brings its own template, or is against the
-                template's rules.
-        """
+        """Return the prompt of a chat request, given the fields of its body; raises ChatError."""
+        # Engines refuse or treat these by their own options.
         if fields.get("chat_template") or fields.get("continue_final_message"):
             raise ChatError("it brings its own template, or continues a message")
         options = fields.get("chat_template_kwargs")
-        given = {
+        context = {
             **self._special,
             "documents": fields.get("documents"),
             "add_generation_prompt": fields.get("add_generation_prompt", True),
             **(options if isinstance(options, dict) else {}),
-            "messages": [_message(each, self.wants_parts) for each in fields["messages"]],
+            "messages": [_message(message, self.wants_parts) for message in fields["messages"]],
             "tools": fields.get("tools") or None,
         }
         try:
-            prompt: str = self._template(bool(given["tools"])).render(given)
+            prompt: str = self._template(bool(context["tools"])).render(context)
             return prompt
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ChatError(f"the template refuses it: {error}"[:200]) from None
@@ -242,13 +233,13 @@ class ChatTemplate:
 
     def _reads_parts(self) -> bool:
         """Return whether the template renders a list of one text as it renders that text."""
-        given: dict[str, Any] = {**self._special, "add_generation_prompt": True, "tools": None}
+        context: dict[str, Any] = {**self._special, "add_generation_prompt": True, "tools": None}
         rendered = []
         for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
             messages = [{"role": "user", "content": content}]
             try:
-                rendered.append(self._template(False).render({**given, "messages": messages}))
-            except Exception:
+                rendered.append(self._template(False).render({**context, "messages": messages}))
+            except Exception:  # a template may fail in any way on what it does not know
                 return False
         return _PROBE in rendered[0] and rendered[0] == rendered[1]
 
@@ -260,24 +251,24 @@ def _message(message: Any, wants_parts: bool) -> dict[str, Any]:
     changed = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        texts = [_text_of(part) for part in content]
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+            for part in content
+        ]
+        lines = [text for text in texts if isinstance(text, str)]
+        if len(lines) < len(texts):  # images have tokens of their own
+            raise ChatError("a message has more than text")
         if not wants_parts:
-            changed["content"] = "\n".join(texts)
+            changed["content"] = "\n".join(lines)
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         changed["tool_calls"] = [_tool_call(call) for call in calls]
     return changed
 
 
-def _text_of(part: Any) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-    if not isinstance(text, str):
-        raise ChatError("a message has more than text")
-    return text
-
-
 def _tool_call(call: Any) -> Any:
-    """Return a call of a tool with its arguments as an object: templates write them as JSON."""
+    """Return a call of a tool with its arguments as an object."""
+    # Templates write them as JSON by themselves: text would be quoted once more.
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -296,19 +287,19 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigurationError(f"{path} is longer than {_MOST_BYTES >> 20} MiB")
         return {"default": path.read_text("utf-8")}
-    except FileNotFoundError:
-        found = config.get("chat_template")
+    except FileNotFoundError:  # models before 2025 have it in their configuration
+        templates = config.get("chat_template")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    if isinstance(found, str):
-        return {"default": found}
-    named: Sequence[Any] = found if isinstance(found, list) else ()
+    if isinstance(templates, str):
+        return {"default": templates}
+    listed: Sequence[Any] = templates if isinstance(templates, list) else ()
     texts = {
-        each["name"]: each["template"]
-        for each in named
-        if isinstance(each, dict)
-        and isinstance(each.get("name"), str)
-        and isinstance(each.get("template"), str)
+        entry["name"]: entry["template"]
+        for entry in listed
+        if isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
     }
     if not texts:
         raise ConfigurationError(
@@ -329,19 +320,6 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """The filter `tojson`: not that of jinja2, which escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().astimezone().strftime(form)
-
-
 # Segments -----------------------------------------------------------------------------------------
 
 
@@ -353,24 +331,25 @@ _EDGES: Final = ("a", " a", "a ", "\n\na", "  \n", "'s", "é", "\u4f60\u597d", "
 class Segments:
     """One tokenizer with the pieces that it has encoded.
 
-    Args:
-        tokenizer: a `tokenizers.Tokenizer`; from here on it neither truncates nor pads.
-        name: for messages.
-
-    Attributes:
-        is_on: whether texts are encoded by pieces; else as a whole.
-
     Thread-safe. Complexity: O(characters), of which those of new pieces count about a hundred
     times; 64 Mi characters are remembered at most, the last used ones.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
+        # Files of trained models may say so; an engine does neither.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self.is_on = False
+        self.is_on = False  # whether texts are encoded by pieces; else as a whole
         self._tokenizer = tokenizer
         self._name = name
-        self._ids = _special_tokens(tokenizer)
+        # Where any text is split. Tokens that take the space beside them along, or are found only
+        # as a word of their own or after normalization, are left to the tokenizer.
+        self._ids: dict[str, int] = {
+            token.content: number
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.content
+            and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+        }
         # Where two begin at one place the longer one counts, as in the tokenizer.
         longest = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, longest))})")
@@ -380,6 +359,7 @@ class Segments:
         self._lock = Lock()
         if self._ids:
             self.is_on = True
+            # After each of them a text begins anew, for some tokenizers in a way of its own.
             for special in longest[:16]:
                 self._check("".join(f"{special}{edge}" for edge in _EDGES) + special)
 
@@ -387,6 +367,7 @@ class Segments:
         """Return the ids of a text in which special tokens may stand; none are added."""
         with self._lock:
             self._counters["texts"] += 1
+            # Now and then a whole one: no check at the start can try all texts.
             is_due = self._counters["texts"] % _CHECK_EVERY == 0
         if not self.is_on:
             return self._whole(text)
@@ -409,20 +390,23 @@ class Segments:
         return ids
 
     def _by_pieces(self, text: str) -> array[int]:
-        found = array("I")
+        tokens = array("I")
         remembered = 0
         split = self._pattern.split(text)
         for at, piece in enumerate(split):
-            if at % 2:
-                found.append(self._ids[piece])
+            if at % 2:  # between two pieces stands the special token that ends the first
+                tokens.append(self._ids[piece])
             elif piece:
-                ids = self._remembered(piece)
+                with self._lock:
+                    ids = self._pieces.get(piece)
+                    if ids is not None:
+                        self._pieces.move_to_end(piece)
                 remembered += ids is not None
-                found += self._encoded(piece) if ids is None else ids
+                tokens += self._encoded(piece) if ids is None else ids
         with self._lock:
             self._counters["pieces"] += (len(split) + 1) // 2
             self._counters["remembered"] += remembered
-        return found
+        return tokens
 
     def _check(self, text: str) -> Sequence[int]:
         """Encode a text in both ways; return its ids as a whole."""
@@ -441,15 +425,8 @@ class Segments:
                 self._characters = 0
         return whole
 
-    def _remembered(self, piece: str) -> array[int] | None:
-        with self._lock:
-            ids = self._pieces.get(piece)
-            if ids is not None:
-                self._pieces.move_to_end(piece)
-            return ids
-
     def _encoded(self, piece: str) -> array[int]:
-        ids = array("I", self._whole(piece))
+        ids = array("I", self._whole(piece))  # without the lock: it may take seconds
         with self._lock:
             if piece not in self._pieces and len(piece) <= _MOST_CHARACTERS:
                 self._pieces[piece] = ids
@@ -461,17 +438,3 @@ class Segments:
 
 
 _COUNTERS: Final = ("texts", "pieces", "remembered", "checked", "differing")
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the tokens at which any text is split, wherever they stand, and their ids.
-
-    Tokens that take the space beside them along, or are found only as a word of their own or after
-    normalization, are left to the tokenizer.
-    """
-    return {
-        token.content: number
-        for number, token in tokenizer.get_added_tokens_decoder().items()
-        if token.content
-        and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
-    }

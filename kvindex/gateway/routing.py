@@ -29,12 +29,7 @@ _MOST_SHOWN: Final = 20  # models that a message names
 
 
 class UnknownModelError(KVIndexError):
-    """No engine serves a model.
-
-    Attributes:
-        model: its name.
-        known: the models that are served.
-    """
+    """No engine serves a model; `known` are those that are served."""
 
     def __init__(self, model: str, known: Collection[str]) -> None:
         self.model = model
@@ -47,38 +42,21 @@ class UnknownModelError(KVIndexError):
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """An engine, as the gateway sends requests to it.
+    """An engine, as the gateway sends requests to it."""
 
-    Attributes:
-        worker: its name.
-        url: of its HTTP server.
-        kind: "vllm", "sglang", or "" if unknown.
-        version: its release; "" if unknown.
-        models: the names of its model.
-        adapters: the LoRA adapters that it serves.
-        first_rank: the lowest of its dp_ranks.
-        ranks: how many it has.
-        is_silent: whether it has left two questions about itself unanswered.
-    """
-
-    worker: str
-    url: str
-    kind: str = ""
+    worker: str  # its name
+    url: str  # of its HTTP server
+    kind: str = ""  # "vllm", "sglang", or "" if unknown
     version: str = ""
-    models: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
-    first_rank: int = 0
-    ranks: int = 1
-    is_silent: bool = False
+    models: tuple[str, ...] = ()  # the names of its model
+    adapters: tuple[str, ...] = ()  # the LoRA adapters that it serves
+    first_rank: int = 0  # the lowest of its dp_ranks
+    ranks: int = 1  # how many it has
+    is_silent: bool = False  # it has left two questions about itself unanswered
 
 
 class Pin(NamedTuple):
-    """What makes an engine serve a request on one of its DP ranks.
-
-    Attributes:
-        headers: fields of the request's head.
-        body_fields: fields of its JSON.
-    """
+    """What makes an engine serve a request on one of its DP ranks: fields of its head and body."""
 
     headers: Sequence[tuple[bytes, bytes]] = ()
     body_fields: Mapping[str, Any] = {}
@@ -97,15 +75,11 @@ def pin(serving: Serving, rank: Rank) -> Pin:
     if serving.ranks < 2:
         return Pin()
     own = rank.dp_rank - serving.first_rank
-    if serving.kind == "sglang" and _numbers(serving.version) < _SGLANG_HEADER:
+    # A version without numbers, as of a build from source, counts as a new release.
+    release = tuple(map(int, re.findall(r"\d{1,9}", serving.version)[:3])) or _SGLANG_HEADER
+    if serving.kind == "sglang" and release < _SGLANG_HEADER:
         return Pin(body_fields={_FIELD: own})
     return Pin(headers=((_HEADER, b"%d" % own),))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version; of an unknown one those of a new release."""
-    numbers = tuple(map(int, re.findall(r"\d{1,9}", version)[:3]))
-    return numbers or _SGLANG_HEADER
 
 
 def serving_of(worker: str, report: EngineReport) -> Serving:
@@ -124,22 +98,14 @@ def serving_of(worker: str, report: EngineReport) -> Serving:
 
 
 class Model:
-    """A model's name, or that of an adapter: its router, and the engines that serve it.
-
-    Attributes:
-        name: as requests name it.
-        router: of all names of the model and of its adapters.
-        lora: the adapter; None for the model itself.
-        servings: its engines, sorted by name.
-        ranks: those of the engines; None: all that the router knows.
-    """
+    """A model's name, or that of an adapter: its router, and the engines that serve it."""
 
     def __init__(self, name: str, router: Router, lora: str | None) -> None:
         self.name = name
-        self.router = router
-        self.lora = lora
-        self.servings: list[Serving] = []
-        self.ranks: tuple[Rank, ...] | None = ()
+        self.router = router  # one for all names of a model and of its adapters
+        self.lora = lora  # None for the model itself
+        self.servings: list[Serving] = []  # sorted by name
+        self.ranks: tuple[Rank, ...] | None = ()  # of the engines; None: all of the router's
 
     def ranks_of(self, workers: Collection[str]) -> list[Rank]:
         """Return the ranks that are on some of its engines."""
@@ -148,19 +114,11 @@ class Model:
 
     def serving(self, rank: Rank) -> Serving | None:
         """Return the engine of a rank; None if it has just come."""
-        return next((each for each in self.servings if each.worker == rank.worker), None)
+        return next((s for s in self.servings if s.worker == rank.worker), None)
 
 
 class Models:
-    """Follows which models the engines of a client serve.
-
-    The names of one engine's model are names of one model. An adapter belongs to the model of its
-    engine.
-
-    Args:
-        source: the ranks and what they hold.
-        engines: returns the engines' reports by worker; the same object until they change.
-        make_router: makes the router of a model; called once for each.
+    """Follows which models the engines of a client serve; `make_router` is called once for each.
 
     Owner: one event loop; `servings` and `names` may be called from any thread.
     Complexity: O(1) for a call while nothing changes, else O(engines).
@@ -182,11 +140,7 @@ class Models:
         self.routers: dict[str, Router] = {}
 
     def find(self, name: str) -> Model:
-        """Return a model by its name; "" stands for the only one.
-
-        Raises:
-            UnknownModelError: no engine serves it.
-        """
+        """Return a model by its name, "" for the only one; raises UnknownModelError."""
         models = self._current()
         model = models.get(name)
         if model is None and not name and len(self.routers) == 1 and models:
@@ -218,16 +172,27 @@ class Models:
         return self._models
 
     def _has_changed(self) -> bool:
+        # Both are the same objects until they change, so that this costs no look at the engines.
         engines, ranks = self._engines(), self._source.index.ranks
         return (engines, ranks) != self._seen or engines is not self._seen[0]
 
     def _follow(self, engines: Mapping[str, EngineReport], ranks: tuple[Rank, ...]) -> None:
-        servings = [serving_of(worker, report) for worker, report in sorted(engines.items())]
+        servings = {
+            worker: serving_of(worker, report) for worker, report in sorted(engines.items())
+        }
         models: dict[str, Model] = {}
-        for serving in servings:
+        for serving in servings.values():
             if not serving.models:
                 continue
-            router = self._router(serving.models[0], models)
+            # The names of one engine's model are names of one model, whichever engine was first; an
+            # adapter belongs to the model of its engine, since it shares that one's cache and load.
+            name = serving.models[0]
+            if name in models:
+                router = models[name].router
+            else:
+                if name not in self.routers:  # replaced, since another thread may iterate over them
+                    self.routers = {**self.routers, name: self._make_router(name)}
+                router = self.routers[name]  # kept while its engines are away, with its load
             for name in serving.models:
                 models.setdefault(name, Model(name, router, None)).servings.append(serving)
             for name in serving.adapters:
@@ -235,27 +200,15 @@ class Models:
         for model in models.values():
             workers = {serving.worker for serving in model.servings}
             own = tuple(rank for rank in ranks if rank.worker in workers)
-            model.ranks = None if own == ranks else own
-        self._models, self._servings = models, {each.worker: each for each in servings}
-
-    def _router(self, name: str, models: Mapping[str, Model]) -> Router:
-        """Return the router of the model of this name; a router is kept, with its load."""
-        if name in models:
-            return models[name].router
-        if name not in self.routers:  # replaced, since another thread may iterate over them
-            self.routers = {**self.routers, name: self._make_router(name)}
-        return self.routers[name]
+            model.ranks = None if own == ranks else own  # None spares each request a mask
+        self._models, self._servings = models, servings
 
 
 # A rank for each request --------------------------------------------------------------------------
 
 
 class NoRankError(KVIndexError):
-    """A request can be sent nowhere.
-
-    Attributes:
-        reasons: how many ranks are refused for which reason.
-    """
+    """A request can be sent nowhere; `reasons` counts the refused ranks."""
 
     def __init__(self, reasons: Mapping[str, int]) -> None:
         self.reasons = dict(reasons)
@@ -264,14 +217,7 @@ class NoRankError(KVIndexError):
 
 
 class Routing:
-    """Reserves ranks with the routers of the models.
-
-    Args:
-        models: which engines serve which model.
-        most_waiting: requests of one model that may wait for room.
-
-    Owner: one event loop.
-    """
+    """Reserves ranks with the routers of the models. Owner: one event loop."""
 
     def __init__(self, models: Models, most_waiting: int) -> None:
         self._models = models
@@ -297,7 +243,7 @@ class Routing:
         request_id: str,
         deadline: float,
         workers: Collection[str] | None = None,
-    ) -> Place:
+    ) -> Reservation:
         """Reserve a rank for a request; wait for one if none has room.
 
         Args:
@@ -312,25 +258,29 @@ class Routing:
             workers: names of the engines that count; None: all.
 
         Raises:
-            UnknownModelError: no engine serves the model.
-            NoRankError: no rank can serve it, however long it waits.
-            ShedError: no rank has room in time.
+            UnknownModelError, NoRankError, ShedError: it has no rank.
             CallError: a token is none.
         """
         waiting = self._waiting[self._models.find(model).router]
-        options: dict[str, Any] = {"salt": salt, "reads_cache": reads_cache}
-        if token_ids is None:
-            options["prompt_tokens"] = prompt_tokens
         ticket = None
         try:
             while True:
+                # Who waits is first come, first served: a new request does not pass the queue.
                 if not len(waiting) if ticket is None else waiting.is_first(ticket):
-                    found = self._models.find(model)
-                    ranks = found.ranks if workers is None else found.ranks_of(workers)
-                    booking = _booked(found, ranks, token_ids, request_id, exclude, options)
-                    serving = None if booking is None else found.serving(booking.rank)
+                    served = self._models.find(model)  # anew: engines come and go meanwhile
+                    booking = _book(
+                        served,
+                        token_ids,
+                        workers,
+                        exclude,
+                        request_id=request_id,
+                        salt=salt,
+                        reads_cache=reads_cache,
+                        prompt_tokens=prompt_tokens if token_ids is None else None,
+                    )
+                    serving = None if booking is None else served.serving(booking.rank)
                     if booking is not None and serving is not None:
-                        return Place(booking, serving, waiting)
+                        return Reservation(booking, serving, waiting)
                     if booking is not None:  # the rank has come since `find`
                         booking.cancel()
                         continue
@@ -375,17 +325,17 @@ class Routing:
     def _each(self, worker: str, change: Any) -> None:
         if worker not in self._models.servings():
             raise UnknownRankError(worker, self._models.servings())
+        # All: an engine may serve another model after its restart.
         for router in self._models.routers.values():
             change(router, worker)
 
 
-def _booked(
+def _book(
     model: Model,
-    ranks: Sequence[Rank] | None,
     token_ids: TokenIds | None,
-    request_id: str,
+    workers: Collection[str] | None,
     exclude: Sequence[Rank],
-    options: Mapping[str, Any],
+    **options: Any,
 ) -> Booking | None:
     """Reserve a rank; None if none has room."""
     router = model.router
@@ -393,14 +343,14 @@ def _booked(
     try:
         return router.reserve(
             () if token_ids is None else token_ids,
-            request_id=request_id,
-            ranks=ranks,
+            ranks=model.ranks if workers is None else model.ranks_of(workers),
+            # A rank that was tried and has gone since is no rank any more.
             exclude=[rank for rank in exclude if rank in known],
             lora=model.lora,
             **options,
         )
     except NoCandidateError as error:
-        if "capacity" in error.refused:
+        if "capacity" in error.refused:  # the only reason that passes by itself
             return None
         raise NoRankError(error.refused) from None
     except UnknownRankError:  # a rank has gone just now
@@ -409,24 +359,14 @@ def _booked(
         raise CallError(400, f"the prompt has a token that is none: {error}") from None
 
 
-class Place:
-    """A rank that is reserved for a request. Calls after its end change nothing.
-
-    Attributes:
-        rank: which.
-        serving: its engine.
-        pin: what makes the engine use this rank.
-        reason: "cache": it holds some of the prompt; "load": no rank does; "no_tokens": that is
-            not known.
-        held: tokens of the prompt that it will find cached.
-        prompt_tokens: of the prompt.
-    """
+class Reservation:
+    """A rank that is reserved for a request. Calls after its end change nothing."""
 
     def __init__(self, booking: Booking, serving: Serving, waiting: Waiting) -> None:
         self.rank = booking.rank
         self.serving = serving
         self.pin = pin(serving, booking.rank)
-        self.held = booking.decision.tokens
+        self.held = booking.decision.tokens  # that the rank will find cached
         self.prompt_tokens = booking.decision.prompt_tokens
         self.reason = "cache" if self.held else "load"
         if not booking.decision.reads_cache:
@@ -443,6 +383,7 @@ class Place:
         """Count the request on another engine, which serves it instead."""
         ranks = [rank for rank in self._booking.decision.ranks if rank.worker == worker]
         if ranks:
+            # A proxy tries again with the same head: so it is the rank with the same number there.
             own = self.rank.dp_rank - self.serving.first_rank
             self.rank = ranks[min(own, len(ranks) - 1)]
             self._booking.move(self.rank)
@@ -454,6 +395,7 @@ class Place:
 
     def touch(self, output_tokens: int) -> None:
         """Report how many tokens were generated so far."""
+        # Usage may report fewer than the events did: a booking's tokens only grow.
         more = output_tokens - self._booking.output_tokens
         if more > 0:
             self._booking.output(more)
@@ -475,12 +417,7 @@ class Place:
 
 
 class ShedError(KVIndexError):
-    """A request that found no room in time.
-
-    Attributes:
-        reason: "full": too many requests wait; "deadline": it has waited long enough.
-        retry_after: seconds after which to send it again.
-    """
+    """A request that found no room in time; after `retry_after` seconds it may come again."""
 
     def __init__(self, message: str, *, reason: str, retry_after: float) -> None:
         super().__init__(message)
@@ -489,7 +426,7 @@ class ShedError(KVIndexError):
 
 
 class Ticket:
-    """A request's place among those that wait. Owner: one event loop."""
+    """A request in the queue. Owner: one event loop."""
 
     def __init__(self) -> None:
         self.woken = asyncio.Event()
@@ -500,9 +437,6 @@ class Waiting:
 
     Only the first one tries to get a rank, whenever the load has fallen; so later ones neither
     overtake it nor all try at once.
-
-    Args:
-        most: requests that may wait; 0: none.
 
     Owner: one event loop. Complexity: O(1), but O(waiting) for one that leaves from the middle.
     """
@@ -517,11 +451,7 @@ class Waiting:
         return len(self._tickets)
 
     def join(self) -> Ticket:
-        """Enqueue a request.
-
-        Raises:
-            ShedError: too many wait.
-        """
+        """Enqueue a request; raises ShedError if too many wait."""
         if len(self._tickets) >= self._most:
             self._shed["full"] += 1
             text = f"no rank has room, and {len(self._tickets)} requests wait, the most that may"
@@ -532,21 +462,16 @@ class Waiting:
         return ticket
 
     async def turn(self, ticket: Ticket, deadline: float) -> None:
-        """Return once the load has fallen and the request is the first.
+        """Return once the request is the first and the load has fallen; raises ShedError.
 
-        Args:
-            ticket: from `join`.
-            deadline: in seconds of the event loop.
-
-        Raises:
-            ShedError: the deadline has passed.
+        It may also return for nothing: who is woken tries, and comes back.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         ticket.woken.clear()
         timer = loop.call_at(deadline, ticket.woken.set)
         try:
-            await ticket.woken.wait()
+            await ticket.woken.wait()  # by the load or by the timer: then the time tells which
         finally:
             timer.cancel()
         if loop.time() >= deadline:
@@ -557,7 +482,7 @@ class Waiting:
     def leave(self, ticket: Ticket) -> None:
         """Forget a request, which has a rank or has given up; the next one may try."""
         self._tickets.remove(ticket)
-        self.notify()
+        self.notify()  # it may have been woken, and left before it tried
 
     def is_first(self, ticket: Ticket) -> bool:
         """Return whether no other request waits before this one."""

@@ -18,14 +18,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 
 from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Call
 from kvindex.gateway.routing import Serving
-from kvindex.gateway.upstream import UpstreamError
-from kvindex.service.http import Headers
+from kvindex.gateway.upstream import Upstream, UpstreamError
 from kvindex.wire.errors import UNREADABLE
 
 if TYPE_CHECKING:
@@ -59,32 +58,11 @@ _encode = msgspec.json.Encoder().encode
 _KEPT: Final = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt")
 
 
-class Asks(Protocol):
-    """What asks engines: an `Upstream`."""
-
-    async def ask(
-        self,
-        url: str,
-        path: str,
-        body: bytes = b"",
-        headers: Headers = (),
-        *,
-        within: float,
-        most: int,
-    ) -> tuple[int, bytes]:
-        """Return status and body of an answer; raises UpstreamError."""
-
-
 class Tokens(NamedTuple):
-    """A prompt's tokens.
+    """A prompt's tokens."""
 
-    Attributes:
-        token_ids: None if they are not known.
-        reason: where they are from, or why there are none.
-    """
-
-    token_ids: Sequence[int] | None
-    reason: str
+    token_ids: Sequence[int] | None  # None if they are not known
+    reason: str  # where they are from, or why there are none
 
     def length(self, call: Call) -> int:
         """Return how many there are, or an estimate by the request's bytes."""
@@ -100,22 +78,17 @@ class _Question(NamedTuple):
 
 
 class Tokenizing:
-    """Finds the tokens of prompts.
-
-    Args:
-        upstream: asks the engines.
-        within: seconds that a request may wait for its tokens.
-        local: the models' own tokenizers, by a name of the model; "": of any other.
-
-    Owner: one event loop.
-    """
+    """Finds the tokens of prompts. Owner: one event loop."""
 
     def __init__(
-        self, upstream: Asks, within: float = 2.0, local: Mapping[str, LocalTokens] | None = None
+        self,
+        upstream: Upstream,
+        within: float = 2.0,
+        local: Mapping[str, LocalTokens] | None = None,
     ) -> None:
         self._upstream = upstream
-        self._within = within
-        self._local = dict(local or {})
+        self._within = within  # seconds that a request may wait for its tokens
+        self._local = dict(local or {})  # by a name of the model; "": of any other
         self._threads = ThreadPoolExecutor(2, "kvindex-tokens")  # made as they are needed
         self._turn = 0
         self._not_before: dict[tuple[str, str], float] = {}  # by URL and path
@@ -125,44 +98,31 @@ class Tokenizing:
     async def tokens(self, call: Call, engines: Sequence[Serving]) -> Tokens:
         """Return the tokens of a request's prompt; of several prompts those of the first.
 
-        Args:
-            call: the request.
-            engines: those of its model; they are asked in turn.
+        `engines` are those of its model, which are asked in turn.
         """
-        found = await self._find(call, engines)
-        self._counters[found.reason] += 1
-        return found
-
-    async def _find(self, call: Call, engines: Sequence[Serving]) -> Tokens:
         prompt = _prompt_of(call)
         if isinstance(prompt, list) and call.path in (COMPLETIONS, EMBEDDINGS):
-            return Tokens(prompt, "ids")
-        if prompt is None:
-            return Tokens(None, "not_text")
-        until = asyncio.get_running_loop().time() + self._within
-        local = self._local_of(call, engines)
-        if local is not None:
-            found = await self._find_locally(local, call, prompt, engines, until)
-            if found is not None:
-                return found
-        return await self._find_in_engines(call, prompt, engines, until)
+            tokens = Tokens(prompt, "ids")
+        elif prompt is None:
+            tokens = Tokens(None, "not_text")
+        else:
+            until = asyncio.get_running_loop().time() + self._within
+            local = await self._local_tokens(call, prompt, engines, until)
+            tokens = local or await self._find_in_engines(call, prompt, engines, until)
+        self._counters[tokens.reason] += 1
+        return tokens
 
-    def _local_of(self, call: Call, engines: Sequence[Serving]) -> LocalTokens | None:
-        """Return the tokenizer of a request's model."""
+    async def _local_tokens(
+        self, call: Call, prompt: str | list[Any], engines: Sequence[Serving], until: float
+    ) -> Tokens | None:
+        """Return tokens of the model's own files; None if the engines are to be asked instead."""
         if not self._local or any(call.fields.get(name) is not None for name in _ENGINES_OWN):
             return None
         names = (call.model, *(engines[0].models if engines else ()), "")
-        return next((self._local[name] for name in names if name in self._local), None)
-
-    async def _find_locally(
-        self,
-        local: LocalTokens,
-        call: Call,
-        prompt: str | list[Any],
-        engines: Sequence[Serving],
-        until: float,
-    ) -> Tokens | None:
-        """Return tokens of the model's own files; None if the engines are to be asked instead."""
+        local = next((self._local[name] for name in names if name in self._local), None)
+        if local is None:
+            return None
+        # Here, since it needs packages that are wanted with tokenizers only.
         from kvindex.gateway.local import ChatError, form_of
 
         is_chat = not isinstance(prompt, str)
@@ -176,23 +136,24 @@ class Tokenizing:
         except ChatError:
             self._failures["template"] += 1
             return None
+        # A chat's earlier turns are remembered: only its last messages cost.
         cost = local.cost(text) if is_chat else len(text)
-        if cost <= _QUICK_CHARACTERS:
+        if cost <= _QUICK_CHARACTERS:  # a thread would cost more
             ids = local.encode(text, is_chat=is_chat)
         else:
             encode = partial(local.encode, text, is_chat=is_chat)
             ids = await asyncio.get_running_loop().run_in_executor(self._threads, encode)
         if trusts is None:
-            found = await self._find_in_engines(call, prompt, engines, until)
-            if found.token_ids is not None:
-                local.compare(form, ids, found.token_ids)
-                return found
+            tokens = await self._find_in_engines(call, prompt, engines, until)
+            if tokens.token_ids is not None:
+                local.compare(form, ids, tokens.token_ids)
+                return tokens  # the engine's: only that they are equal makes ours good
         return Tokens(ids, "local")
 
     async def _find_in_engines(
         self, call: Call, prompt: str | list[Any], engines: Sequence[Serving], until: float
     ) -> Tokens:
-        """Ask one engine after another."""
+        """Ask one engine after another, each time another one first."""
         loop = asyncio.get_running_loop()
         self._turn += 1
         start = self._turn % len(engines) if engines else 0
@@ -202,6 +163,7 @@ class Tokenizing:
                 now = loop.time()
                 if now >= until:
                     return Tokens(None, "slow")
+                # Each engine that hangs would cost each request the whole time that it may wait.
                 if self._not_before.get((serving.url, question.path), 0.0) > now:
                     continue
                 token_ids = await self._ask(serving, question, until - now)
@@ -225,12 +187,12 @@ class Tokenizing:
                 most=_MOST_BYTES,
             )
             if status == 200:
-                return _read(question.source, body)
+                return _decode(question.source, body)
             failure = f"status_{status}"
             if status in _LACKING:
                 pause = _RETRY_SECONDS
             elif status < 500:
-                pause = 0.0  # it is the request
+                pause = 0.0  # it is the request: the engine may answer the next one
         except UpstreamError as error:
             failure = error.reason
         except UNREADABLE:
@@ -253,7 +215,7 @@ class Tokenizing:
         return {
             "sources": dict(self._counters),
             "failures": dict(self._failures),
-            "local": {name: each.statistics() for name, each in self._local.items()},
+            "local": {name: local.statistics() for name, local in self._local.items()},
         }
 
 
@@ -263,14 +225,16 @@ def _prompt_of(call: Call) -> str | list[Any] | None:
     if call.path in (CHAT, MESSAGES):
         messages = fields["messages"]
         system = fields.get("system")
+        # Engines make a message of it, the first one; a list of parts they may treat otherwise.
         if call.path == MESSAGES and isinstance(system, str):
             return [{"role": "system", "content": system}, *messages]
         return messages if isinstance(messages, list) else None
     if call.path == RESPONSES:
-        given = fields.get("input")
+        text = fields.get("input")
         if fields.get("instructions") or fields.get("previous_response_id"):
-            return None
-        return [{"role": "user", "content": given}] if isinstance(given, str) else None
+            return None  # the engine puts texts before it that only the engine has
+        return [{"role": "user", "content": text}] if isinstance(text, str) else None
+    # Of several prompts the first one decides where all go: they are one request.
     prompt = fields.get("prompt" if call.path == COMPLETIONS else "input")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -281,13 +245,13 @@ def _questions(call: Call, prompt: str | list[Any], serving: Serving) -> list[_Q
     """Return what an engine can be asked for a prompt, the best first."""
     questions = []
     is_vllm = serving.kind != "sglang"
-    if is_vllm and call.path in (CHAT, COMPLETIONS):
+    if is_vllm and call.path in (CHAT, COMPLETIONS):  # shows what the engine itself would see
         questions.append(_Question("render", f"{call.path}/render", call.body))
     if isinstance(prompt, str):
         fields: Mapping[str, Any] = {"prompt": prompt}
     elif is_vllm:
         fields = {"messages": prompt, **{k: call.fields[k] for k in _KEPT if k in call.fields}}
-    else:
+    else:  # SGLang's /tokenize knows no chats
         return questions
     if call.model:
         fields = {"model": call.model, **fields}
@@ -295,7 +259,8 @@ def _questions(call: Call, prompt: str | list[Any], serving: Serving) -> list[_Q
     return questions
 
 
-def _read(source: str, body: bytes) -> Sequence[int]:
+def _decode(source: str, body: bytes) -> Sequence[int]:
+    # Nothing in answers is trusted: what has another form is "content", and the next one is asked.
     if source == "tokenize":
         tokens: Any = _decode_tokenized(body).tokens  # SGLang: a list for each of several texts
         return tokens[0] if tokens and isinstance(tokens[0], list) else tokens

@@ -38,11 +38,7 @@ class _Origin(NamedTuple):
 class Upstream:
     """The connections of a gateway to its engines.
 
-    Args:
-        token: returns the engines' API key, for requests that bring none.
-        context: for engines at https; that of the system by default.
-
-    Owner: one event loop.
+    `token` returns their API key, for requests that bring none. Owner: one event loop.
     """
 
     def __init__(
@@ -70,23 +66,28 @@ class Upstream:
     ) -> Answer:
         """Send a request; return the answer once its head has arrived.
 
-        Args:
-            url: of the engine.
-            path: below the URL.
-            body: whole.
-            headers: all but Host and Content-Length.
-            method: the HTTP method.
-            head_within: seconds until the head arrives, once connected.
+        `headers` are all but Host and Content-Length; `head_within` counts once it is connected.
 
         Raises:
             UpstreamError: there is no answer; see its `reason`.
             ConfigurationError: the URL cannot be used.
         """
-        origin = self._origin(url)
-        request = self._request(origin, method, path, body, headers)
+        origin = self._origins.get(url)
+        if origin is None:
+            if len(self._origins) > 4096:  # engines come and go
+                self._origins.clear()
+            origin = self._origins[url] = _parse(url)
+        lines = [f"{method} {origin.prefix}{path} HTTP/1.1".encode(), b"host: " + origin.field]
+        lines += [b"%b: %b" % field for field in headers]
+        token = self._token()
+        if token is not None and not any(name == b"authorization" for name, _ in headers):
+            lines.append(b"authorization: Bearer " + token.encode())
+        if body or method != "GET":
+            lines.append(b"content-length: %d" % len(body))
+        request = b"\r\n".join((*lines, b"", body))  # one write, and so often one packet
         loop = asyncio.get_running_loop()
         while True:
-            wire = self._idle_wire(origin, loop.time()) or await self._connect(origin)
+            wire = self._idle_wire(origin) or await self._connect(origin)
             answer = wire.ask(request)
             why = f"no head of an answer within {head_within:g} s"
             timer = loop.call_later(head_within, partial(answer.fail, "timeout_head", why))
@@ -99,7 +100,7 @@ class Upstream:
                     self._failures[error.reason] += 1
                     raise
                 self._counters["sent_again"] += 1
-            except BaseException:
+            except BaseException:  # cancelled: the engine must not work for a client that has gone
                 answer.close()
                 raise
             finally:
@@ -116,17 +117,14 @@ class Upstream:
         within: float,
         most: int = 16 << 20,
     ) -> tuple[int, bytes]:
-        """Return the status and the body of a short answer.
-
-        Args: as `send`, and
-            within: seconds until all has arrived.
-            most: bytes of the body.
+        """Return status and body of an answer of at most so many bytes, all `within` seconds.
 
         Raises: as `send`.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         answer = await self.send(url, path, body, headers, method=method, head_within=within)
+        # One bound for head and body: `head_within` alone would let a body trickle for ever.
         left = max(0.0, began + within - loop.time())
         why = f"no whole answer within {within:g} s"
         timer = loop.call_later(left, partial(answer.fail, "timeout", why))
@@ -168,11 +166,11 @@ class Upstream:
 
     # Connections --------------------------------------------------------------------------------
 
-    def _idle_wire(self, origin: _Origin, now: float) -> Wire | None:
-        """Return a kept connection, the last used first; close those that were idle too long."""
-        idle = self._idle[origin]
+    def _idle_wire(self, origin: _Origin) -> Wire | None:
+        """Return a kept connection; close those that were idle too long."""
+        idle, now = self._idle[origin], asyncio.get_running_loop().time()
         while idle:
-            wire = idle.pop()
+            wire = idle.pop()  # the last used: the engine closes the others first
             if wire.is_open and now - wire.idle_since < _IDLE_SECONDS:
                 self._counters["reused"] += 1
                 wire.is_reused = True
@@ -181,25 +179,24 @@ class Upstream:
                 wire.abort()
         return None
 
-    def _keep(self, origin: _Origin, wire: Wire) -> None:
-        idle = self._idle[origin]
-        wire.idle_since = asyncio.get_running_loop().time()
-        if len(idle) < _MOST_IDLE:
-            idle.append(wire)
-        else:
-            wire.abort()
-
-    def _forget(self, origin: _Origin, wire: Wire) -> None:
-        self._wires.discard(wire)
-        idle = self._idle[origin]
-        if wire in idle:
-            idle.remove(wire)
-        if not idle:
-            del self._idle[origin]
-
     async def _connect(self, origin: _Origin) -> Wire:
-        name = origin.field.decode()
-        wire = Wire(name, partial(self._keep, origin), partial(self._forget, origin))
+        name, idle = origin.field.decode(), self._idle
+
+        def keep(wire: Wire) -> None:
+            wire.idle_since = asyncio.get_running_loop().time()
+            if len(idle[origin]) < _MOST_IDLE:
+                idle[origin].append(wire)
+            else:
+                wire.abort()
+
+        def forget(wire: Wire) -> None:
+            self._wires.discard(wire)
+            if wire in idle[origin]:
+                idle[origin].remove(wire)
+            if not idle[origin]:  # engines come and go
+                del idle[origin]
+
+        wire = Wire(name, keep, forget)
         context = (self._context or ssl.create_default_context()) if origin.is_secure else None
         try:
             connecting = asyncio.get_running_loop().create_connection(
@@ -208,7 +205,7 @@ class Upstream:
             await asyncio.wait_for(connecting, _CONNECT_SECONDS)
         except (OSError, asyncio.TimeoutError) as error:
             reason = "unreachable"
-            if isinstance(error, ConnectionRefusedError):
+            if isinstance(error, ConnectionRefusedError):  # nobody listens: the engine is down
                 reason = "refused"
             elif isinstance(error, asyncio.TimeoutError):
                 reason = "timeout_connect"
@@ -218,28 +215,6 @@ class Upstream:
         self._counters["opened"] += 1
         self._wires.add(wire)
         return wire
-
-    # Requests -----------------------------------------------------------------------------------
-
-    def _origin(self, url: str) -> _Origin:
-        origin = self._origins.get(url)
-        if origin is None:
-            if len(self._origins) > 4096:  # engines come and go
-                self._origins.clear()
-            origin = self._origins[url] = _parse(url)
-        return origin
-
-    def _request(
-        self, origin: _Origin, method: str, path: str, body: bytes, headers: Headers
-    ) -> bytes:
-        lines = [f"{method} {origin.prefix}{path} HTTP/1.1".encode(), b"host: " + origin.field]
-        lines += [b"%b: %b" % field for field in headers]
-        token = self._token()
-        if token is not None and not any(name == b"authorization" for name, _ in headers):
-            lines.append(b"authorization: Bearer " + token.encode())
-        if body or method != "GET":
-            lines.append(b"content-length: %d" % len(body))
-        return b"\r\n".join((*lines, b"", body))
 
 
 def _parse(url: str) -> _Origin:
@@ -251,6 +226,7 @@ def _parse(url: str) -> _Origin:
         raise ConfigurationError(f"{url!r} is no URL of an engine: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigurationError(f"{url!r} is no URL of an engine: expected http://HOST:PORT")
+    # As in the URL, without a user: engines behind a proxy are told apart by it.
     is_secure = parts.scheme == "https"
     field = parts.netloc.rpartition("@")[2].encode()
     return _Origin(
@@ -275,11 +251,9 @@ _NO_BODY: Final = frozenset({204, 304})
 class UpstreamError(KVIndexError):
     """An engine did not answer, or not to the end.
 
-    Attributes:
-        reason: "refused", "unreachable" or "timeout_connect": nothing was sent; "timeout_head",
-            "garbage" or "head_too_long": no head arrived; "reset": the connection broke; "silent":
-            nothing came for too long; "too_long" or "timeout": a whole answer was too long, or not
-            there in time.
+    Its `reason` is "refused", "unreachable" or "timeout_connect": nothing was sent; "timeout_head",
+    "garbage" or "head_too_long": no head arrived; "reset": the connection broke; "silent": nothing
+    came for too long; "too_long" or "timeout": a whole answer was too long, or not there in time.
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -288,18 +262,11 @@ class UpstreamError(KVIndexError):
 
 
 class Answer:
-    """An engine's answer, which is being received.
-
-    Attributes:
-        status: the HTTP status code.
-        headers: the fields, with names in lower case, but for those of one connection.
-
-    Owner: one event loop; one task awaits it.
-    """
+    """An engine's answer, which is being received. Owner: one event loop; one task awaits it."""
 
     def __init__(self, wire: Wire) -> None:
         self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: list[tuple[bytes, bytes]] = []  # but those of one connection
         self._wire: Wire | None = wire  # until the answer is complete, or broken
         self._pieces: list[bytes] = []  # that nobody has taken yet
         self._size = 0
@@ -322,15 +289,8 @@ class Answer:
     ) -> bool:
         """Pass on all that has arrived and arrives, until `receive` returns False.
 
-        Args:
-            receive: called with each piece, by this task or by the connection.
-            silent_within: seconds for which nothing may arrive; None: any time.
-
-        Returns:
-            Whether there may be more: False at the end of the answer.
-
-        Raises:
-            UpstreamError: the answer breaks off here.
+        Return whether there may be more: False at the end. Nothing may arrive for `silent_within`
+        seconds. Raises UpstreamError where the answer breaks off.
         """
         if silent_within is not None and self._silence is None and self._wire is not None:
             self._silence = self._loop.call_later(silent_within, self._check_silence, silent_within)
@@ -421,29 +381,16 @@ class Answer:
 
 
 class Wire(asyncio.Protocol):
-    """One connection to an engine, for one request at a time. Owner: one event loop.
-
-    Args:
-        name: of the engine, for messages.
-        on_idle: called when an answer is complete and another request may be sent.
-        on_closed: called when the connection is closed.
-
-    Attributes:
-        name: as given.
-        is_open: whether a request can be sent.
-        idle_since: when its last answer was complete, in seconds of the loop.
-        is_reused: whether it had a request before the present one.
-        has_received: whether anything of the present answer has arrived.
-    """
+    """One connection to an engine, for one request at a time. Owner: one event loop."""
 
     def __init__(
         self, name: str, on_idle: Callable[[Wire], None], on_closed: Callable[[Wire], None]
     ) -> None:
         self.name = name
-        self.is_open = False
+        self.is_open = False  # whether a request can be sent
         self.idle_since = 0.0
         self.is_reused = False
-        self.has_received = False
+        self.has_received = False  # anything of the present answer
         self._on_idle = on_idle
         self._on_closed = on_closed
         self._transport: Any = None
@@ -452,7 +399,7 @@ class Wire(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._unread = 0  # bytes since the head began
         self._in_head = False
-        self._ends_by_closing = False
+        self._ends_by_closing = False  # the answer has neither a length nor chunks
         self._is_paused = False
 
     def ask(self, request: bytes) -> Answer:
@@ -479,7 +426,6 @@ class Wire(asyncio.Protocol):
     # The transport's calls ----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Note that it is open."""
         self._transport, self.is_open = transport, True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -489,6 +435,7 @@ class Wire(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if answer is None:
             return
+        # An answer without a length ends so, in HTTP/1.0 style; any other is cut.
         if self._ends_by_closing and exc is None:
             answer.complete()
             answer.wake()
@@ -496,13 +443,12 @@ class Wire(asyncio.Protocol):
             answer.fail("reset", "the engine closed the connection")
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes; an idle connection that receives any is closed."""
         answer = self._answer
-        if answer is None:
+        if answer is None:  # nobody has asked: what it would be the answer to is not known
             self.abort()
             return
         self.has_received = True
-        if self._in_head:
+        if self._in_head:  # the parser does not bound it
             self._unread += len(data)
         try:
             self._parser.feed_data(data)
@@ -532,11 +478,13 @@ class Wire(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Notify the reader of the head; a 1xx is not the answer."""
+        # A 1xx only announces the answer.
         status = self._parser.get_status_code()
         if status < 200 or self._answer is None:
             return
         self._in_head = False
         headers = self._headers
+        # Once more: the whole head may have come with one piece, together with the body.
         if sum(len(name) + len(value) for name, value in headers) > MOST_HEAD:
             self._fail_head(self._answer)
             return
@@ -559,7 +507,7 @@ class Wire(asyncio.Protocol):
         self._answer = None
         answer.complete()
         answer.wake()
-        self.resume()
+        self.resume()  # else the next answer would not be read
         if self._parser.should_keep_alive() and not self._transport.is_closing():
             self._on_idle(self)
         else:

@@ -18,7 +18,7 @@ from kvindex.gateway.tokens import Tokens
 from kvindex.gateway.upstream import Answer, UpstreamError
 from kvindex.service.http import Guard, Limits, Site
 from kvindex.service.http.connections import Connection
-from tests.gateway.lives import DONE, HEAD, ROLE, USAGE, LoggedPlace, event
+from tests.gateway.lives import DONE, HEAD, ROLE, USAGE, LoggedReservation, event
 
 STREAM = (ROLE, event("x"), event("y"), event("z") + USAGE, DONE)
 
@@ -117,7 +117,7 @@ class Scripted:
             await self.tokenizing.wait()
         return Tokens(self.token_ids, "local")
 
-    async def reserve(self, model: str, token_ids: Any, **details: Any) -> LoggedPlace:
+    async def reserve(self, model: str, token_ids: Any, **details: Any) -> LoggedReservation:
         if self.queue is not None:
             await self.queue.wait()
         if self.refusal is not None:
@@ -127,10 +127,10 @@ class Scripted:
             raise NoRankError({"excluded": len(self.ranks)})
         self.reserved.append({"model": model, "token_ids": token_ids, **details})
         self.log.append(("reserve", left[0]))
-        return LoggedPlace(self.log, left[0], body_fields=self.body_fields)
+        return LoggedReservation(self.log, left[0], body_fields=self.body_fields)
 
     def servings(self, model: str) -> Sequence[Any]:
-        return [LoggedPlace(self.log, rank).serving for rank in self.ranks]
+        return [LoggedReservation(self.log, rank).serving for rank in self.ranks]
 
     def counters(self) -> dict[str, int]:
         return {}

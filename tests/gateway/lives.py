@@ -7,7 +7,7 @@ from typing import Any
 
 from kvindex import Rank
 from kvindex.gateway.calls import Call, read_call
-from kvindex.gateway.routing import Pin, Place, Serving
+from kvindex.gateway.routing import Pin, Reservation, Serving
 
 HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 JSON = ((b"content-type", b"application/json"),)
@@ -41,7 +41,7 @@ def call_of(path: str = "/v1/chat/completions", **fields: Any) -> Call:
     return read_call(path, msgspec.json.encode({**default, **fields}))
 
 
-class LoggedPlace(Place):
+class LoggedReservation(Reservation):
     """A place that notes its calls in `log`, with its name."""
 
     def __init__(

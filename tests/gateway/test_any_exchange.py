@@ -19,7 +19,7 @@ from tests.gateway.lives import (
     ROLE,
     USAGE,
     LoggedAnswer,
-    LoggedPlace,
+    LoggedReservation,
     call_of,
     event,
 )
@@ -47,7 +47,7 @@ class AnyLife(RuleBasedStateMachine):
     @rule()
     def reserve(self) -> None:
         self.ranks.append(Rank("e", len(self.ranks)))
-        self.exchange.reserved(LoggedPlace(self.log, self.ranks[-1]), self.tick())
+        self.exchange.reserved(LoggedReservation(self.log, self.ranks[-1]), self.tick())
 
     @rule(status=STATUSES, headers=st.sampled_from([HEAD, HEAD, JSON]))
     def answer(self, status: int, headers: Any) -> None:

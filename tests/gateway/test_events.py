@@ -52,27 +52,25 @@ def test_a_chat_is_forwarded_as_it_is() -> None:
     assert (events.delivered, events.is_done, events.unread) == (2, True, 0)
 
 
-def test_the_usage_event_that_we_asked_for_is_left_out() -> None:
-    events, forwarded = read(ROLE + TEXT + REPORT + DONE, hides_usage=True)
-    assert forwarded == ROLE + TEXT + DONE
-    assert events.usage == Usage(10, 3, 8)
+SECOND = event({"choices": [], "usage": {**USAGE, "completion_tokens": 9}})
+BESIDE_CHOICES = event(chunk(content="a") | {"usage": USAGE})
+WITHOUT_A_HIT = event({"choices": [], "usage": {**USAGE, "prompt_tokens_details": None}})
 
 
-def test_usage_beside_choices_is_not_left_out() -> None:
-    stream = event(chunk(content="a") | {"usage": USAGE})
-    events, forwarded = read(stream, hides_usage=True)
-    assert (forwarded, events.usage) == (stream, Usage(10, 3, 8))
-
-
-def test_of_two_usage_events_the_last_counts_and_none_is_shown() -> None:
-    second = event({"choices": [], "usage": {**USAGE, "completion_tokens": 9}})
-    events, forwarded = read(REPORT, second, DONE, hides_usage=True)
-    assert (forwarded, events.usage) == (DONE, Usage(10, 9, 8))
-
-
-def test_usage_without_a_hit_reports_none() -> None:
-    events, _ = read(event({"choices": [], "usage": {**USAGE, "prompt_tokens_details": None}}))
-    assert events.usage == Usage(10, 3, None)
+@pytest.mark.parametrize(
+    ("stream", "forwarded", "usage"),
+    [
+        ([ROLE + TEXT + REPORT + DONE], ROLE + TEXT + DONE, Usage(10, 3, 8)),
+        ([BESIDE_CHOICES], BESIDE_CHOICES, Usage(10, 3, 8)),
+        ([REPORT, SECOND, DONE], DONE, Usage(10, 9, 8)),
+        ([WITHOUT_A_HIT], b"", Usage(10, 3, None)),
+    ],
+)
+def test_the_usage_is_read_and_its_own_event_left_out_if_only_we_asked_for_it(
+    stream: list[bytes], forwarded: bytes, usage: Usage
+) -> None:
+    events, passed = read(*stream, hides_usage=True)
+    assert (passed, events.usage) == (forwarded, usage)
 
 
 @pytest.mark.parametrize(

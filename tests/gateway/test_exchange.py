@@ -16,7 +16,7 @@ from tests.gateway.lives import (
     USAGE,
     WHOLE,
     LoggedAnswer,
-    LoggedPlace,
+    LoggedReservation,
     call_of,
     event,
 )
@@ -35,7 +35,7 @@ class Life:
         self.exchange = Exchange(call_of(**fields), "id", 0.0)
 
     def reserve(self, rank: Rank = RANKS[0]) -> None:
-        self.exchange.reserved(LoggedPlace(self.log, rank), 1.0)
+        self.exchange.reserved(LoggedReservation(self.log, rank), 1.0)
 
     def answer(self, status: int = 200, headers: Any = None) -> None:
         given = () if headers is None else (headers,)

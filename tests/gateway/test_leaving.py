@@ -31,16 +31,11 @@ def ended_as_left(counted: dict[str, Any]) -> bool:
     return (end, number, counted["open"]) == ("client_left", 1, 0)
 
 
-async def test_a_client_that_leaves_while_its_prompt_is_tokenized_ends_the_request() -> None:
+@pytest.mark.parametrize("stage", ["tokenizing", "queue"])
+async def test_a_client_that_leaves_before_a_rank_is_reserved_takes_none(stage: str) -> None:
     async with fronted() as served:
-        served.scripted.tokenizing = hang = Hang()
-        assert ended_as_left(await left_at(served, hang))
-        assert served.scripted.log == []
-
-
-async def test_a_client_that_leaves_the_queue_takes_no_place() -> None:
-    async with fronted() as served:
-        served.scripted.queue = hang = Hang()
+        hang = Hang()
+        setattr(served.scripted, stage, hang)
         assert ended_as_left(await left_at(served, hang))
         assert served.scripted.log == []
 

@@ -15,7 +15,7 @@ from kvindex.gateway.routing import (
     Models,
     NoRankError,
     Pin,
-    Place,
+    Reservation,
     Routing,
     Serving,
     ShedError,
@@ -70,7 +70,9 @@ class Fleet:
     def connected_ranks(self) -> frozenset[Rank]:
         return self.live
 
-    async def reserve(self, model: str = "m", token_ids: Any = PROMPT, **options: Any) -> Place:
+    async def reserve(
+        self, model: str = "m", token_ids: Any = PROMPT, **options: Any
+    ) -> Reservation:
         self.numbers = getattr(self, "numbers", 0) + 1
         details: dict[str, Any] = {"salt": None, "reads_cache": True}
         details |= {"exclude": [], "prompt_tokens": 100}
@@ -158,17 +160,21 @@ async def test_a_request_gets_the_rank_that_holds_its_prompt() -> None:
     fleet = Fleet()
     fleet.set(a=report("a", "m", ranks=2), b=report("b", "m"))
     hold(fleet.index, Rank("a", 1), 4)
-    place = await fleet.reserve()
-    assert (place.rank, place.reason, place.held) == (Rank("a", 1), "cache", 4 * BLOCK)
-    assert (place.serving.url, place.pin.headers) == ("http://a", ((HEADER, b"1"),))
-    again = await fleet.reserve(exclude=[place.rank, Rank("gone")])
-    assert (again.rank != place.rank, again.reason) == (True, "load")
+    reservation = await fleet.reserve()
+    assert (reservation.rank, reservation.reason, reservation.held) == (
+        Rank("a", 1),
+        "cache",
+        4 * BLOCK,
+    )
+    assert (reservation.serving.url, reservation.pin.headers) == ("http://a", ((HEADER, b"1"),))
+    again = await fleet.reserve(exclude=[reservation.rank, Rank("gone")])
+    assert (again.rank != reservation.rank, again.reason) == (True, "load")
     unknown = await fleet.reserve(token_ids=None)
     assert (unknown.reason, unknown.prompt_tokens) == ("no_tokens", 100)
-    place.first_token()
-    place.touch(5)
-    place.touch(5)
-    for each in (place, again, unknown):
+    reservation.first_token()
+    reservation.touch(5)
+    reservation.touch(5)
+    for each in (reservation, again, unknown):
         each.finish(None)
         each.cancel()
     bookings = fleet.routing.statistics()["routers"]["m"]["bookings"]
@@ -203,9 +209,9 @@ async def test_requests_wait_in_order_and_each_end_lets_the_next_one_go() -> Non
         await fleet.reserve()
     assert caught.value.reason == "full"
     first.finish(None)
-    place = await second
+    reservation = await second
     assert not third.done()
-    place.cancel()
+    reservation.cancel()
     (await third).finish(None)
     shed = {"full": 1, "deadline": 0}
     assert fleet.routing.statistics()["waiting"]["m"] == {"waiting": 0, "waited": 2, "shed": shed}

@@ -12,7 +12,7 @@ import pytest
 from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, read_call
 from kvindex.gateway.routing import Serving
 from kvindex.gateway.tokens import Tokenizing, Tokens
-from kvindex.gateway.upstream import UpstreamError
+from kvindex.gateway.upstream import Upstream, UpstreamError
 from tests.gateway.models import folder
 
 pytestmark = pytest.mark.unit
@@ -28,7 +28,7 @@ def local_tokens(path: Path) -> Any:
     return LocalTokens(folder(path))
 
 
-class Engines:
+class Engines(Upstream):
     """Engines that answer as scripted, by path: a status with JSON, or a reason to fail."""
 
     def __init__(self, **answers: Any) -> None:

@@ -48,15 +48,18 @@ _FORGED: Final = (*(prefix.decode() for prefix in FORGED), "x-envoy-")
 def bootstrap(
     settings: GatewaySettings, folder: str, address: tuple[str, int], tokens: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the configuration.
+    """Return the configuration, with sockets and the engines' file in a folder.
 
-    Args:
-        settings: of the gateway.
-        folder: that has the sockets and the file of the engines.
-        address: to listen at: an IP address and a port.
-        tokens: any of them admits a client; none: no token is wanted.
+    `address` is an IP address and a port; any of the tokens admits a client, and without one all
+    are admitted.
     """
-    listening = settings.listening
+    kind = "downstream_connections.v3.DownstreamConnectionsConfig"
+    connections = {
+        "@type": f"{_TYPES}.resource_monitors.{kind}",
+        "max_active_downstream_connections": settings.listening.limits.connections,
+    }
+    name = "envoy.resource_monitors.global_downstream_max_connections"
+    monitor = {"name": name, "typed_config": connections}
     return {
         "node": {"id": "kvindex", "cluster": "kvindex"},  # the engines' file needs them
         "static_resources": {
@@ -68,7 +71,7 @@ def bootstrap(
                 _server(folder, DOOR),
             ],
         },
-        "overload_manager": {"resource_monitors": [_connections(listening.limits)]},
+        "overload_manager": {"resource_monitors": [monitor]},
     }
 
 
@@ -82,7 +85,9 @@ def printed(settings: GatewaySettings) -> str:
 
 def engines_file(version: int, endpoints: Iterable[str]) -> bytes:
     """Return the contents of the engines' file, given `ip:port` of each."""
-    assignment = {"@type": _CLUSTERS, **_assignment(ENGINES, map(_socket_address, endpoints))}
+    parts = (endpoint.rpartition(":") for endpoint in endpoints)
+    addresses = [_address(host.strip("[]"), int(port)) for host, _, port in parts]
+    assignment = {"@type": _CLUSTERS, **_assignment(ENGINES, addresses)}
     return msgspec.json.encode({"version_info": str(version), "resources": [assignment]})
 
 
@@ -117,6 +122,29 @@ def _listener(
 
 def _manager(settings: GatewaySettings, tokens: Sequence[str]) -> dict[str, Any]:
     limits = settings.listening.limits
+    # Clients name no ranks and destinations; usage can be read of answers as they are only.
+    names = ["accept-encoding", *(["authorization"] if tokens else [])]
+    forged = [{"remove_on_match": {"key_matcher": {"prefix": prefix}}} for prefix in _FORGED]
+    mutations = {
+        "@type": f"{_TYPES}.filters.http.header_mutation.v3.HeaderMutation",
+        "mutations": {"request_mutations": [*({"remove": name} for name in names), *forged]},
+    }
+    # Envoy has no filter that reads usage and errors of streams: a Lua program does.
+    reading = {
+        "@type": f"{_TYPES}.filters.http.lua.v3.Lua",
+        "default_source_code": {"inline_string": lua()},
+    }
+    reports = {
+        "@type": f"{_TYPES}.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
+        "common_config": {
+            "log_name": "kvindex",
+            "transport_api_version": "V3",
+            "grpc_service": {"envoy_grpc": {"cluster_name": PICKER}},
+            "buffer_size_bytes": 0,  # at once: an open request counts as load
+        },
+    }
+    # The order of the filters counts: what a client has forged must be gone before the picker's
+    # own fields are set, and the answer is read last, as it leaves.
     host = {"name": "all", "domains": ["*"], "routes": _routes(settings, tokens)}
     return {
         "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
@@ -127,18 +155,20 @@ def _manager(settings: GatewaySettings, tokens: Sequence[str]) -> dict[str, Any]
         "request_headers_timeout": _seconds(limits.head_seconds),
         "request_timeout": _seconds(limits.head_seconds + limits.body_seconds),
         "stream_idle_timeout": "0s",  # a timer for each token more: those of the tries will do
+        # Envoy is at the edge: what clients say of addresses before them is not believed.
         "use_remote_address": True,
         "skip_xff_append": True,
+        # As the embedded gateway: a client's id is kept, and each answer has one.
         "preserve_external_request_id": True,
         "always_set_request_id_in_response": True,
-        "access_log": [_access_log()],
+        "access_log": [{"name": "envoy.access_loggers.http_grpc", "typed_config": reports}],
         "access_log_options": {"access_log_flush_interval": _seconds(_REPORT_SECONDS)},
         "local_reply_config": _own_answers(limits),
         "route_config": {"name": "gateway", "virtual_hosts": [host]},
         "http_filters": [
-            _named("http.header_mutation", _without_forged(passes_keys=not tokens)),
+            _named("http.header_mutation", mutations),
             _named("http.ext_proc", _picking(settings)),
-            _named("http.lua", _reading()),
+            _named("http.lua", reading),
             _named(
                 "http.router",
                 {
@@ -155,18 +185,28 @@ def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, 
     admitted: list[dict[str, Any]] = [
         {"name": ":method", "string_match": {"exact": "POST"}},
         {"name": ":authority", "string_match": _regex(_hosts(settings.listening))},
+        # Browsers of other sites name one: the guard decides by its own list.
         {"name": "origin", "present_match": False, "treat_missing_header_as_empty": False},
     ]
     if tokens:
         opens = f"(?i:bearer) +({'|'.join(map(re.escape, tokens))})"
         admitted.append({"name": "authorization", "string_match": _regex(opens)})
+    previous = f"{_TYPES}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+    retries = {
+        "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
+        "retriable_status_codes": [502, 503],  # as the embedded gateway
+        "num_retries": MOST_TRIES - 1,
+        "per_try_idle_timeout": _seconds(settings.head_within),
+        "retry_host_predicate": [_extension("retry_host_predicates.previous_hosts", previous)],
+        # Else a retry may go to the engine that has just failed.
+        "host_selection_retry_max_attempts": 5,
+    }
+    # The Lua program reads from this field who serves a stream, and removes it.
     served = "%UPSTREAM_REMOTE_ADDRESS%"
     to_engines = {
-        "route": {
-            "cluster": ENGINES,
-            "timeout": "0s",
-            "retry_policy": _retries(settings),
-        },
+        # No time-out for a whole answer: it may stream for an hour.
+        "route": {"cluster": ENGINES, "timeout": "0s", "retry_policy": retries},
+        # A retry needs the body once more.
         "request_body_buffer_limit": settings.listening.limits.body_bytes,
         "response_headers_to_add": [
             {"header": {"key": "x-kvindex-served", "value": served}, "append_action": 2}
@@ -174,6 +214,7 @@ def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, 
     }
     disabled = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disabled": True}
     off = {"config": {"@type": "type.googleapis.com/google.protobuf.Empty"}, **disabled}
+    # Our own server guards, counts and answers by itself: nothing is picked or read for it.
     to_door = {
         "match": {"prefix": "/"},
         "route": {"cluster": DOOR, "timeout": "0s"},
@@ -195,18 +236,6 @@ def _hosts(listening: Listening) -> str:
         below = name.startswith("*.")
         forms.append(r"[^:]+" + re.escape(name[1:]) if below else re.escape(name))
     return rf"(?i)({'|'.join(forms)})\.?(:\d+)?"
-
-
-def _retries(settings: GatewaySettings) -> dict[str, Any]:
-    previous = f"{_TYPES}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
-    return {
-        "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
-        "retriable_status_codes": [502, 503],
-        "num_retries": MOST_TRIES - 1,
-        "per_try_idle_timeout": _seconds(settings.head_within),
-        "retry_host_predicate": [_extension("retry_host_predicates.previous_hosts", previous)],
-        "host_selection_retry_max_attempts": 5,
-    }
 
 
 def _own_answers(limits: Limits) -> dict[str, Any]:
@@ -231,19 +260,11 @@ def _own_answers(limits: Limits) -> dict[str, Any]:
 # Filters -----------------------------------------------------------------------------------------
 
 
-def _without_forged(*, passes_keys: bool) -> dict[str, Any]:
-    """Clients name no ranks and destinations; usage can be read of answers as they are only."""
-    names = ["accept-encoding", *([] if passes_keys else ["authorization"])]
-    forged = [{"remove_on_match": {"key_matcher": {"prefix": prefix}}} for prefix in _FORGED]
-    return {
-        "@type": f"{_TYPES}.filters.http.header_mutation.v3.HeaderMutation",
-        "mutations": {"request_mutations": [*({"remove": name} for name in names), *forged]},
-    }
-
-
 def _picking(settings: GatewaySettings) -> dict[str, Any]:
+    # Without limits no request waits for a rank, and a hung picker is noticed the sooner.
     has_limits = settings.open_requests is not None or settings.queued_tokens is not None
     waits = settings.queue_within if has_limits else 0.0
+    # Answers do not pass the picker: that would cost each token a message.
     modes = {"request_header_mode": "SEND", "request_body_mode": "BUFFERED"}
     modes |= {"response_header_mode": "SKIP", "response_body_mode": "NONE"}
     modes |= {"request_trailer_mode": "SKIP", "response_trailer_mode": "SKIP"}
@@ -252,16 +273,10 @@ def _picking(settings: GatewaySettings) -> dict[str, Any]:
         "grpc_service": {"envoy_grpc": {"cluster_name": PICKER}},
         "processing_mode": modes,
         "message_timeout": _seconds(settings.tokens_within + waits + _PICKER_SECONDS),
+        # Without the picker requests go on, to the engine with the fewest.
         "failure_mode_allow": True,
         "route_cache_action": "RETAIN",  # the token that a route asks for is removed meanwhile
         "metadata_options": {"receiving_namespaces": {"untyped": [NAMESPACE, NOTES]}},
-    }
-
-
-def _reading() -> dict[str, Any]:
-    return {
-        "@type": f"{_TYPES}.filters.http.lua.v3.Lua",
-        "default_source_code": {"inline_string": lua()},
     }
 
 
@@ -269,30 +284,6 @@ def _reading() -> dict[str, Any]:
 def lua() -> str:
     """Return the program that reads answers."""
     return (resources.files(__package__) / "answer.lua").read_text("utf-8")
-
-
-def _access_log() -> dict[str, Any]:
-    common = {
-        "log_name": "kvindex",
-        "transport_api_version": "V3",
-        "grpc_service": {"envoy_grpc": {"cluster_name": PICKER}},
-        "buffer_size_bytes": 0,  # at once: an open request counts as load
-    }
-    config = {
-        "@type": f"{_TYPES}.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
-        "common_config": common,
-    }
-    return {"name": "envoy.access_loggers.http_grpc", "typed_config": config}
-
-
-def _connections(limits: Limits) -> dict[str, Any]:
-    kind = "downstream_connections.v3.DownstreamConnectionsConfig"
-    config = {
-        "@type": f"{_TYPES}.resource_monitors.{kind}",
-        "max_active_downstream_connections": limits.connections,
-    }
-    name = "envoy.resource_monitors.global_downstream_max_connections"
-    return {"name": name, "typed_config": config}
 
 
 # Clusters ----------------------------------------------------------------------------------------
@@ -313,6 +304,7 @@ def _engines(folder: str) -> dict[str, Any]:
         "path_config_source": {"path": f"{folder}/{ENGINES_FILE}"},
         "resource_api_version": "V3",
     }
+    # Before the engines close: else a request may meet a connection that is just closed.
     limits = {
         "idle_timeout": _seconds(_KEEPALIVE_SECONDS),
         "max_response_headers_kb": MOST_HEAD >> 10,
@@ -329,7 +321,7 @@ def _engines(folder: str) -> dict[str, Any]:
 
 
 def _picker(folder: str) -> dict[str, Any]:
-    """The picker's cluster: without a health check, Envoy refuses what it cannot ask about."""
+    # Without a health check Envoy waits for each request's time-out while the picker hangs.
     check: dict[str, Any] = {"interval": "0.25s", "no_traffic_interval": "0.25s"}
     check |= {"timeout": _seconds(_HUNG_SECONDS)}
     check |= {"unhealthy_threshold": 1, "healthy_threshold": 1, "initial_jitter": "0.01s"}
@@ -338,6 +330,7 @@ def _picker(folder: str) -> dict[str, Any]:
         "type": "STATIC",
         "connect_timeout": _seconds(_CONNECT_SECONDS),
         "load_assignment": _assignment(PICKER, [_pipe(folder, PICKER)]),
+        # Envoy would ask an unhealthy picker all the same, as its only one.
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "health_checks": [{**check, "grpc_health_check": {"service_name": "liveness"}}],
         "circuit_breakers": _no_limits(),
@@ -384,6 +377,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _no_limits() -> dict[str, Any]:
+    # Envoy's own are 1,024, for services that answer within milliseconds.
     names = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
     return {"thresholds": [dict.fromkeys(names, _MANY)]}
 
@@ -395,11 +389,6 @@ def _assignment(name: str, addresses: Iterable[Mapping[str, Any]]) -> dict[str, 
 
 def _pipe(folder: str, name: str) -> dict[str, Any]:
     return {"pipe": {"path": f"{folder}/{name}"}}
-
-
-def _socket_address(endpoint: str) -> dict[str, Any]:
-    host, _, port = endpoint.rpartition(":")
-    return _address(host.strip("[]"), int(port))
 
 
 def _address(host: str, port: int) -> dict[str, Any]:

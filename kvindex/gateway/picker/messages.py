@@ -43,24 +43,23 @@ def headers_of(message: Any) -> list[tuple[bytes, bytes]]:
 
 
 def subset_of(message: Any) -> frozenset[str] | None:
-    """Return the endpoints that a request may go to; None: to all.
-
-    A list or a text with commas, of `ip:port`, or of `ip` for all ports.
-    """
+    """Return the endpoints that a request may go to, `ip:port` or `ip`; None: to all."""
     fields = message.metadata_context.filter_metadata.get(SUBSET_NAMESPACE)
     if fields is None or SUBSET not in fields.fields:
         return None
     value = fields.fields[SUBSET]
+    # The protocol says a text with commas; some gateways send a list.
     if value.WhichOneof("kind") == "string_value":
         texts = [value.string_value]
     else:
-        texts = [each.string_value for each in value.list_value.values]
+        texts = [item.string_value for item in value.list_value.values]
     return frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
 def served_by(message: Any) -> str:
     """Return the endpoint that serves a request, as its answer's head tells; "" if it does not."""
     metadata = message.metadata_context.filter_metadata.get(NAMESPACE)
+    # The protocol names the metadata; Envoy by itself has its attributes.
     if metadata is not None and SERVED in metadata.fields:
         served: str = metadata.fields[SERVED].string_value
         return served
@@ -126,15 +125,12 @@ def destination(
 ) -> Any:
     """Return the answer to a request's head, or body, that sends it to an endpoint.
 
-    Args:
-        endpoint: `ip:port`; or several with commas: where to try, in order.
-        headers: further fields that its engine receives.
-        length: of the body, if that has changed.
-        part: "request_headers" or "request_body".
+    That is `ip:port`, or several with commas: where to try, in order. `length` is that of the body,
+    if it has changed.
     """
     answer = ext_proc.ProcessingResponse()
     response = getattr(answer, part).response
-    response.clear_route_cache = True
+    response.clear_route_cache = True  # the proxy has chosen a route before it asked us
     mutation = response.header_mutation
     fields = [(DESTINATION.encode(), endpoint.encode()), *headers]
     named = {name for name, _ in fields}
@@ -145,6 +141,7 @@ def destination(
         option = mutation.set_headers.add()
         option.append_action = _OVERWRITE
         option.header.key, option.header.raw_value = name.decode(), value
+    # Proxies read the one or the other; no client can set the metadata.
     answer.dynamic_metadata[NAMESPACE] = {DESTINATION: endpoint}
     return answer
 

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from kvindex import ConfigurationError
 from kvindex.gateway.access import AllCollector
 from kvindex.gateway.gateway import Routers
-from kvindex.gateway.picker.stream import Picker, Reports
+from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.settings import GatewaySettings, PickerSettings
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
@@ -42,16 +42,6 @@ class PickerServer:
     Then health answers NOT_SERVING, and the streams of open requests end or are cut after
     `GatewaySettings.drain` seconds.
 
-    Args:
-        routers: follow the engines, and decide.
-        settings: of the picker.
-        gateway: limits and times.
-        engine_token: returns the engines' API key.
-
-    Attributes:
-        port: where it listens; 0 before `serve`.
-        metrics_port: where metrics are served; 0 if nowhere.
-
     Owner: one event loop.
     """
 
@@ -62,7 +52,7 @@ class PickerServer:
         gateway: GatewaySettings,
         engine_token: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.port = self.metrics_port = 0
+        self.port = self.metrics_port = 0  # where it listens, once it does
         self._routers = routers
         self._settings = settings
         self._drain = gateway.drain
@@ -89,7 +79,16 @@ class PickerServer:
             is_conformance=self._settings.is_conformance,
         )
         server = new_server(picker, self._health, self._settings.body_bytes)
-        self._listen(server)
+        host = self._settings.host
+        address = f"[{host}]" if ":" in host else host
+        address = f"{address}:{self._settings.port}"
+        try:
+            if self._credentials is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot listen at {address}: {error}") from None
         await server.start()
 
         async def statistics() -> dict[str, Any]:
@@ -98,9 +97,11 @@ class PickerServer:
             own["engine_failures"] = upstream.statistics()["failures"]
             return self._routers.statistics(own)
 
+        # The counters are the loop's, and Prometheus asks from threads.
         with self._metrics(lambda: asyncio.run_coroutine_threadsafe(statistics(), loop).result()):
             on_listening()
             await ending.wait()
+            # First the health: gateways send no more streams while the open ones end.
             self._health.is_ending = True
             await server.stop(self._drain)
         await upstream.close()
@@ -117,7 +118,7 @@ class PickerServer:
         port, host = self._settings.metrics_port, self._settings.metrics_host or self._settings.host
         try:
             server, thread = start_http_server(port, host, registry)
-            server.set_app(self._only_metrics(server.get_app()))
+            server.set_app(self._application(server.get_app()))
         except OSError as error:
             raise ConfigurationError(f"cannot listen at {host}:{port}: {error}") from error
         self.metrics_port = server.server_port
@@ -128,8 +129,8 @@ class PickerServer:
             server.server_close()
             thread.join()
 
-    def _only_metrics(self, metrics: Any) -> Any:
-        """Return the WSGI application, which by itself answers every path with the metrics."""
+    def _application(self, metrics: Any) -> Any:
+        # Prometheus' own application answers every path with the metrics: probes would be wrong.
 
         def answer(environ: Any, start_response: Any) -> Any:
             path = environ["PATH_INFO"]
@@ -144,33 +145,15 @@ class PickerServer:
 
         return answer
 
-    def _listen(self, server: Any) -> None:
-        host = self._settings.host
-        address = f"[{host}]" if ":" in host else host
-        address = f"{address}:{self._settings.port}"
-        try:
-            if self._credentials is None:
-                self.port = server.add_insecure_port(address)
-            else:
-                self.port = server.add_secure_port(address, self._credentials)
-        except RuntimeError as error:
-            raise ConfigurationError(f"cannot listen at {address}: {error}") from None
-
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1: "liveness" always; "readiness", "" and the service once engines are known.
-
-    Args:
-        is_ready: whether engines are known.
-
-    Attributes:
-        is_ending: whether the picker ends: then it is not ready.
 
     Owner: one event loop.
     """
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
-        self.is_ending = False
+        self.is_ending = False  # the picker ends: then it is not ready
         self._is_ready = is_ready
 
     def is_ready(self) -> bool:
@@ -192,7 +175,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if status != last:
                 last = status
                 yield _STATUS(status=status)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)  # nothing announces that engines come and go
 
     def _status(self, service: str) -> int:
         if service == "liveness":
@@ -208,44 +191,40 @@ def new_server(picker: Picker, health: Health, body_bytes: int) -> Any:
         options=[
             ("grpc.max_concurrent_streams", _MOST_STREAMS),
             ("grpc.max_receive_message_length", body_bytes + _ROOM),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", 0),  # a second picker at this port is an error
         ]
     )
-    handlers = [_processing(picker)]
-    if picker.reports is not None:
-        handlers.append(_access_log(picker.reports))
-    server.add_generic_rpc_handlers(handlers)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    return server
 
-
-def _processing(picker: Picker) -> Any:
     async def process(requests: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
         async for answer in picker.process(requests):  # gRPC wants a generator function
             yield answer
 
-    method = grpc.stream_stream_rpc_method_handler(
+    picking = grpc.stream_stream_rpc_method_handler(
         process,
         ext_proc.ProcessingRequest.FromString,
         ext_proc.ProcessingResponse.SerializeToString,
     )
-    return grpc.method_handlers_generic_handler(SERVICE, {"Process": method})
+    handlers = [grpc.method_handlers_generic_handler(SERVICE, {"Process": picking})]
+    reports = picker.reports
+    if reports is not None:
 
+        async def read(messages: AsyncIterator[Any], _: Any) -> Any:
+            async for message in messages:
+                for entry in message.http_logs.log_entry:
+                    reports.logged(entry)
+            return als.StreamAccessLogsResponse()
 
-def _access_log(reports: Reports) -> Any:
-    async def read(messages: AsyncIterator[Any], _: Any) -> Any:
-        async for message in messages:
-            for entry in message.http_logs.log_entry:
-                reports.logged(entry)
-        return als.StreamAccessLogsResponse()
-
-    method = grpc.stream_unary_rpc_method_handler(
-        read,
-        als.StreamAccessLogsMessage.FromString,
-        als.StreamAccessLogsResponse.SerializeToString,
-    )
-    service = "envoy.service.accesslog.v3.AccessLogService"
-    return grpc.method_handlers_generic_handler(service, {"StreamAccessLogs": method})
+        logging = grpc.stream_unary_rpc_method_handler(
+            read,
+            als.StreamAccessLogsMessage.FromString,
+            als.StreamAccessLogsResponse.SerializeToString,
+        )
+        name = "envoy.service.accesslog.v3.AccessLogService"
+        service = {"StreamAccessLogs": logging}
+        handlers.append(grpc.method_handlers_generic_handler(name, service))
+    server.add_generic_rpc_handlers(handlers)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return server
 
 
 def _credentials(files: tuple[str, str] | None) -> Any:
@@ -260,6 +239,7 @@ def _credentials(files: tuple[str, str] | None) -> Any:
 
 def _self_signed() -> tuple[bytes, bytes]:
     """Return a new private key and a certificate for it that is valid for ten years."""
+    # The protocol wants TLS, and gateways accept any certificate: nobody has to make one.
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvindex epp")])
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -269,6 +249,7 @@ def _self_signed() -> tuple[bytes, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
+        # Clocks differ: a certificate of the future would be refused.
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + _VALID)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)

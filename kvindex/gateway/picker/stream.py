@@ -5,8 +5,10 @@ headers' answer and the body. Or it is BUFFERED: the head is answered at once, a
 body has all changes.
 
 The body of its answer is FULL_DUPLEX_STREAMED. Then the stream ends with the request, whatever its
-reason: its booking ends with it. Our own Envoy sends no answers, it reports them: see `Reports`.
-Other modes are refused, since the end of a request would not be known.
+reason: its booking ends with it. Other modes are refused, since the end of a request would not be
+known. Our own Envoy sends no answers, it reports them (`Reports`): its Lua program when the content
+of a stream begins, its access log each request's end, and open ones each minute. Both name the
+request by the metadata that the picker gave with its head.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from kvindex.gateway.access import Access
 from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call, with_fields
 from kvindex.gateway.events import Usage, usage_of
 from kvindex.gateway.exchange import CLIENT_LEFT, MOST_TRIES, End, Exchange, Failure, Stage
-from kvindex.gateway.front import no_place_reply
+from kvindex.gateway.front import no_rank_reply
 from kvindex.gateway.picker import messages
 from kvindex.gateway.picker.messages import NOTES
 from kvindex.gateway.routing import (
     NoRankError,
-    Place,
+    Reservation,
     Routing,
     Serving,
     ShedError,
@@ -53,25 +55,7 @@ class _Head(msgspec.Struct):
 
 
 class Picker:
-    """What all streams share.
-
-    Args:
-        routing: reserves ranks.
-        tokenizing: finds the tokens of prompts.
-        most_bytes: of a request's body.
-        queue_within: seconds that a request may wait for a rank.
-        access: counts and logs the requests; of its own by default.
-        engine_token: returns the engines' API key, for requests that bring none.
-        most_endpoints: that an answer names; above MOST_TRIES they are MOST_TRIES.
-        has_reports: whether the proxy is our own Envoy, which reports answers.
-        is_conformance: whether requests may name their endpoints, as in conformance tests.
-
-    Attributes:
-        access: as given.
-        reports: what Envoy reports; None if it does not.
-
-    Owner: one event loop.
-    """
+    """What all streams share; settings as in `PickerSettings`. Owner: one event loop."""
 
     def __init__(
         self,
@@ -94,7 +78,12 @@ class Picker:
         self.engine_token = engine_token
         self.most_endpoints = min(most_endpoints, MOST_TRIES)
         self.is_conformance = is_conformance
-        self.reports = Reports(self.access, self.move, _loop_time) if has_reports else None
+        self.reports: Reports | None = None  # our own Envoy's: other proxies send the answers here
+        if has_reports:
+            # The loop's own, once it runs: exchanges that the picker's streams begin have its time.
+            self.reports = Reports(
+                self.access, self.move, lambda: asyncio.get_running_loop().time()
+            )
         self._prefix = secrets.token_hex(6)
         self._numbers = count(1)
 
@@ -104,8 +93,12 @@ class Picker:
 
     def move(self, exchange: Exchange, endpoint: str) -> None:
         """Move the load if the proxy has sent the request to another engine."""
-        place = exchange.place
-        if not endpoint or place is None or endpoint == messages.endpoint_of(place.serving.url):
+        reservation = exchange.reservation
+        if (
+            not endpoint
+            or reservation is None
+            or endpoint == messages.endpoint_of(reservation.serving.url)
+        ):
             return
         try:
             servings = self.routing.servings(exchange.call.model)
@@ -113,7 +106,7 @@ class Picker:
             return
         for serving in servings:
             if messages.endpoint_of(serving.url) == endpoint:
-                place.move(serving.worker)
+                reservation.move(serving.worker)
 
     async def process(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Answer one stream's messages; its booking ends with it."""
@@ -148,7 +141,7 @@ class _PickedRequest:
 
     async def answers(self, message: Any) -> AsyncIterator[Any]:
         """Yield the answers to one message."""
-        if message.HasField("protocol_config"):
+        if message.HasField("protocol_config"):  # of newer proxies, in their first message
             modes = message.protocol_config
             self._modes = (modes.request_body_mode, modes.response_body_mode)
         kind = message.WhichOneof("request")
@@ -191,11 +184,6 @@ class _PickedRequest:
     def _is_buffered(self) -> bool:
         return self._modes[0] == _BUFFERED
 
-    def _is_supported(self) -> bool:
-        request, answer = self._modes
-        knows_end = answer == _DUPLEX or self._picker.reports is not None
-        return request in (_BUFFERED, _DUPLEX) and knows_end
-
     async def _head(self, message: Any) -> AsyncIterator[Any]:
         fields = dict(messages.headers_of(message.request_headers))
         self._path = fields.get(b":path", b"").decode("latin-1").partition("?")[0]
@@ -204,11 +192,14 @@ class _PickedRequest:
         self._subset = messages.subset_of(message)
         if self._picker.is_conformance and (named := fields.get(messages.STEERS.encode())):
             self._subset = frozenset(part.strip() for part in named.decode("latin-1").split(","))
+        # The streamed head is not answered yet: where it goes depends on the body.
         if message.request_headers.end_of_stream:  # a GET: any engine
             self._body = None
             for answer in self._anywhere():
                 yield answer
-        elif not self._is_supported():
+        elif self._modes[0] not in (_BUFFERED, _DUPLEX) or not (
+            self._modes[1] == _DUPLEX or self._picker.reports is not None
+        ):
             text = (
                 "this picker needs bodies of requests that are FULL_DUPLEX_STREAMED or BUFFERED, "
                 "and of answers that are FULL_DUPLEX_STREAMED"
@@ -234,26 +225,31 @@ class _PickedRequest:
     async def _whole(self, *, is_end: bool) -> AsyncIterator[Any]:
         """Send a request, whose body is whole, to its rank."""
         body, self._body = b"".join(self._body or ()), None
+        # Other paths, such as /v1/models, need no prompt, and so any engine.
         try:
             call = read_call(self._path, body) if self._path in ROUTES else None
-            found = None if call is None else await self._reserve(call)
+            picked = None if call is None else await self._reserve(call)
         except CallError as error:
             reply = error_reply(error.status, str(error), param=error.param, code=error.code)
             yield self._refuse(reply)
             return
         except (UnknownModelError, NoRankError, ShedError) as error:
-            yield self._refuse(no_place_reply(error))
+            yield self._refuse(no_rank_reply(error))
             return
-        if call is None or found is None:
+        if call is None or picked is None:
             for answer in self._anywhere(body, is_end=is_end):
                 yield answer
             return
-        place, others = found
-        sent = with_fields(call.body, place.pin.body_fields)
-        endpoints = [messages.endpoint_of(each.url) for each in (place.serving, *others)]
-        fields = [*place.pin.headers, *self._engine_key()]
+        reservation, others = picked
+        sent = with_fields(call.body, reservation.pin.body_fields)
+        servings = (reservation.serving, *others)
+        endpoints = [messages.endpoint_of(serving.url) for serving in servings]
+        fields = [*reservation.pin.headers]
+        key = None if self._brings_key else self._picker.engine_token()
+        if key is not None:
+            fields.append((b"authorization", b"Bearer " + key.encode()))
         for answer in self._sent(",".join(endpoints), fields, body, sent, is_end):
-            if call.hides_usage and self._picker.reports is not None:
+            if call.hides_usage and self._picker.reports is not None:  # Envoy has to hide it
                 answer.dynamic_metadata[messages.NOTES] = {HIDES: "yes"}
             yield answer
 
@@ -261,6 +257,7 @@ class _PickedRequest:
         self, endpoints: str, fields: Headers, body: bytes | None, sent: bytes | None, is_end: bool
     ) -> Iterator[Any]:
         """Yield the answers that send a request, with this body, to the first of some endpoints."""
+        # A proxy that is told no new length sends the client's: too few bytes, or a wait for more.
         length = len(sent) if sent is not None and sent != body else None
         if self._is_buffered and sent is not None:
             answer = messages.destination(endpoints, fields, length, "request_body")
@@ -272,22 +269,28 @@ class _PickedRequest:
         if sent is not None:
             yield from messages.pieces("request_body", sent, is_last=is_end)
 
-    async def _reserve(self, call: Call) -> tuple[Place, list[Serving]]:
+    async def _reserve(self, call: Call) -> tuple[Reservation, list[Serving]]:
         """Reserve a rank; return it, and the engines that may serve the request instead."""
         picker, time = self._picker, self._time
+        # From here on it is counted, and must be ended by whoever has it.
         exchange = Exchange(call, self._request_id or self._key, time())
         self._exchange = exchange
         picker.access.begin()
         self._is_counted = True
         try:
             servings = picker.routing.servings(call.model)
-            found = await picker.tokenizing.tokens(call, servings)
-            length = found.length(call)
-            exchange.tokenized(length, found.reason)
-            eligible = self._eligible(servings)
-            place = await picker.routing.reserve(
+            prompt = await picker.tokenizing.tokens(call, servings)
+            length = prompt.length(call)
+            exchange.tokenized(length, prompt.reason)
+            reachable = [serving for serving in servings if messages.endpoint_of(serving.url)]
+            if not reachable:  # a proxy reaches engines by their addresses only
+                raise NoRankError({"named without an address": len(servings)})
+            eligible = [serving for serving in reachable if self._may_go_to(serving)]
+            if not eligible:
+                raise NoRankError({"not in the request's subset": len(reachable)})
+            reservation = await picker.routing.reserve(
                 call.model,
-                found.token_ids,
+                prompt.token_ids,
                 prompt_tokens=length,
                 salt=call.salt,
                 reads_cache=call.reads_cache,
@@ -297,43 +300,30 @@ class _PickedRequest:
                 workers=None if len(eligible) == len(servings) else {e.worker for e in eligible},
             )
         except (UnknownModelError, NoRankError, ShedError, CallError) as error:
-            status = error.status if isinstance(error, CallError) else no_place_reply(error).status
+            status = error.status if isinstance(error, CallError) else no_rank_reply(error).status
             exchange.refused(status, time())
             raise
-        exchange.reserved(place, time())
+        exchange.reserved(reservation, time())
         if picker.reports is not None:  # from now on Envoy reports the end, not this stream
             self._is_counted = False
             picker.reports.begin(self._key, exchange)
-        others = _others(place, eligible, picker.routing)
-        return place, list(islice(others, picker.most_endpoints - 1))
-
-    def _eligible(self, servings: Sequence[Serving]) -> list[Serving]:
-        """Return the engines that a request may go to: those with an address, in its subset."""
-        found = [each for each in servings if messages.endpoint_of(each.url)]
-        if not found:
-            raise NoRankError({"named without an address": len(servings)})
-        eligible = [each for each in found if self._may_go_to(each)]
-        if not eligible:
-            raise NoRankError({"not in the request's subset": len(found)})
-        return eligible
+        others = _others(reservation, eligible, picker.routing)
+        return reservation, list(islice(others, picker.most_endpoints - 1))
 
     def _may_go_to(self, serving: Serving) -> bool:
         subset = self._subset
         return subset is None or messages.is_in(messages.endpoint_of(serving.url), subset)
 
-    def _engine_key(self) -> Headers:
-        key = None if self._brings_key else self._picker.engine_token()
-        return () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
-
     def _anywhere(self, body: bytes | None = None, *, is_end: bool = True) -> Iterator[Any]:
         """Yield the answers that send a request without a prompt to any engine."""
         servings = chain.from_iterable(self._picker.routing.models().values())
-        endpoints = {messages.endpoint_of(each.url) for each in servings if self._may_go_to(each)}
-        found = sorted(endpoints - {""})
-        if not found:
+        urls = {serving.url for serving in servings if self._may_go_to(serving)}
+        endpoints = sorted({messages.endpoint_of(url) for url in urls} - {""})
+        if not endpoints:
             yield self._refuse(error_reply(503, "no engine is known for this request"))
         else:
-            yield from self._sent(found[secrets.randbelow(len(found))], (), body, body, is_end)
+            endpoint = endpoints[secrets.randbelow(len(endpoints))]
+            yield from self._sent(endpoint, (), body, body, is_end)
 
     def _refuse(self, reply: Reply) -> Any:
         self.is_over = True
@@ -345,12 +335,13 @@ class _PickedRequest:
         exchange = self._exchange
         if exchange is None or exchange.stage is not Stage.SENT:
             return
+        # The proxy may have tried another of the endpoints that it was given.
         self._picker.move(exchange, messages.served_by(message))
         fields = messages.headers_of(message.response_headers)
         status = next((value for name, value in fields if name == b":status"), b"0")
         head = _Head(int(status) if status.isdigit() else 0, fields)
         exchange.answered(head, self._time())
-        if exchange.failures:  # there is no other try here
+        if exchange.failures:  # there is no other try here: the proxy tries again, or not
             exchange.given_up(self._time())
         elif message.response_headers.end_of_stream:
             self._completed()
@@ -369,28 +360,21 @@ class _PickedRequest:
         return b"" if self._exchange is None else self._exchange.completed(self._time())
 
 
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _others(place: Place, eligible: Sequence[Serving], routing: Routing) -> Iterator[Serving]:
-    """Yield the engines after a request's own, in turn, that its pin is right for, too.
-
-    A proxy that tries again sends the same head: the DP rank in it has to exist there.
-    """
+def _others(
+    reservation: Reservation, eligible: Sequence[Serving], routing: Routing
+) -> Iterator[Serving]:
+    """Yield the engines after a request's own, in turn, that its pin is right for, too."""
     drained = routing.drained()
-    left = [each for each in eligible if each.worker not in drained]
-    names = [each.worker for each in left]
-    own = names.index(place.serving.worker) if place.serving.worker in names else 0
-    for each in (*left[own + 1 :], *left[:own]):
-        if each.ranks == place.serving.ranks and pin(each, _same_rank(place, each)) == place.pin:
-            yield each
-
-
-def _same_rank(place: Place, serving: Serving) -> Rank:
-    """Return the rank of another engine that has the number there that the place's has in its."""
-    own = place.rank.dp_rank - place.serving.first_rank
-    return Rank(serving.worker, serving.first_rank + own)
+    left = [serving for serving in eligible if serving.worker not in drained]
+    names = [serving.worker for serving in left]
+    own = reservation.serving
+    at = names.index(own.worker) if own.worker in names else 0
+    number = reservation.rank.dp_rank - own.first_rank
+    for serving in (*left[at + 1 :], *left[:at]):
+        # A proxy that tries again sends the same head: the DP rank in it has to exist there.
+        same = Rank(serving.worker, serving.first_rank + number)
+        if serving.ranks == own.ranks and pin(serving, same) == reservation.pin:
+            yield serving
 
 
 # What our own Envoy reports -----------------------------------------------------------------------
@@ -409,15 +393,7 @@ _GONE: Final = 502
 
 
 class Reports:
-    """The requests that Envoy has open.
-
-    Args:
-        access: counts and logs them.
-        move: moves a request's load to the engine that serves it, by `ip:port`.
-        time: returns monotonic seconds, those of the exchanges.
-
-    Owner: one event loop.
-    """
+    """The requests that our own Envoy has open. Owner: one event loop."""
 
     def __init__(
         self,
@@ -428,7 +404,7 @@ class Reports:
         self._access = access
         self._move = move
         self._time = time
-        self._open: dict[str, Exchange] = {}
+        self._open: dict[str, Exchange] = {}  # by the key of the booking
         self._heard: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -452,32 +428,36 @@ class Reports:
         key = notes.fields[BOOKING].string_value if notes and BOOKING in notes.fields else ""
         exchange = self._open.get(key)
         if exchange is None:
+            # Without a key: the picker was away, and Envoy has chosen an engine by itself.
             if common.upstream_cluster == ENGINES and not common.intermediate_log_entry:
                 path = entry.request.path.partition("?")[0]
                 self._access.count(path, entry.response.response_code.value, End.UNPICKED)
             return
         if common.intermediate_log_entry:
             self._heard[key] = self._time()
-            if exchange.place is not None:
-                exchange.place.touch(0)
+            if exchange.reservation is not None:
+                exchange.reservation.touch(0)  # else the booking would expire
             return
         if common.upstream_remote_address.HasField("socket_address"):
-            self._move(exchange, _endpoint(common.upstream_remote_address.socket_address))
-        if exchange.place is not None:
-            again = common.upstream_request_attempt_count - 1
+            address = common.upstream_remote_address.socket_address
+            host = f"[{address.address}]" if ":" in address.address else address.address
+            self._move(exchange, f"{host}:{address.port_value}")
+        if exchange.reservation is not None:
+            again = common.upstream_request_attempt_count - 1  # Envoy does not say which failed
             exchange.tries = max(1, again + 1)
-            exchange.failures += [Failure(exchange.place.rank, "retried_by_envoy")] * again
-        said = {name: notes.fields[name].string_value for name in notes.fields}
-        end, status = _ending(entry, said)
+            exchange.failures += [Failure(exchange.reservation.rank, "retried_by_envoy")] * again
+        noted = {name: notes.fields[name].string_value for name in notes.fields}
+        end, status = _ending(entry, noted)
+        # By Envoy's clock: its line comes a moment after the end.
         taken = common.time_to_last_downstream_tx_byte.ToTimedelta().total_seconds()
         # The first token's report arrives a moment after it was sent.
         ended = (
             exchange.began_at + max(taken, exchange.first_token or 0.0) if taken else self._time()
         )
-        self._end(key, end, status, usage_noted(said), min(ended, self._time()))
+        self._end(key, end, status, usage_noted(noted), min(ended, self._time()))
 
     def abandon(self) -> None:
-        """End all requests: their Envoy is gone."""
+        """End all requests: their Envoy is gone, and will report none of them."""
         for key, exchange in list(self._open.items()):
             self._end(key, End.FAILED, exchange.status or _GONE, None, self._time())
 
@@ -486,8 +466,8 @@ class Reports:
         for key, heard in list(self._heard.items()):
             if self._time() - heard > _SILENT_SECONDS:
                 exchange = self._open[key]
-                if exchange.place is not None:
-                    exchange.failures.append(Failure(exchange.place.rank, "not_reported"))
+                if exchange.reservation is not None:
+                    exchange.failures.append(Failure(exchange.reservation.rank, "not_reported"))
                 self._end(key, End.FAILED, exchange.status or _GONE, None, self._time())
 
     def _end(self, key: str, end: End, status: int, usage: Usage | None, now: float) -> None:
@@ -497,16 +477,17 @@ class Reports:
         self._access.end(exchange)
 
 
-def _ending(entry: Any, said: dict[str, str]) -> tuple[End, int]:
+def _ending(entry: Any, noted: dict[str, str]) -> tuple[End, int]:
     """Return how a request ended, and its status."""
     flags, status = entry.common_properties.response_flags, entry.response.response_code.value
     details = entry.response.response_code_details
     has_left = flags.downstream_connection_termination or flags.downstream_remote_reset
-    if has_left and "last" not in said:
+    # Many clients close at the last event: they have the whole answer.
+    if has_left and "last" not in noted:
         return End.LEFT, status or CLIENT_LEFT
     if details.startswith("upstream_reset_after_response_started"):
         return End.BROKEN, status
-    if "error" in said:
+    if "error" in noted:
         return End.EVENT, status
     if details != "via_upstream" and not has_left:  # Envoy's own answer, or the picker's
         return (End.NO_ANSWER if status >= 500 else End.REFUSED), status
@@ -520,8 +501,3 @@ def usage_noted(notes: Mapping[str, str]) -> Usage | None:
         if name in notes:
             usage = usage_of(b'{"usage":%b}' % notes[name].encode(), usage)
     return usage
-
-
-def _endpoint(address: Any) -> str:
-    host: str = address.address
-    return f"{f'[{host}]' if ':' in host else host}:{address.port_value}"

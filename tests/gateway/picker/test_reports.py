@@ -16,7 +16,7 @@ from kvindex.gateway.exchange import End, Exchange
 from kvindex.gateway.picker.messages import NOTES
 from kvindex.gateway.picker.stream import BOOKING, ENGINES, Picker, Reports
 from kvindex.gateway.routing import UnknownModelError
-from tests.gateway.lives import LoggedPlace, call_of
+from tests.gateway.lives import LoggedReservation, call_of
 
 pytestmark = pytest.mark.service
 
@@ -34,7 +34,7 @@ class Reported:
         self.reports = Reports(self.access, self.move, lambda: self.now)
         self.exchange = Exchange(call_of(), "id", 10.0)
         self.access.begin()
-        self.exchange.reserved(LoggedPlace(self.log, RANK), 10.0)
+        self.exchange.reserved(LoggedReservation(self.log, RANK), 10.0)
         self.reports.begin(KEY, self.exchange)
 
     def move(self, exchange: Exchange, endpoint: str) -> None:
@@ -167,7 +167,7 @@ def test_a_load_stays_where_it_is_once_its_model_has_gone() -> None:
     routing, tokenizing = cast(Any, Gone()), cast(Any, None)
     picker = Picker(routing, tokenizing, most_bytes=1, has_reports=True)
     exchange = Exchange(call_of(), "id", 0.0)
-    exchange.reserved(LoggedPlace([], RANK), 0.0)
+    exchange.reserved(LoggedReservation([], RANK), 0.0)
     picker.move(exchange, "10.0.0.9:8000")
-    assert exchange.place is not None
-    assert exchange.place.rank == RANK
+    assert exchange.reservation is not None
+    assert exchange.reservation.rank == RANK
