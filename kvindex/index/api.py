@@ -84,9 +84,23 @@ class BaseIndex(Viewed):
         max_blocks_per_rank: int | None = None,
         max_orphans: int = 16_384,
     ) -> None:
-        _check_limits(seed, max_blocks, max_blocks_per_rank, max_orphans)
+        limits = (("max_blocks", max_blocks), ("max_blocks_per_rank", max_blocks_per_rank))
+        for name, value in (("seed", seed), *limits):
+            if not isinstance(value, (int, type(None))):
+                raise ConfigurationError(f"{name} must be an int or None, not {value!r}")
+        if seed is not None and not 0 <= seed < 1 << 128:
+            raise ConfigurationError(f"seed must be in 0 … 2**128 - 1, not {seed}")
+        for name, limit in limits:
+            if limit is not None and limit < 1:
+                raise ConfigurationError(f"{name} must be at least 1 block, not {limit}")
+        if max_orphans < 0:
+            raise ConfigurationError(f"max_orphans must be at least 0 blocks, not {max_orphans}")
+        if max_blocks_per_rank is None and max_blocks is not None and max_blocks >= 10_000:
+            # So that a rank whose events never end leaves room for the others. Of a smaller limit
+            # the tenth would be no room.
+            max_blocks_per_rank = max_blocks - max_blocks // 10
         self._seed = int.from_bytes(os.urandom(16), "little") if seed is None else seed
-        self._max_blocks_per_rank = _rank_limit(max_blocks, max_blocks_per_rank)
+        self._max_blocks_per_rank = max_blocks_per_rank
         self._start(max_blocks, max_orphans)
 
     @abstractmethod
@@ -241,6 +255,7 @@ class BaseIndex(Viewed):
         Complexity: O(blocks of the prompt × owners), times one and the LoRAs and salts tried.
         """
         question = self._question(options, "explain")
+        # Once, since the question is repeated; so no repetition has tokens to leave out.
         tokens = Prompt(token_ids, question.recomputed, text=self._stored_text).whole()
         return explain(self, tokens, question._replace(recomputed=0), trust, notes)
 
@@ -415,27 +430,3 @@ class BaseIndex(Viewed):
         Raises:
             InvariantError: an invariant does not hold; that is a bug in kvindex.
         """
-
-
-def _check_limits(
-    seed: int | None, max_blocks: int | None, max_blocks_per_rank: int | None, max_orphans: int
-) -> None:
-    """Reject settings of an index that cannot work."""
-    limits = (("max_blocks", max_blocks), ("max_blocks_per_rank", max_blocks_per_rank))
-    for name, value in (("seed", seed), *limits):
-        if not isinstance(value, (int, type(None))):
-            raise ConfigurationError(f"{name} must be an int or None, not {value!r}")
-    if seed is not None and not 0 <= seed < 1 << 128:
-        raise ConfigurationError(f"seed must be in 0 … 2**128 - 1, not {seed}")
-    for name, limit in limits:
-        if limit is not None and limit < 1:
-            raise ConfigurationError(f"{name} must be at least 1 block, not {limit}")
-    if max_orphans < 0:
-        raise ConfigurationError(f"max_orphans must be at least 0 blocks, not {max_orphans}")
-
-
-def _rank_limit(max_blocks: int | None, max_blocks_per_rank: int | None) -> int | None:
-    """Return how many blocks one rank may have: by default not all of a large `max_blocks`."""
-    if max_blocks is None or max_blocks_per_rank is not None:
-        return max_blocks_per_rank
-    return max_blocks - max_blocks // 10 if max_blocks >= 10_000 else None

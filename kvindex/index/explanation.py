@@ -173,14 +173,9 @@ def explain(
     for holding in holdings:
         if holding.rank in facts:
             facts[holding.rank].holdings.append(holding)
-    _try_other_prompts(index, tokens, question, facts)
-    return Explanation(match, [of_rank.explain(notes) for of_rank in facts.values()])
 
-
-def _try_other_prompts(
-    index: Viewed, tokens: array[int], question: Question, facts: Mapping[Rank, _Facts]
-) -> None:
-    """Repeat the question with each LoRA and salt that a rank is known to have."""
+    # The same tokens under each other LoRA and salt that a rank is known to have. A question is
+    # asked once for all ranks that suggest it: each one walks the whole prompt.
     own = question.extras[0] if question.extras else b""
     tries: dict[tuple[Lora, bytes], list[Rank]] = {}
     for rank, of_rank in facts.items():
@@ -191,11 +186,13 @@ def _try_other_prompts(
             tries.setdefault(start, []).append(rank)
     for (lora, extra), ranks in tries.items():
         extras = [extra, *question.extras[1:]]
-        other = question._replace(lora=lora, extras=extras, ranks=None)
-        match, _ = index._look(tokens, other, None)
+        other, _ = index._look(
+            tokens, question._replace(lora=lora, extras=extras, ranks=None), None
+        )
         for rank in ranks:
-            if rank in match:
-                facts[rank].note_answer(lora, extra, match[rank].tokens)
+            if rank in other:
+                facts[rank].note_answer(lora, extra, other[rank].tokens)
+    return Explanation(match, [of_rank.explain(notes) for of_rank in facts.values()])
 
 
 class _Kind(NamedTuple):
@@ -242,11 +239,6 @@ class _Facts:
         lookahead = min((holding.lookahead for holding in self.holdings), default=0)
         return max(0, self.length - lookahead)
 
-    @property
-    def _other_block_size(self) -> bool:
-        size = self.question.block_size
-        return size not in (None, self.match.block_size) and not self.holdings
-
     def note_answer(self, lora: Lora, extra: bytes, tokens: int) -> None:
         """Note the answer to another question."""
         if tokens > max(self.match.tokens, self.other.tokens if self.other else 0):
@@ -254,21 +246,25 @@ class _Facts:
 
     def explain(self, notes: Notes | None) -> RankExplanation:
         groups = self._groups(self.question.media)
-        main = self._main()
+        kinds = self._kinds()
+        main = main_group(kinds) if kinds else None  # the group whose blocks the match counts
+        asked_size = self.question.block_size
         held = groups.get(main) if main is not None else None
         leading = _leading(held)
         limits: tuple[GroupHeld, ...] = ()
+        # The order is that of what a reader should look at first: a wrong question (block size,
+        # LoRA, salt) explains more than a block that is missing.
         if self.whole and self.match.tokens:
             ending, text = Ending.WHOLE, "every whole block of the prompt is resident"
         elif not self.known:
             ending, text = Ending.EMPTY, "the rank was removed just now"
         elif not self.known["blocks"]:
             ending, text = Ending.EMPTY, "it holds nothing at all"
-        elif self._other_block_size:
+        elif asked_size not in (None, self.match.block_size) and not self.holdings:
             ending = Ending.BLOCK_SIZE
             text = (
                 f"its blocks have {self.match.block_size} tokens, "
-                f"not the {self.question.block_size} of the question"
+                f"not the {asked_size} of the question"
             )
         elif self._countable < self.match.block_size:
             ending = Ending.SHORT
@@ -277,11 +273,12 @@ class _Facts:
         elif self.other is not None:
             ending, text = Ending.PROMPTS, self._other_prompts()
         elif leading - self.match.tokens >= self.match.block_size and held is not None:
-            limits = _lacking(groups, self._kinds(), leading)
+            limits = _lacking(groups, kinds, leading)
             ending = Ending.GROUP if limits else Ending.ENGINE
             text = f"{_described(held)} holds the first {leading} tokens"
             for group in limits:
-                text += f", but {_described(group)} only {_stretches(group)}"
+                stretches = f"tokens {_spelled(group.spans)}" if group.spans else "nothing"
+                text += f", but {_described(group)} only {stretches}"
             text += "" if limits else ", but the engine's own rule allows a shorter hit only"
         elif self._on_other_media(main) > leading:
             ending = Ending.MEDIA
@@ -291,15 +288,12 @@ class _Facts:
         return RankExplanation(
             match=self.match,
             ending=ending,
-            text=f"{self._hit()}: {text}",
+            text=f"{self.match.tokens} of {self.length} tokens: {text}",
             held=held,
             limits=limits,
             other=self.other,
             notes=(*(notes(self.match.rank) if notes else ()), *self._notes()),
         )
-
-    def _hit(self) -> str:
-        return f"{self.match.tokens} of {self.length} tokens"
 
     def _other_prompts(self) -> str:
         assert self.other is not None
@@ -350,11 +344,6 @@ class _Facts:
                 f"keys); the last {len(self.salts)} of these were tried"
             )
 
-    def _main(self) -> int | None:
-        """Return the group whose blocks the match counts."""
-        kinds = self._kinds()
-        return main_group(kinds) if kinds else None
-
     def _kinds(self) -> dict[int, _Kind]:
         """Return the groups that a hit depends on."""
         kinds = {
@@ -373,8 +362,14 @@ class _Facts:
             by_lookahead: dict[int, list[tuple[int, int]]] = {0: []}
             for holding in self.holdings:
                 if holding.group_idx == idx and (media is None or holding.medium in media):
-                    spans = by_lookahead.setdefault(holding.lookahead, [])
-                    spans += _in_tokens(holding, size)
+                    # Where a group's blocks are larger than those that the prompt was walked in,
+                    # each stands at its end.
+                    unit = holding.block_size
+                    by_lookahead.setdefault(holding.lookahead, []).extend(
+                        (max(0, (start + 1) * unit - max(unit, size)), stop * unit)
+                        for start, stop in holding.spans
+                    )
+            # With and without lookahead tokens are two ways of hashing: a hit uses one of them.
             unions = [tuple(union(spans)) for spans in by_lookahead.values()]
             groups[idx] = GroupHeld(
                 group_idx=idx,
@@ -388,17 +383,6 @@ class _Facts:
         if self.question.media is None or main is None:
             return 0
         return _leading(self._groups(None)[main])
-
-
-def _in_tokens(holding: Holding, block_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the tokens that the blocks of a holding cover.
-
-    Where a group's blocks are larger than those that the prompt was walked in, each stands at
-    its end.
-    """
-    size = holding.block_size
-    for start, stop in holding.spans:
-        yield max(0, (start + 1) * size - max(size, block_size)), stop * size
 
 
 def _leading(held: GroupHeld | None) -> int:
@@ -424,10 +408,6 @@ def _lacking(
 def _described(group: GroupHeld) -> str:
     window = f", window of {group.sliding_window} tokens" if group.sliding_window else ""
     return f"group {group.group_idx} ({group.kind}{window})"
-
-
-def _stretches(group: GroupHeld) -> str:
-    return f"tokens {_spelled(group.spans)}" if group.spans else "nothing"
 
 
 def _counts(by_name: Mapping[str, int]) -> str:

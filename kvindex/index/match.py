@@ -154,17 +154,13 @@ class Contents(Protocol):
 
 
 class PlainContents:
-    """The matches of the Python index; see `Contents`.
-
-    Args:
-        matches: of the ranks that hold anything.
-        nothing: the match of every rank of the index if it holds nothing.
-    """
+    """The matches of the Python index, and of each of its ranks that of one which holds nothing."""
 
     __slots__ = ("_matches", "_nothing")
 
     def __init__(self, matches: Iterable[RankMatch], nothing: Mapping[Rank, RankMatch]) -> None:
-        by_length = sorted((match for match in matches if match.tokens), key=_longest)
+        held = (match for match in matches if match.tokens)
+        by_length = sorted(held, key=lambda match: (-match.tokens, match.rank))
         self._matches = {match.rank: match for match in by_length}
         self._nothing = nothing
 
@@ -249,6 +245,7 @@ class Match:
         Complexity: O(1) if the rank that holds most is live, else as `top`.
         """
         first = self._contents.first()
+        # Nearly every request ends here: no list of the ranks that hold something is made for it.
         if first is None or self._is_live(first.rank):
             return first and self._trusted(first)
         return next(self._candidates(), None)
@@ -293,6 +290,8 @@ class Match:
 
     def _candidates(self) -> Iterator[RankMatch]:
         holders = self._contents.longest()
+        # Where nothing is live, stale answers are better than none. The holders are asked first:
+        # nearly always the first one is live, and the other ranks need no look.
         if not any(map(self._is_live, holders)) and not any(map(self._is_live, self._ranks)):
             return map(self._of, holders)
         return map(self._of, filter(self._is_live, holders))
@@ -339,7 +338,13 @@ class Match:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return plain JSON-ready values: each rank's match by `str(rank)`, longest first."""
-        return {str(rank_match.rank): _plain(rank_match) for rank_match in self}
+        plain: dict[str, dict[str, Any]] = {}
+        for rank_match in self:
+            fields = msgspec.to_builtins(rank_match)
+            del fields["rank"]  # a Rank is a tuple, which JSON would show as a list
+            worker, dp_rank = rank_match.rank
+            plain[str(rank_match.rank)] = {"worker": worker, "dp_rank": dp_rank, **fields}
+        return plain
 
     def _of(self, rank: Rank) -> RankMatch:
         rank_match = self._contents.get(rank)
@@ -354,13 +359,3 @@ class Match:
     def _is_live(self, rank: Rank) -> bool:
         trust = None if self._trust is None else self._trust(rank)
         return trust is None or trust.state == State.LIVE
-
-
-def _longest(rank_match: RankMatch) -> tuple[int, Rank]:
-    return -rank_match.tokens, rank_match.rank
-
-
-def _plain(rank_match: RankMatch) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(rank_match)
-    del plain["rank"]
-    return {"worker": rank_match.rank.worker, "dp_rank": rank_match.rank.dp_rank, **plain}

@@ -148,6 +148,7 @@ class Index(BaseIndex):
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         with self._lock:
+            # A copy that replaces the old names at once: `apply` reads them without the lock.
             ids = dict(self._ids)
             moved = {new: ids.pop(old) for old, new in names.items() if old in ids}
             replaced = [ids.pop(rank) for rank in moved if rank in ids]
@@ -277,6 +278,7 @@ class Index(BaseIndex):
     def restore(self, rank: Rank, section: bytes | bytearray | memoryview) -> None:
         body = open_section(section, self._seed, self._identity())
         with self._lock:
+            # Within the lock: a rank that is removed meanwhile would come back without a name.
             rank_id = self._ids.get(rank)
             restored = self._core.restore(rank_id, body)
             if isinstance(restored, str):
@@ -370,12 +372,7 @@ class Index(BaseIndex):
             return made
 
     def _readable(self, token_ids: TokenIds, recomputed: int) -> array[int]:
-        """Return the tokens that take part as a buffer, where the core cannot read the given ones.
-
-        Raises:
-            TokenError: they are no tokens.
-            ConfigurationError: `recomputed` is no number of tokens.
-        """
+        """Return the tokens that take part as a buffer, where the core cannot read the caller's."""
         check_recomputed(recomputed)
         return Prompt(token_ids, recomputed, text=self._stored_text).whole()
 
@@ -491,6 +488,7 @@ class NativeContents:
         rank = self._directory.ranks.get(values[0])
         if rank is not None:
             return _rank_match(rank, values)
+        # It became known while the core answered: the next one is first.
         return next(map(self.get, self.longest()), None)
 
     def longest(self) -> list[Rank]:
@@ -502,6 +500,7 @@ class NativeContents:
         ids = self._directory.ids
         numbered = rows._numbered
         if numbered is None or numbered[0] is not ids:
+            # The same mapping means the same ranks: a new directory is made for each change.
             numbered = rows._numbered = ids, CoreRows([ids.get(rank) for rank in rows])
         columns = rows._columns()
         self._answer.hits(numbered[1], live, *columns)
@@ -534,10 +533,8 @@ _MAX_UNSIGNED = 2**32 - 1
 def pack_batch(batch: EventBatch) -> PackedBatch:
     """Return a batch in native form.
 
-    Raises:
-        TokenError: a token is no int of 64 bits.
-        ConfigurationError: a group_idx is not 0 … 2**32 - 1, or a block hash has 0 bytes.
-        DecodeError: the copies that are left are not one count for each removed block.
+    A payload goes to C++ at once. This serves batches that a program made itself, and payloads that
+    the native decoder leaves to `kvindex.wire.decode_batch`.
     """
     packed = PackedBatch()
     for tag in batch.skipped:
@@ -547,7 +544,7 @@ def pack_batch(batch: EventBatch) -> PackedBatch:
             _pack_stored(packed, event)
         elif isinstance(event, BlockRemoved):
             packed.removed(
-                _hashes(event.block_hashes),
+                list(map(_hash, event.block_hashes)),
                 pack_text(fold_medium(event.medium)),
                 group_number(event.group_idx),
                 copy_counts(event.remaining_copy_counts, len(event.block_hashes)),
@@ -559,11 +556,17 @@ def pack_batch(batch: EventBatch) -> PackedBatch:
 
 def _pack_stored(packed: PackedBatch, event: BlockStored) -> None:
     lora = event_lora(event)
-    extras, salted_first = _extras(event, lora)
+    keys, salt = event.extra_keys, event.cache_salt
+    extras = None
+    if keys is not None:
+        extras = [pack_extra(items, lora=lora) if items else b"" for items in keys]
+    # Apart from the others: whether the salt counts depends on whether the event starts a prompt,
+    # which only the core knows.
+    salted_first = pack_extra(keys[0] if keys else None, lora=lora, salt=salt) if salt else None
     kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
     parent = event.parent_block_hash
     packed.stored(
-        _hashes(event.block_hashes),
+        list(map(_hash, event.block_hashes)),
         None if parent is None else _hash(parent),
         pack_tokens(event.token_ids),
         min(max(event.block_size, 0), _MAX_UNSIGNED),
@@ -582,32 +585,14 @@ def _pack_stored(packed: PackedBatch, event: BlockStored) -> None:
     )
 
 
-def _extras(event: BlockStored, lora: Lora) -> tuple[list[bytes] | None, bytes | None]:
-    """Return each block's canonical extra keys, and the first one's with the salt."""
-    keys = event.extra_keys
-    salt = event.cache_salt
-    extras = None
-    if keys is not None:
-        extras = [pack_extra(items, lora=lora) if items else b"" for items in keys]
-    return extras, pack_extra(keys[0] if keys else None, lora=lora, salt=salt) if salt else None
-
-
 def _hash(block_hash: BlockHash) -> BlockHash:
     if block_hash == b"":
         raise ConfigurationError("a block hash of 0 bytes names no block")
     return fold_hash(block_hash)
 
 
-def _hashes(hashes: list[BlockHash]) -> list[BlockHash]:
-    return [_hash(block_hash) for block_hash in hashes]
-
-
 def group_number(group_idx: int | None) -> int:
-    """Return a group's native number.
-
-    Raises:
-        ConfigurationError: it is not 0 … 2**32 - 1.
-    """
+    """Return a group's native number, or raise ConfigurationError."""
     if group_idx is None:
         return 0
     if not 0 <= group_idx <= _MAX_UNSIGNED:

@@ -68,11 +68,16 @@ def read_question(
 ) -> Question:
     """Return the question that `MatchOptions` ask an index with these ranks.
 
-    Raises:
-        ConfigurationError: the options could match nothing, whatever is resident.
-        UnknownRankError: a text in `ranks` is no rank's name.
+    Options that could match nothing, whatever is resident, are refused.
     """
-    folded = _folded_media(media)
+    folded: frozenset[str] | None = None
+    if media is not None:
+        names = [media] if isinstance(media, str) else list(media)
+        if not all(isinstance(name, str) for name in names):
+            raise ConfigurationError(f"media must be names such as 'GPU', not {media!r}")
+        folded = frozenset(map(fold_medium, names))
+        if not folded:
+            raise ConfigurationError("media is empty: name at least one medium, or leave it out")
     if not isinstance(lora, (str, int, type(None))) or isinstance(lora, bool):
         raise ConfigurationError(f"lora must be a name or a numeric id, not {lora!r}")
     if not isinstance(salt, (str, type(None))):
@@ -80,9 +85,16 @@ def read_question(
     if block_size is not None and not (isinstance(block_size, int) and block_size > 0):
         raise ConfigurationError(f"block_size must be 1 token or more, not {block_size!r}")
     check_recomputed(recomputed)
+    extras: list[bytes] = []
+    if extra_keys is not None or salt:
+        # The salt stands with the first block, so that there must be one.
+        extras = [
+            pack_extra(items, lora=lora, salt=salt if block == 0 else None)
+            for block, items in enumerate(list(extra_keys or ()) or [None])
+        ]
     return Question(
         lora=lora or None,
-        extras=_packed_extras(extra_keys, lora, salt),
+        extras=extras,
         media=folded,
         ranks=None if ranks is None else wanted_ranks(ranks, known),
         block_size=block_size,
@@ -99,6 +111,7 @@ def check_recomputed(recomputed: object) -> None:
 
 def check_block_size(wanted: int | None, sizes: Collection[int]) -> None:
     """Reject a block size that no rank has, once every rank's is known (0: unknown)."""
+    # A rank that has stored nothing yet may come to have any size.
     if wanted is None or not sizes or 0 in sizes or wanted in sizes:
         return
     known = ", ".join(map(str, sorted(set(sizes))))
@@ -114,32 +127,9 @@ def check_extra_keys(question: Question, sizes: Collection[int]) -> None:
         )
 
 
-def _folded_media(media: Iterable[str] | str | None) -> frozenset[str] | None:
-    """Return the media that count, by their folded names; None for all."""
-    if media is None:
-        return None
-    names = [media] if isinstance(media, str) else list(media)
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(f"media must be names such as 'GPU', not {media!r}")
-    folded = frozenset(map(fold_medium, names))
-    if not folded:
-        raise ConfigurationError("media is empty: name at least one medium, or leave it out")
-    return folded
-
-
-def _packed_extras(extra_keys: ExtraKeys | None, lora: Lora, salt: str | None) -> list[bytes]:
-    """Return the canonical extra keys of a query's blocks, as far as any has some."""
-    if extra_keys is None and not salt:
-        return []
-    items = list(extra_keys or [None])
-    return [
-        pack_extra(item, lora=lora, salt=salt if position == 0 else None)
-        for position, item in enumerate(items or [None])
-    ]
-
-
 def wanted_ranks(ranks: Iterable[RankName] | str, known: Collection[Rank]) -> list[Rank]:
     """Return the ranks that a query names; raises UnknownRankError for a text that is none's."""
+    # One Rank is a tuple of its two parts, and would be read as two ranks.
     if isinstance(ranks, tuple) and any(isinstance(rank, int) for rank in ranks):
         raise ConfigurationError(f"ranks takes several ranks: give [{ranks!r}]")
     names = [ranks] if isinstance(ranks, str) else list(ranks)

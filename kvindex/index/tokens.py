@@ -62,15 +62,13 @@ _CODES: dict[int, tuple[_Code, _Code]] = {4: ("i", "I"), 8: ("q", "Q")}
 
 
 def pack_tokens(token_ids: Iterable[Any], *, text: Callable[[], bool] = lambda: True) -> bytes:
-    """Return the tokens as packed 8-byte integers.
+    """Return the tokens as packed 8-byte integers, or raise TokenError.
 
     `text` is called if there is a string: whether a string can be a token.
-
-    Raises:
-        TokenError: a token is no int that fits 64 bits, nor a string where one can be a token.
     """
     try:
         return array("q", token_ids).tobytes()
+    # Token by token only where that fails: ids from 2**63 on, numpy's ints, text.
     except (OverflowError, TypeError):
         return array("q", [_signed(token, text) for token in token_ids]).tobytes()
 
@@ -109,17 +107,9 @@ def _signed(token: Any, text: Callable[[], bool]) -> int:
 
 
 class Prompt:
-    """Token ids that a query brought, packed lazily.
+    """Token ids that a query brought, without those to recompute, packed lazily.
 
-    Args:
-        token_ids: list, tuple, `array`, or any contiguous one-dimensional buffer of 4- or 8-byte
-            integers (numpy arrays without a copy).
-        recomputed: so many tokens at its end do not take part; they are not looked at.
-        text: called if there is a string: whether a string can be a token.
-
-    Raises:
-        TokenError: the type, the item size or the layout cannot be read as token ids. Plain
-            `bytes` are refused: they may be text, and their tokens' width is unknown.
+    `text` is called if there is a string: whether a string can be a token.
     """
 
     __slots__ = ("_packed", "_source", "_text", "length")
@@ -174,22 +164,6 @@ def _readable(token_ids: Any) -> Sequence[int] | memoryview[int]:
             "token_ids must be a sequence of ints or a buffer of 4- or 8-byte integers, "
             f"not {type(token_ids).__name__}{_advice(token_ids)}"
         ) from None
-    return _checked_view(view)
-
-
-def _advice(token_ids: object) -> str:
-    """Return how to get a list of tokens from a tokenizer's input or output."""
-    if isinstance(token_ids, str):
-        return "; pass tokenizer.encode(text)"
-    if isinstance(token_ids, Mapping):
-        return "; pass its ['input_ids']"
-    if not hasattr(token_ids, "tolist"):
-        return ""
-    rows = getattr(token_ids, "ndim", 1) == 2
-    return "; pass token_ids[0].tolist() (row 0)" if rows else "; pass token_ids.tolist()"
-
-
-def _checked_view(view: memoryview) -> memoryview[int]:
     if view.ndim != 1:
         raise TokenError(
             f"token_ids must be one-dimensional, not of shape {view.shape}: "
@@ -209,12 +183,21 @@ def _checked_view(view: memoryview) -> memoryview[int]:
             "array, array('i', [int(token) for token in token_ids]) of others"
         )
     signed, unsigned = _CODES[view.itemsize]
-    return _cast(view, signed if kind.islower() else unsigned)
-
-
-def _cast(view: memoryview, code: _Code) -> memoryview[int]:
-    """Read a view as integers of another code; memoryview refuses to cast empty ones."""
+    code = signed if kind.islower() else unsigned
+    # memoryview refuses to cast what is empty.
     return view.cast("B").cast(code) if view.nbytes else memoryview(array(code))
+
+
+def _advice(token_ids: object) -> str:
+    """Return how to get a list of tokens from a tokenizer's input or output."""
+    if isinstance(token_ids, str):
+        return "; pass tokenizer.encode(text)"
+    if isinstance(token_ids, Mapping):
+        return "; pass its ['input_ids']"
+    if not hasattr(token_ids, "tolist"):
+        return ""
+    rows = getattr(token_ids, "ndim", 1) == 2
+    return "; pass token_ids[0].tolist() (row 0)" if rows else "; pass token_ids.tolist()"
 
 
 # Besides the tokens -----------------------------------------------------------------------------

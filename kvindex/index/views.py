@@ -265,6 +265,7 @@ def with_advice(statistics: dict[str, Any]) -> dict[str, Any]:
     advice = []
     stored = {idx: group for idx, group in statistics["groups"].items() if group["block_size"]}
     unknown = [idx for idx, group in stored.items() if not group["known"]]
+    # vLLM up to 0.21 reports no kinds. One group alone is full attention.
     if unknown and len(stored) > 1:
         advice.append(
             f"the events do not report the kinds of groups {', '.join(unknown)}: answers are "
@@ -286,16 +287,15 @@ def with_advice(statistics: dict[str, Any]) -> dict[str, Any]:
 
 def shown_loras(counts: Mapping[Lora, int]) -> dict[str, int]:
     """Return the blocks of each LoRA by its name in statistics: those with most, and the rest."""
-    shown = {_shown_lora(lora): counts[lora] for lora in largest_loras(counts)}
+    shown = {
+        f"id {lora}" if isinstance(lora, int) else lora or "": counts[lora]
+        for lora in largest_loras(counts)
+    }
     rest = sum(counts.values()) - sum(shown.values())
     return {**shown, "(other)": rest} if rest else shown
 
 
 def largest_loras(counts: Mapping[Lora, int]) -> list[Lora]:
     """Return the LoRAs with most blocks."""
+    # Of equal ones by their tag: names and numbers do not compare.
     return sorted(counts, key=lambda lora: (-counts[lora], lora_tag(lora)))[:_MAX_LORAS]
-
-
-def _shown_lora(lora: Lora) -> str:
-    """Return a LoRA's name, or its id as "id 7", or "" for none."""
-    return f"id {lora}" if isinstance(lora, int) else lora or ""
