@@ -123,23 +123,16 @@ def decode_batch(payload: bytes | bytearray | memoryview) -> EventBatch:
 
 
 def decode_uncommon(payload: bytes | bytearray | memoryview) -> EventBatch:
-    """As `decode_batch`, for a payload that is known to be malformed or rare.
-
-    Raises:
-        DecodeError: likewise; without a look if it is longer than `MAX_RARE_BYTES`.
-    """
+    """As `decode_batch`, for a payload that is known to be malformed or rare."""
     size = _size(payload)
+    # Without a look: such a payload costs more to read than to send.
     if size > MAX_RARE_BYTES:
         raise _too_long(size)
     return decode_batch(payload)
 
 
 def check_blocks(blocks: int, size: int) -> None:
-    """Refuse a batch of a stream that names more than `MAX_BLOCKS`.
-
-    Raises:
-        DecodeError: it does.
-    """
+    """Refuse a batch of a stream that names more than `MAX_BLOCKS`: raise DecodeError."""
     if blocks > MAX_BLOCKS:
         raise DecodeError(
             f"a batch ({size} bytes) whose events name {blocks} blocks, over {MAX_BLOCKS}",
@@ -148,11 +141,7 @@ def check_blocks(blocks: int, size: int) -> None:
 
 
 def decode_bounded(payload: bytes) -> EventBatch:
-    """As `decode_batch`, for a batch of a stream.
-
-    Raises:
-        DecodeError: likewise; or it names more than `MAX_BLOCKS`.
-    """
+    """As `decode_batch`, for a batch of a stream: it may not name more than `MAX_BLOCKS`."""
     return bounded(decode_batch(payload), len(payload))
 
 
@@ -236,14 +225,11 @@ def _batch(raw: Any, rare: _Rare) -> EventBatch:
         else:
             events.append(event)
     dp_rank = optional_small_int(dp_rank, "dp_rank")
+    # Engines send a few kinds; a publisher that invents ever new ones must not fill statistics.
     skipped[MAX_SKIPPED:] = ["(more)"] * (len(skipped) > MAX_SKIPPED)
-    return EventBatch(_timestamp(ts), events, dp_rank, tuple(skipped))
-
-
-def _timestamp(ts: Any) -> float:
     if type(ts) not in (float, int) or not isfinite(ts):
         raise DecodeError(f"ts is not a finite number but {type(ts).__name__}")
-    return float(ts)
+    return EventBatch(float(ts), events, dp_rank, tuple(skipped))
 
 
 def _event(raw: Any, rare: _Rare) -> Event | str:
@@ -310,6 +296,9 @@ def _stored(raw: dict[str, Any], rare: _Rare) -> BlockStored:
         rare.note()
     medium = optional_text(get("medium"), "medium")
     rare.note_medium(medium)
+    # TensorRT-LLM sends images beside its extra keys, and Dynamo's wrapper of it elsewhere again.
+    keys = join(extra_keys(get("extra_keys")), mm_keys(get("mm_keys")))
+    keys = join(keys, mm_infos(get("block_mm_infos")))
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=optional_hash(get("parent_block_hash"), "parent_block_hash"),
@@ -318,7 +307,7 @@ def _stored(raw: dict[str, Any], rare: _Rare) -> BlockStored:
         lora_id=optional_int(get("lora_id"), "lora_id"),
         medium=medium,
         lora_name=optional_text(get("lora_name"), "lora_name"),
-        extra_keys=_extra_keys(raw),
+        extra_keys=keys,
         group_idx=optional_small_int(get("group_idx"), "group_idx"),
         kv_cache_spec_kind=informational_text(get("kv_cache_spec_kind")),
         kv_cache_spec_sliding_window=informational_int(get("kv_cache_spec_sliding_window")),
@@ -328,12 +317,6 @@ def _stored(raw: dict[str, Any], rare: _Rare) -> BlockStored:
         lookahead_token_ids=lookahead,
         cache_salt=optional_text(get("cache_salt"), "cache_salt"),
     )
-
-
-def _extra_keys(raw: dict[str, Any]) -> ExtraKeys | None:
-    own = extra_keys(raw.get("extra_keys"))
-    own = join(own, mm_keys(raw.get("mm_keys")))
-    return join(own, mm_infos(raw.get("block_mm_infos")))
 
 
 def _removed(raw: dict[str, Any], rare: _Rare) -> BlockRemoved:
@@ -448,9 +431,10 @@ def tokens(value: Any) -> tuple[list[int] | None, int]:
         if type(value) is not list:
             raise DecodeError(f"token_ids is {type(value).__name__}, not an array") from None
     kinds = set(map(type, value))
-    if kinds == {list}:
+    if kinds == {list}:  # SGLang under EAGLE
         return None, 0
     if kinds <= {int, str}:
+        # TensorRT-LLM repeats an image's digest for each of its tokens: hash each once.
         texts = [token for token in value if type(token) is str]
         ints = {text: text_token(text) for text in set(texts)}
         return [ints[token] if type(token) is str else token for token in value], len(texts)
@@ -516,6 +500,7 @@ def _tuple(items: list[Any], depth: int) -> tuple[Any, ...]:
     kinds = set(map(type, items))
     if float in kinds and any(type(item) is float and isnan(item) for item in items):
         raise DecodeError("extra_keys holds NaN, which equals nothing")
+    # Nearly all keys end here: no look at each item, whose type is known.
     if kinds <= _LEAVES:
         return tuple(items)
     if depth == 1:
@@ -580,16 +565,13 @@ def _mm_info(block: Any) -> list[tuple[Any, Any]]:
         if type(digest) not in (int, str, bytes):
             raise DecodeError("mm_objects holds something without an mm_hash")
         spans = _few(item.get("offsets", []), "offsets")
-        pairs.extend((digest, _start(span)) for span in spans)
+        for span in spans:
+            if type(span) is not list or not span or type(span[0]) is not int:
+                raise DecodeError("offsets holds something that is not a [start, end] pair")
+            pairs.append((digest, span[0]))
         if not spans:
             pairs.append((digest, None))
     return pairs
-
-
-def _start(span: Any) -> int:
-    if type(span) is list and span and type(span[0]) is int:
-        return span[0]
-    raise DecodeError("offsets holds something that is not a [start, end] pair")
 
 
 def join(first: ExtraKeys | None, second: ExtraKeys | None) -> ExtraKeys | None:

@@ -180,20 +180,16 @@ def encode_batch(batch: EventBatch, dialect: Dialect = LATEST) -> bytes:
         raise EncodeError(f"ts is {batch.ts!r}, not a finite number of seconds")
     shapes = _shapes(dialect)
     events = [_event(event, dialect, shapes) for event in batch.events]
-    raw = [float(batch.ts), events]
-    if dialect.has_dp_rank:
-        raw.append(_dp_rank(batch.data_parallel_rank))
+    raw: list[Any] = [float(batch.ts), events]
+    try:
+        if dialect.has_dp_rank:
+            raw.append(optional_small_int(batch.data_parallel_rank, "data_parallel_rank"))
+    except DecodeError as error:
+        raise EncodeError(str(error)) from None
     try:
         return _write(raw)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise EncodeError(f"{dialect.name} cannot carry the batch: {error}") from error
-
-
-def _dp_rank(value: Any) -> int | None:
-    try:
-        return optional_small_int(value, "data_parallel_rank")
-    except DecodeError as error:
-        raise EncodeError(str(error)) from None
 
 
 class _Shapes(msgspec.Struct, frozen=True):
@@ -218,20 +214,19 @@ def _shapes(dialect: Dialect) -> _Shapes:
             omit_defaults=True,
         )
 
+    def getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+        get = attrgetter(*names)
+        # An attrgetter of one name returns the value, not a tuple of it: early BlockRemoved.
+        return get if len(names) > 1 else lambda event: (get(event),)
+
     return _Shapes(
         shape("BlockStored", *dialect.stored),
-        attrgetter(*dialect.stored),
+        getter(dialect.stored),
         shape("BlockRemoved", *dialect.removed),
-        _getter(dialect.removed),
+        getter(dialect.removed),
         shape("AllBlocksCleared")(),
         shape("BlockStored", *dialect.stored, "metadata") if dialect.has_salt_metadata else None,
     )
-
-
-def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what reads these attributes as a tuple, also where there is only one."""
-    get = attrgetter(*names)
-    return get if len(names) > 1 else lambda event: (get(event),)
 
 
 def _event(event: object, dialect: Dialect, shapes: _Shapes) -> Any:
@@ -241,16 +236,13 @@ def _event(event: object, dialect: Dialect, shapes: _Shapes) -> Any:
         if isinstance(event, BlockStored):
             return _stored(event, dialect, shapes)
         if isinstance(event, BlockRemoved):
-            return _removed(event, dialect, shapes)
-    except DecodeError as error:  # the checks are the reader's own: it must be able to read this
+            _check_hashes(block_hashes(event.block_hashes), dialect)
+            _check_place(event)
+            return shapes.removed(*shapes.removed_fields(event))
+    # The checks are the reader's own: what is written must be readable.
+    except DecodeError as error:
         raise EncodeError(f"{type(event).__name__}: {error}") from None
     raise EncodeError(f"{type(event).__name__} is not an event")
-
-
-def _removed(event: BlockRemoved, dialect: Dialect, shapes: _Shapes) -> Any:
-    _check_hashes(block_hashes(event.block_hashes), dialect)
-    _check_place(event)
-    return shapes.removed(*shapes.removed_fields(event))
 
 
 def _stored(event: BlockStored, dialect: Dialect, shapes: _Shapes) -> Any:

@@ -66,10 +66,7 @@ def how_to_install(extra: str) -> str:
 def check_options(function: str, options: Mapping[str, Any], known: Any) -> None:
     """Raise TypeError in the name of the function that was called, not of one behind it.
 
-    Args:
-        function: its name.
-        options: that it was given, as `**options`.
-        known: a TypedDict of the options that there are.
+    `known` is a TypedDict of the options that there are.
     """
     for name in options:
         if name not in known.__annotations__:
@@ -96,11 +93,7 @@ def _unpickled(
 
 
 class _ReasonedError(KVIndexError):
-    """An error of one of several kinds.
-
-    Attributes:
-        reason: which.
-    """
+    """An error of one of several kinds."""
 
     def __init__(self, message: str, *, reason: str) -> None:
         self.reason = reason
@@ -108,11 +101,7 @@ class _ReasonedError(KVIndexError):
 
 
 class _RequestError(KVIndexError):
-    """An error about one request.
-
-    Attributes:
-        request_id: the id.
-    """
+    """An error about one request."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

@@ -184,6 +184,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     def window_blocks(self, block_size: int) -> int:
         """Return how many blocks before its end a hit needs of a group with a sliding window."""
         assert self.sliding_window is not None
+        # The window of the next token has that token itself, too: one less of what is before.
         return -(-(self.sliding_window - 1) // block_size)
 
     def needed_from(self, cut: int, block_size: int) -> int:

@@ -47,8 +47,15 @@ class Fingerprints:
             self.core = Core(words)
             name, self.of = "nh64", self.core.of
         else:
+            empty = blake2b(digest_size=8, key=seed.to_bytes(16, "little"), person=_PURPOSE)
+
+            def of(payload: bytes) -> int:
+                digest = empty.copy()  # the key is hashed once, not for every message
+                digest.update(payload)
+                return int.from_bytes(digest.digest(), "little", signed=True)
+
             self.core = None
-            name, self.of = "blake2b", _blake2b(seed)
+            name, self.of = "blake2b", of
         self.identity = f"{name}:{self.of(_KNOWN_PAYLOAD) % 2**64:016x}"
 
 
@@ -57,14 +64,3 @@ def secret_words(seed: int, size: int, purpose: bytes) -> bytes:
     key = seed.to_bytes(16, "little")
     parts = (blake2b(bytes([i]), key=key, person=purpose).digest() for i in range(-(-size // 64)))
     return b"".join(parts)[:size]
-
-
-def _blake2b(seed: int) -> Callable[[bytes], int]:
-    empty = blake2b(digest_size=8, key=seed.to_bytes(16, "little"), person=_PURPOSE)
-
-    def of(payload: bytes) -> int:
-        digest = empty.copy()
-        digest.update(payload)
-        return int.from_bytes(digest.digest(), "little", signed=True)
-
-    return of

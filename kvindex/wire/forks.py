@@ -67,7 +67,7 @@ def _after_in_child() -> None:
             continue
         try:
             _disowned[owner](owner)
-        except Exception:
+        except Exception:  # the others must be let go all the same
             logger.exception("%r could not be let go after a fork", type(owner).__name__)
     for owned in list(_sockets):
         owned.close()

@@ -136,7 +136,6 @@ def replay_end(identity: bytes, *, with_topic: bool) -> list[bytes]:
 
 
 def _seq(frames: Sequence[bytes]) -> int:
-    """The number in the last frame but one."""
     frame = frames[-2]
     if len(frame) != _SEQ_BYTES:
         raise DecodeError(
@@ -212,11 +211,10 @@ class _Reader:
             kind = _KINDS.get(mark)
             if kind is None:
                 raise self._error(f"{mark!r} is no record's first byte (b'L', b'R' or b'P')")
-            n_frames = self._number("frames", MAX_FRAMES)
-            yield RecordedMessage(kind, [self._frame() for _ in range(n_frames)])
-
-    def _frame(self) -> bytes:
-        return self._exactly(self._number("frame bytes", MAX_FRAME_BYTES))
+            frames = []
+            for _ in range(self._number("frames", MAX_FRAMES)):
+                frames.append(self._exactly(self._number("frame bytes", MAX_FRAME_BYTES)))
+            yield RecordedMessage(kind, frames)
 
     def _number(self, what: str, limit: int) -> int:
         number = int.from_bytes(self._exactly(4), "big")

@@ -13,6 +13,7 @@ class Waker:
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
+        # Whoever wakes may hold a lock that the waiting thread wants: it must not wait for room.
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
 
