@@ -59,27 +59,19 @@ class Place(NamedTuple):
 
 
 class Block:
-    """One position of one prefix.
-
-    Attributes:
-        key: names the prefix.
-        namespace: of its prompts.
-        parent: the block before it; None at a prompt's start.
-        depth: how many blocks are before it.
-        salted: whether its prompts start under a salt, or other extra keys.
-        children: how many blocks follow it directly.
-        places: where it is resident, and under how many labels; nearly always it is one.
-    """
+    """One position of one prefix."""
 
     __slots__ = ("children", "depth", "key", "namespace", "parent", "places", "salted")
 
     def __init__(self, key: Key, namespace: Namespace, parent: Block | None, salted: bool) -> None:
         self.key = key
         self.namespace = namespace
-        self.parent = parent
+        self.parent = parent  # the block before it; None at a prompt's start
         self.depth: int = 0 if parent is None else parent.depth + 1
+        # Whether its prompts start under a salt, or other extra keys.
         self.salted: bool = salted if parent is None else parent.salted
-        self.children = 0
+        self.children = 0  # how many blocks follow it directly
+        # Where it is resident, and under how many labels; nearly always it is one.
         self.places: dict[Place, int] = {}
 
     def ancestors(self) -> Iterator[Block]:
@@ -109,13 +101,7 @@ class _Label:
 
 
 class Blocks:
-    """The blocks of one rank; `len()` is its resident (label, block, group) triples.
-
-    Attributes:
-        resident: how many blocks each place has that the rank has ever named.
-        ambiguous: how often a label came to name a further block.
-        duplicates: how many further physical copies of resident blocks were counted.
-    """
+    """The blocks of one rank; `len()` is its resident (label, block, group) triples."""
 
     def __init__(self, keys: KeyMaker, budget: Budget) -> None:
         self._maker = keys
@@ -125,9 +111,9 @@ class Blocks:
         # The size by namespace, and by whether the prompts start under a salt or other extra keys.
         self._prompts: Counter[tuple[Namespace, bool]] = Counter()
         self._size = 0
-        self.resident: dict[Place, int] = {}
-        self.ambiguous = 0
-        self.duplicates = 0
+        self.resident: dict[Place, int] = {}  # blocks at each place that the rank has ever named
+        self.ambiguous = 0  # how often a label came to name a further block
+        self.duplicates = 0  # further physical copies of resident blocks
 
     def __len__(self) -> int:
         return self._size
@@ -289,11 +275,7 @@ class Blocks:
                     )
 
     def check(self) -> None:
-        """Assert that blocks, labels and counters agree.
-
-        Raises:
-            InvariantError: they do not agree.
-        """
+        """Assert that blocks, labels and counters agree; raises InvariantError."""
         prompts: Counter[tuple[Namespace, bool]] = Counter()
         names: dict[Block, Counter[Place]] = defaultdict(Counter)
         for label in self._labels.values():
@@ -353,12 +335,7 @@ class Orphan:
 
 
 class Orphans:
-    """A rank's held blocks, oldest first, at most `limit` of them.
-
-    Attributes:
-        dropped: how many were dropped for newer ones.
-        forgot: whether dropped blocks may still be resident.
-    """
+    """A rank's held blocks, oldest first, at most `limit` of them."""
 
     def __init__(self, limit: int, *, max_bytes: int = _MAX_CONTENT_BYTES) -> None:
         self._limit = limit
@@ -366,8 +343,8 @@ class Orphans:
         self._bytes = 0
         self._held: dict[BlockHash, Orphan] = {}
         self._waiting: dict[BlockHash, dict[BlockHash, None]] = {}  # children by their parent
-        self.dropped = 0
-        self.forgot = False
+        self.dropped = 0  # for newer ones
+        self.forgot = False  # whether dropped blocks may still be resident
 
     def __len__(self) -> int:
         return len(self._held)
@@ -481,11 +458,6 @@ class Placing:
     """Puts one rank's blocks into its prompts and removes them from there.
 
     Owned by the rank's `RankBlocks`.
-
-    Attributes:
-        orphans: the held blocks, whose place is not known.
-        counters: how many blocks were stored, removed, held, ….
-        ignored: blocks left out, by reason.
     """
 
     def __init__(self, blocks: Blocks, max_orphans: int) -> None:
@@ -523,6 +495,7 @@ class Placing:
         self.counters["stored"] += len(placed)
         complete = len(placed) == len(blocks)
         if not complete:
+            # `extend` made the whole chain: what has no copy must not stay.
             self.blocks.prune(blocks[-1])
         if len(self.orphans):
             self.attach(placed)

@@ -22,42 +22,27 @@ _MAX_SHAPES = 16  # distinct (block size, lookahead)
 
 
 class Group:
-    """The facts about one KV cache group of a rank.
-
-    Attributes:
-        spec: its kind.
-        configured: whether the user set the kind; events do not change it then.
-        known: whether the kind is known; otherwise it counts as full attention.
-        block_size: tokens per block, 0 until one is stored.
-        size_off_device: whether that is the size of a store off the device, which may be of several
-            blocks.
-    """
+    """The facts about one KV cache group of a rank."""
 
     def __init__(self, spec: GroupSpec | None = None) -> None:
         self.spec = spec or GroupSpec()
-        self.configured = spec is not None
-        self.known = spec is not None
-        self.block_size = 0
+        self.configured = spec is not None  # by the user: events do not change the kind then
+        self.known = spec is not None  # the kind; otherwise it counts as full attention
+        self.block_size = 0  # tokens, 0 until a block is stored
+        # Whether that is the size of a store off the device, which may be of several blocks.
         self.size_off_device = False
 
 
 class RankGroups:
-    """The groups of one rank, learned from its stores or set by the user.
-
-    Attributes:
-        known: the groups by their index.
-        settings: the user's settings of the rank's cache.
-        unit: tokens per block of the index, 0 until a block is stored.
-        windows_only: whether no group of a known kind needs all blocks: then no event may name
-            all of them.
-    """
+    """The groups of one rank, learned from its stores or set by the user."""
 
     def __init__(self) -> None:
         self.known: dict[int, Group] = {}
         self._shapes: set[tuple[int, int]] = set()
         self._main: int | None = None
-        self.settings = CacheSettings()
-        self.unit = 0
+        self.settings = CacheSettings()  # the user's
+        self.unit = 0  # tokens per block of the index, 0 until a block is stored
+        # Whether no group of a known kind needs all blocks: then no event may name all of them.
         self.windows_only = False
 
     def main_block_size(self) -> int:

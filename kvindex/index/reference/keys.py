@@ -214,7 +214,9 @@ class Proofs:
             digest = before.digest
         if not _is_plain(event, unit):
             return None
-        extra = _salted_extra(event)
+        # vLLM hashes a salt with the first block only; `_is_plain` lets no other extra key pass.
+        first = event.extra_keys[0] if event.extra_keys else None
+        extra = (("cache_salt", first[0]),) if first else None
         steps = []
         contents = block_contents(event, unit, at_root=at_root)
         tokens = event.token_ids
@@ -266,12 +268,6 @@ def _names(label: BlockHash, digest: bytes) -> bool:
     return step_key(digest) == label if isinstance(label, int) else digest == label
 
 
-def _salted_extra(event: BlockStored) -> tuple[tuple[str, str], ...] | None:
-    """Return the extra key that vLLM hashes with the first block, which is none or a salt."""
-    first = event.extra_keys[0] if event.extra_keys else None
-    return (("cache_salt", first[0]),) if first else None
-
-
 def _is_plain(event: BlockStored, unit: int) -> bool:
     """Whether all that an event's labels cover is known, besides the chain before."""
     if unit > _MAX_UNIT or stored_namespace(event, unit) != Namespace(unit, None, 0):
@@ -283,8 +279,9 @@ def _is_plain(event: BlockStored, unit: int) -> bool:
         return not first and not any(others)
     if event.cache_salt or any(others):  # extra keys of blocks that are not named are unknown
         return False
-    return not first or (len(first) == 1 and _is_salt(first[0]))
-
-
-def _is_salt(item: object) -> bool:
-    return isinstance(item, str) and len(item.encode("utf-8", "surrogatepass")) <= _MAX_PICKLED_SALT
+    if not first:
+        return True
+    salt = first[0]
+    if len(first) > 1 or not isinstance(salt, str):
+        return False
+    return len(salt.encode("utf-8", "surrogatepass")) <= _MAX_PICKLED_SALT

@@ -57,16 +57,12 @@ def tiered_hit(
 ) -> TieredHit:
     """Return how many leading tokens of a prompt the engine holds, up to each tier.
 
-    The device's prefix comes first; each further tier can only continue where the one before
-    ended. Once a prefix is left for a further tier, the engine does not return.
-
-    Args:
-        cache: what the groups have in common.
-        length: tokens of the prompt.
-        tiers: the coverage by tier (0 is the device, 1 the host), of the same groups in each.
+    `tiers` is the coverage by tier (0 is the device, 1 the host), of the same groups in each.
     """
     hit = on_device = on_host = 0
     path: Sequence[GroupCoverage] = ()
+    # The device's prefix comes first; each further tier can only continue where the one before
+    # ended. Once a prefix is left for a further tier, the engine does not return.
     for tier, groups in sorted(tiers.items()):
         cut = hit // cache.unit
         before = path or [group._replace(spans=[]) for group in groups]
@@ -278,8 +274,9 @@ def _match_one_way(
     by_medium = {}
     for place, spans in spans_of.items():
         if place.group_idx == main:
+            # A block counts where it ends: so many multiples of `scale` lie in (start, stop].
             units, scale = tokens // groups.unit, size // groups.unit
-            count = sum(_blocks(start, min(stop, units), scale) for start, stop in spans)
+            count = sum(max(0, min(stop, units) // scale - start // scale) for start, stop in spans)
             if count:
                 by_medium[place.medium] = count
     return RankMatch(
@@ -326,8 +323,3 @@ def _coverage(
         GroupCoverage(group.spec, group.block_size, union(held[i]), groups.drops_last(i))
         for i, group in hashed.items()
     ]
-
-
-def _blocks(start: int, stop: int, scale: int) -> int:
-    """Return how many blocks of `scale` units end in [start, stop)."""
-    return max(0, stop // scale - start // scale)

@@ -247,17 +247,7 @@ class _Early:
 
 
 class RankBlocks:
-    """Applies one rank's events to its blocks.
-
-    Owned by the index, under its lock.
-
-    Attributes:
-        blocks: the resident blocks.
-        orphans: the held blocks; `counters` and `ignored`: see `Placing`.
-        groups: the facts about the KV cache groups.
-        salts: the last LoRAs and extra keys that prompts started under, where they had some.
-        skipped: unknown events, by tag.
-    """
+    """Applies one rank's events to its blocks. Owned by the index, under its lock."""
 
     def __init__(self, keys: KeyMaker, budget: Budget, max_orphans: int) -> None:
         self.blocks = Blocks(keys, budget)
@@ -347,7 +337,11 @@ class RankBlocks:
         if early is not None:
             known = self.groups.device_size_known
             if early.batches and (known or changed):
-                self._apply_again(early)
+                self._drop_all()
+                self.blocks.resident.clear()
+                self._counts.reset_to(early.counts)
+                for kept in early.batches:
+                    self.apply(kept)
             if not known:
                 self._early = early
         elif changed:
@@ -356,18 +350,8 @@ class RankBlocks:
             self._drop_all()
             self._placing.ignore("unit_changed", dropped)
 
-    def _apply_again(self, early: _Early) -> None:
-        self._drop_all()
-        self.blocks.resident.clear()
-        self._counts.reset_to(early.counts)
-        for batch in early.batches:
-            self.apply(batch)
-
     def _drop_cleared(self) -> None:
-        """Drop the blocks that the engine clears: vLLM keeps those off the device.
-
-        A rank whose clears exceed their allowed cost loses its blocks off the device as well.
-        """
+        """Drop the blocks that the engine clears: vLLM keeps those off the device."""
         resets_connector = self.groups.settings.resets_connector
         gone = {
             place
@@ -383,6 +367,8 @@ class RankBlocks:
                 self.blocks.drop_places(held)
                 if len(self.blocks) or len(self.orphans):
                     return
+        # Also where a rank's clears exceed their allowed cost: to lose blocks off the device makes
+        # answers too low, to keep those that are gone would make them too high.
         self._drop_all()
 
     def _drop_all(self) -> None:
@@ -448,10 +434,14 @@ class RankBlocks:
         if at_root:
             chain = chain._replace(salted=self.salts.learn(event, namespace))
             self._store_at_root(event, chain)
-        elif parent is not None and parent_hash is not None:
-            self._store_after(parent, fold_hash(parent_hash), chain)
-        else:
+        elif parent is None or parent_hash is None:
             self._store_detached(event, chain)
+        elif parent.namespace != namespace:
+            self._placing.ignore("parent_namespace", len(hashes))
+        elif not self._placing.names_one(fold_hash(parent_hash)):
+            self._placing.ignore("parent_ambiguous", len(hashes))
+        else:
+            self._placing.place(parent, chain)
 
     def _place(self, event: BlockStored) -> Place | None:
         """Return the place of what an event stores, or None if the rank has too many."""
@@ -500,14 +490,6 @@ class RankBlocks:
             for stop, block_hash in zip(stops, chain.hashes, strict=True)
             if stop > first and stop % group.block_size == 0
         )
-
-    def _store_after(self, parent: Block, parent_hash: BlockHash, chain: StoredChain) -> None:
-        if parent.namespace != chain.namespace:
-            self._placing.ignore("parent_namespace", len(chain.hashes))
-        elif not self._placing.names_one(parent_hash):
-            self._placing.ignore("parent_ambiguous", len(chain.hashes))
-        else:
-            self._placing.place(parent, chain)
 
     def _store_detached(self, event: BlockStored, chain: StoredChain) -> None:
         """Store blocks whose parent is not resident: known ones need none, others wait."""
