@@ -206,9 +206,10 @@ class Index(BaseIndex):
     def apply_entries(self, entries: bytes | memoryview) -> tuple[int, list[bytes]] | None:
         """Apply the batches of a message's encoded entries: for `kvindex.replicas`.
 
-        Returns: how many were applied, and the entries that are left: statuses, and all from the
-            first one on that needs Python. None: these are no entries.
+        Return how many were applied, and the entries that are left: statuses, and all from the
+        first one on that needs Python. None: these are no entries.
         """
+        # By their encoded form: C++ then compares bytes, and needs no name of a rank.
         ids = self._directory.ids
         if self._encoded_ids[0] is not ids:
             encoded = {_encode(rank): rank_id for rank, rank_id in ids.items()}
@@ -416,6 +417,7 @@ class Index(BaseIndex):
         return largest_loras(loras), [(tagged_lora(tag), extra) for tag, extra in salts]
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
+        # At once: a rank that is not known is reported by the call, not by the first step.
         return map(_resident_block, self._of_rank(rank, self._core.walk))
 
 

@@ -68,7 +68,7 @@ def pack_tokens(token_ids: Iterable[Any], *, text: Callable[[], bool] = lambda: 
     """
     try:
         return array("q", token_ids).tobytes()
-    # Token by token only where that fails: ids from 2**63 on, numpy's ints, text.
+    # Token by token only where that fails: ids from 2**63 on, and text.
     except (OverflowError, TypeError):
         return array("q", [_signed(token, text) for token in token_ids]).tobytes()
 

@@ -34,10 +34,8 @@ _MODULE = "kvindex.wire._native"
 
 
 def refuse_sub_interpreter() -> None:
-    """Raise ImportError in a sub-interpreter, before native code is loaded there.
-
-    The native index would be initialized a second time, and fail in the main interpreter.
-    """
+    """Raise ImportError in a sub-interpreter, before native code is loaded there."""
+    # The native index would be initialized a second time, and fail in the main interpreter.
     if sys.implementation.name != "cpython":
         return
     import ctypes
@@ -55,14 +53,7 @@ def refuse_sub_interpreter() -> None:
 
 
 def choose_backend(wanted: str | None) -> Backend:
-    """Return the backend to run, given the value of `KVINDEX_BACKEND` (None or "": unset).
-
-    If the native module is there but cannot be loaded, a `RuntimeWarning` has the reason.
-
-    Raises:
-        ConfigurationError: `wanted` is neither "native" nor "python".
-        ImportError: `wanted` is "native" and the native module is missing or cannot be loaded.
-    """
+    """Return the backend to run, given the value of `KVINDEX_BACKEND` (None or "": unset)."""
     if wanted not in (None, "", "native", "python"):
         raise ConfigurationError(
             f'{_VARIABLE} is {wanted!r}; it can be "native", "python" or unset (native if built)'
@@ -78,6 +69,7 @@ def choose_backend(wanted: str | None) -> Backend:
                 " Python index",
                 name=_MODULE,
             ) from error
+        # Missing is a choice of whoever installed; broken is none, and would go unnoticed.
         if not _is_absent(error):
             warnings.warn(
                 f"{_MODULE} is installed but cannot be loaded ({error}); the Python index runs,"
@@ -90,10 +82,7 @@ def choose_backend(wanted: str | None) -> Backend:
 
 
 def explain_fallback(wanted: str | None) -> str:
-    """Return why the Python index runs uninvited, and what to do; "" if it does not.
-
-    `wanted` is the value of `KVINDEX_BACKEND`.
-    """
+    """Return why the Python index runs uninvited, and what to do; "" if it does not."""
     if wanted == "python":
         return ""
     try:

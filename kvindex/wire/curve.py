@@ -42,6 +42,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             if not isinstance(key, bytes) or len(key) != _KEY_BYTES:
                 raise ConfigurationError(f"CURVE {name} must be {_KEY_BYTES} bytes of Z85 text")
+        # Here, where the keys are named: libzmq would only never connect, and not say why.
         try:
             belongs = zmq.curve_public(self.secret_key) == self.public_key
         except (ValueError, zmq.ZMQError) as error:

@@ -204,6 +204,7 @@ def _size(payload: bytes | bytearray | memoryview) -> int:
 
 
 def _batch(raw: Any, rare: _Rare) -> EventBatch:
+    # No release writes a map yet. SGLang has a name of its own for the rank.
     if type(raw) is dict:
         rank = raw.get("data_parallel_rank", raw.get("attn_dp_rank"))
         raw = [_required(raw, "ts"), _required(raw, "events"), rank]
@@ -240,6 +241,7 @@ def _event(raw: Any, rare: _Rare) -> Event | str:
         tag = raw.get("type")
     else:
         raise DecodeError(f"{type(raw).__name__}, not an array or map")
+    # Without a tag it cannot be skipped: it may be an event that removes blocks.
     if type(tag) is not str:
         raise DecodeError(f"its tag is {type(tag).__name__}, not str")
     if tag == "BlockStored":
@@ -254,6 +256,8 @@ def _event(raw: Any, rare: _Rare) -> Event | str:
 def _named_stored(raw: list[Any]) -> dict[str, Any]:
     """The positional fields of a BlockStored by name; two positions have two meanings."""
     values = raw[1:]
+    # Dynamo's TensorRT-LLM wrapper writes images where vLLM writes the group, and the group after
+    # them. Taken out, the rest stands as vLLM's does.
     images = None
     if len(values) > _MM_INFOS and _has_mm_infos(values):
         images = values.pop(_MM_INFOS)
@@ -376,6 +380,7 @@ def copy_counts(value: Any, blocks: int) -> list[int] | None:
         return None
     if type(value) is not list:
         raise DecodeError(f"remaining_copy_counts is {type(value).__name__}, not an array")
+    # With another number it is unknown which count is whose, and a block could stay for ever.
     if len(value) != blocks:
         raise DecodeError(f"remaining_copy_counts has {len(value)} counts for {blocks} blocks")
     return [small_int(count, "remaining_copy_counts[]") for count in value]
@@ -434,7 +439,7 @@ def tokens(value: Any) -> tuple[list[int] | None, int]:
     if kinds == {list}:  # SGLang under EAGLE
         return None, 0
     if kinds <= {int, str}:
-        # TensorRT-LLM repeats an image's digest for each of its tokens: hash each once.
+        # Each text is hashed once: a digest may stand there many times.
         texts = [token for token in value if type(token) is str]
         ints = {text: text_token(text) for text in set(texts)}
         return [ints[token] if type(token) is str else token for token in value], len(texts)
@@ -445,11 +450,7 @@ def tokens(value: Any) -> tuple[list[int] | None, int]:
 def split_bigrams(
     pairs: list[Any], n_blocks: int, block_size: int
 ) -> tuple[list[int], Lookahead | None]:
-    """Return the first token of each bigram, and the token after each block.
-
-    The second value is None when the pairs are not whole blocks: then it is unknown which pair
-    ends a block.
-    """
+    """Return the first token of each bigram, and the token after each block, if that is known."""
     if set(map(len, pairs)) != {2}:
         raise DecodeError("token_ids holds arrays that are not pairs")
     try:
@@ -459,6 +460,7 @@ def split_bigrams(
         raise DecodeError("token_ids holds pairs that are not of ints") from None
     if seconds[:-1] != firsts[1:]:
         raise DecodeError("token_ids holds pairs that do not continue each other")
+    # If they are not whole blocks, it is unknown which pair ends a block.
     if block_size == 0 or len(pairs) != n_blocks * block_size:
         return firsts, None
     return firsts, [[token] for token in seconds[block_size - 1 :: block_size]]
@@ -505,6 +507,7 @@ def _tuple(items: list[Any], depth: int) -> tuple[Any, ...]:
         return tuple(items)
     if depth == 1:
         raise DecodeError(f"extra_keys is nested deeper than {MAX_DEPTH}")
+    # Arrays within arrays are counted once more as a whole: each may be short, and all too many.
     made = tuple(
         _tuple(item, depth - 1) if type(item) in _ARRAYS else _leaf(item) for item in items
     )

@@ -99,6 +99,7 @@ def _vllm() -> list[Dialect]:
     v0_29 = _since(v0_26, "vllm-0.29.0", "ownership", removed="ownership")
     v0_30 = _since(v0_29, "vllm-0.30.0", "session_id")
     v0_33 = _since(v0_30, "vllm-0.33.0", "lookahead_token_ids")
+    # Oldest first: a release that is not named writes as the one before it.
     early = [first, v0_9_1, v0_10_2, v0_14, v0_17, v0_20, v0_22]
     return [*early, v0_24, v0_26, v0_29, v0_30, v0_33]
 
@@ -109,6 +110,7 @@ def _sglang() -> list[Dialect]:
     v0_4_8 = _since(first, "sglang-0.4.8", has_dp_rank=True)
     v0_5_9 = _since(v0_4_8, "sglang-0.5.9", "medium", removed="medium")
     v0_5_18 = _since(v0_5_9, "sglang-0.5.18", has_salt_metadata=True)
+    # In maps the salt has a field of its own, so they go on from before the metadata.
     as_map = _since(v0_5_9, "sglang-0.5.20", form="map", optional=optional)
     v0_5_20 = _since(as_map, "sglang-0.5.20", "cache_salt", "session_id")
     v0_5_22 = _since(v0_5_20, "sglang-0.5.22", "lora_name", replay_topic=True)
@@ -291,6 +293,7 @@ def _bigrams(event: BlockStored) -> list[tuple[int, int]]:
     token_ids, lookahead = event.token_ids, event.lookahead_token_ids
     if not token_ids:
         return []
+    # The last token of an event has no successor among its own.
     if not lookahead or len(lookahead[-1]) != 1:
         raise EncodeError("bigrams need lookahead_token_ids with the one token after each block")
     pairs = list(zip(token_ids, [*token_ids[1:], lookahead[-1][0]], strict=True))

@@ -70,6 +70,7 @@ def check_options(function: str, options: Mapping[str, Any], known: Any) -> None
     """
     for name in options:
         if name not in known.__annotations__:
+            # At run time `**options` takes any name: a misspelled one would count as unset.
             close = get_close_matches(name, known.__annotations__, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
@@ -157,6 +158,7 @@ class UnknownRankError(KVIndexError, KeyError):
         super().__init__(name)
 
     def __str__(self) -> str:
+        # Eight: a message of thousands of ranks would fill a log.
         listed = ", ".join(str(item) for item in self.known[:8]) or "none"
         more = f" and {len(self.known) - 8} more" if len(self.known) > 8 else ""
         if isinstance(self.name, Rank):
@@ -336,6 +338,7 @@ class NotLiveError(KVIndexError, TimeoutError):
         lines = [f"\n  {rank}: {reason}" for rank, reason in sorted(self.reasons.items())]
         lines += [f"\n  {engine}: {reason}" for engine, reason in sorted(self.engines.items())]
         ranks = "1 rank is" if len(self.reasons) == 1 else f"{len(self.reasons)} ranks are"
+        # Engines that discovery could not read have no ranks yet: they are named beside them.
         trouble = [f"{ranks} not live"] if self.reasons else []
         if self.engines:
             count = len(self.engines)

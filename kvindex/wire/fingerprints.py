@@ -56,6 +56,7 @@ class Fingerprints:
 
             self.core = None
             name, self.of = "blake2b", of
+        # Of a known payload: functions that differ in anything, the secret included, differ here.
         self.identity = f"{name}:{self.of(_KNOWN_PAYLOAD) % 2**64:016x}"
 
 

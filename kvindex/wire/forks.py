@@ -69,6 +69,7 @@ def _after_in_child() -> None:
             _disowned[owner](owner)
         except Exception:  # the others must be let go all the same
             logger.exception("%r could not be let go after a fork", type(owner).__name__)
+    # Or the peers would not notice that the parent has ended. `close` of a copy sends nothing.
     for owned in list(_sockets):
         owned.close()
     _disowned.clear()

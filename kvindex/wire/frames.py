@@ -90,6 +90,7 @@ def parse_replay(frames: Sequence[bytes]) -> ReplayReply:
     if len(frames) not in (3, 4) or frames[0]:
         raise _refused("replay reply", frames, "an empty frame, a topic or none, seq, payload")
     seq, payload = _seq(frames), frames[-1]
+    # vLLM 0.26 and SGLang 0.5.22 began to repeat the topic.
     topic = frames[1] if len(frames) == 4 else None
     return ReplayReply(topic, seq, payload, seq == END_SEQ and not payload)
 
@@ -148,6 +149,7 @@ def _seq(frames: Sequence[bytes]) -> int:
 def _seq_bytes(seq: int) -> bytes:
     try:
         return seq.to_bytes(_SEQ_BYTES, "big")
+    # AttributeError: a program's float or None. To ask for the type first would cost each message.
     except (OverflowError, AttributeError):
         raise EncodeError(f"seq is {seq!r}, not an int from 0 to 2**64 - 1") from None
 

@@ -9,11 +9,7 @@ _INTERVAL = 10.0  # seconds between log lines of one kind
 
 
 class LogRate:
-    """Allows one log line of each kind in ten seconds. Thread safety: its owner's thread only.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """Allows one log line of each kind in ten seconds. Thread safety: its owner's thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -119,6 +119,7 @@ def outlives_clear(folded_medium: str, *, resets_connector: bool = False) -> boo
         >>> [outlives_clear(medium) for medium in ("GPU", "CPU_PINNED", "CPU", "STORAGE")]
         [False, False, True, True]
     """
+    # Only SGLang has these names, and it flushes them with the device.
     tier = 0 if folded_medium in _SGLANG_MEDIA else medium_tier(folded_medium)
     return tier > (1 if resets_connector else 0)
 

@@ -26,6 +26,7 @@ def find_ranks(name: object, known: Collection[Rank]) -> list[Rank]:
         return [Rank(*name)]
     if not isinstance(name, str):
         raise UnknownRankError(name, known)
+    # A worker may be called "a/1": then that text could also mean rank 1 of a.
     itself = [rank for rank in known if str(rank) == name]
     of_worker = sorted(rank for rank in known if rank.worker == name)
     if bool(itself) is bool(of_worker):

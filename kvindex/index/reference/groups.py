@@ -72,10 +72,8 @@ class RankGroups:
 
     @property
     def upper_bound(self) -> bool:
-        """Whether the engine's hits may be shorter than the answers.
-
-        In report mode "full" some announcements look like copies.
-        """
+        """Whether the engine's hits may be shorter than the answers."""
+        # In report mode "full" some announcements look like copies.
         announces = self.settings.report_mode == "full"
         return self.settings.upper_bound or announces or self.kinds_unknown
 
@@ -107,11 +105,9 @@ class RankGroups:
         return tokens // self.unit if is_whole else 1
 
     def whole_chunks(self, spans: Spans, group_idx: int, chunk: int) -> Spans:
-        """Return the units that count where a place off the device has labels at these units.
-
-        A chunk counts from its first unit to its label. With `offload_chunk`, the engine loads
-        whole chunks only, also where events name each of their blocks.
-        """
+        """Return the units that count where a place off the device has labels at these units."""
+        # A chunk counts from its first unit to its label. With `offload_chunk`, the engine loads
+        # whole chunks only, also where events name each of their blocks.
         whole = self.units_in(self.offload_chunk)
         if whole > 1 and not chunk and group_idx in self.known:
             chunk = self.known[group_idx].block_size
@@ -134,11 +130,9 @@ class RankGroups:
 
     @property
     def alignment(self) -> int:
-        """Tokens whose multiples an engine's hits are.
-
-        As in vLLM: what all groups' block sizes divide, or one unit where Mamba's states are
-        kept at any hash and no other group needs whole blocks.
-        """
+        """Tokens whose multiples an engine's hits are."""
+        # As in vLLM: what all groups' block sizes divide, or one unit where Mamba's states are kept
+        # at any hash and no other group needs whole blocks.
         groups = self.hashed().values()
         fine = any(g.spec.is_mamba and g.block_size > self.unit for g in groups) and all(
             g.spec.is_mamba or g.spec.needs_all or g.block_size == self.unit for g in groups
@@ -175,11 +169,7 @@ class RankGroups:
         self.configure(self.settings)
 
     def learn_size(self, event: BlockStored) -> None:
-        """Learn a group's block size, and adapt the unit.
-
-        A store of offloaded blocks, which may be larger, changes no known group; and what was
-        learned from one yields to the device's size.
-        """
+        """Learn a group's block size, and adapt the unit."""
         size, group_idx = event.block_size, event.group_idx or 0
         if size <= 0 or not event.token_ids:
             return
@@ -188,6 +178,8 @@ class RankGroups:
             if len(self.known) >= _MAX_GROUPS:
                 return
             group = self.known[group_idx] = Group()
+        # A store of offloaded blocks, which may be larger, changes no known group; and what was
+        # learned from one yields to the device's size.
         off_device = bool(medium_tier(fold_medium(event.medium)))
         known = group.block_size
         if known and (off_device or (known == size and not group.size_off_device)):

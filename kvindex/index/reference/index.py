@@ -26,10 +26,9 @@ _OF_ARGUMENTS = (UnknownRankError, TypeError, ValueError, OverflowError)
 
 
 class _Changes:
-    """Surrounds each change of an index: one that is cut short leaves it unusable.
+    """Surrounds each change of an index: one that is cut short leaves it unusable."""
 
-    A Ctrl-C in the middle leaves half of a change, from which no answer would be true.
-    """
+    # A Ctrl-C in the middle leaves half of a change, from which no answer would be true.
 
     def __init__(self) -> None:
         self._cut_short = ""

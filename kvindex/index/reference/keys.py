@@ -97,11 +97,9 @@ def stored_namespace(event: BlockStored, unit: int) -> Namespace:
 
 
 def has_own_extras(event: BlockStored, block: int) -> bool:
-    """Whether a block has extra keys that belong to some part of it only.
-
-    A LoRA is no part of the content, and a salt (in vLLM a bare string at the prompt's start)
-    belongs to the first unit.
-    """
+    """Whether a block has extra keys that belong to some part of it only."""
+    # A LoRA is no part of the content, and a salt (in vLLM a bare string at the prompt's start)
+    # belongs to the first unit.
     items = without_lora((event.extra_keys or ())[block], event_lora(event))
     at_start = block == 0 and event.parent_block_hash is None
     return not (at_start and all(isinstance(item, str) for item in items)) and bool(items)
@@ -135,8 +133,7 @@ class Salts:
 def block_contents(event: BlockStored, unit: int, *, at_root: bool) -> list[bytes]:
     """Return the contents of a stored event's blocks, unit by unit.
 
-    The event names all its blocks; a block of several units has no extra keys of its own
-    (`has_own_extras`). `at_root`: the first block starts its prompt.
+    `at_root`: the first block starts its prompt.
     """
     size = event.block_size
     packed = pack_tokens(event.token_ids)
@@ -151,6 +148,7 @@ def block_contents(event: BlockStored, unit: int, *, at_root: bool) -> list[byte
         for block in blocks
         for start in range(0, size, unit)
     ]
+    # A block of several units has no extra keys of its own (`has_own_extras`), only a salt.
     salt = event.cache_salt if at_root else None
     for i, items in enumerate(event.extra_keys or [None]):
         extra = pack_extra(items, lora=event_lora(event), salt=salt if i == 0 else None)
@@ -196,11 +194,7 @@ class Proofs:
         self._steps.clear()
 
     def chain(self, event: BlockStored, unit: int) -> list[Step] | None:
-        """Return the steps of an event's tokens, or None if they cannot be known.
-
-        They are unknown if the chain up to the parent is, and for LoRAs and extra keys other than a
-        salt.
-        """
+        """Return the steps of an event's tokens, or None if they cannot be known."""
         parent: int | None = None
         digest = _ROOT
         at_root = event.parent_block_hash is None

@@ -211,8 +211,6 @@ def held_blocks(rank: RankBlocks, keys: PromptKeys, *, whole: bool) -> dict[Plac
     """Return which of a prompt's blocks a rank holds on each medium in each group.
 
     Unless `whole`, it may be as far only as a match can reach.
-
-    Complexity: O(blocks × places), up to where the prompt leaves all of the rank's.
     """
     labelled: dict[Place, Spans] = {}
     to_hole = not whole and rank.ends_at_holes
@@ -295,10 +293,8 @@ def _match_one_way(
 def _with_longest_unknown(
     groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Place, Spans]
 ) -> dict[int, Group]:
-    """Return the groups without those of an unknown kind, but for the one that reaches furthest.
-
-    One of them has full attention, and holds every block that any of them needs.
-    """
+    """Return the groups without those of an unknown kind, but for the one that reaches furthest."""
+    # One of them has full attention, and holds every block that any of them needs.
 
     def reach(group_idx: int) -> int:
         spans = union(

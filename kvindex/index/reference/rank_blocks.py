@@ -56,13 +56,11 @@ class Sparse:
         self._proofs.clear()
 
     def store(self, event: BlockStored, hashes: Sequence[BlockHash], place: Place) -> None:
-        """Store blocks of a sparse event (vLLM's windows, Mamba): it leaves out some, unnamed.
-
-        A label's place is known if a whole event has named it, in whichever group. Of a window, the
-        engine keeps tails: blocks in a row, up to a place where a hit may end. Such a place has a
-        label from a whole event where other groups have larger blocks. So the labels without a
-        known place lie in a row before the next label with one.
-        """
+        """Store blocks of a sparse event (vLLM's windows, Mamba): it leaves out some, unnamed."""
+        # A label's place is known if a whole event has named it, in whichever group. Of a window,
+        # the engine keeps tails: blocks in a row, up to a place where a hit may end. Such a place
+        # has a label from a whole event where other groups have larger blocks. So the labels
+        # without a known place lie in a row before the next label with one.
         first = 0
         before: Block | None = None  # the last block whose place is known
         for i, block_hash in enumerate(hashes):
@@ -85,13 +83,11 @@ class Sparse:
         self._placing.relocate(hashes[first:], place)
 
     def store_proven(self, event: BlockStored, hashes: Sequence[BlockHash], place: Place) -> bool:
-        """Store blocks where the engine's hash chain has their labels; False if that is unsure.
-
-        Blocks that a request computes again look like announcements of report mode "full": there
-        only whole events count.
-        """
+        """Store blocks where the engine's hash chain has their labels; False if that is unsure."""
         unit = self._groups.unit
         scale = event.block_size // unit
+        # Blocks that a request computes again look like announcements of report mode "full": there
+        # only whole events count.
         full = self._groups.settings.report_mode == "full"
         counters = self._placing.counters
         hopeless = counters["proofs_missed"] >= _MAX_MISSES and not counters["proofs"]
@@ -170,12 +166,10 @@ class Sparse:
         before: Block | None,
         reach: int,
     ) -> list[Block]:
-        """Return the places of so many blocks in a row before a known one, or none if unsure.
-
-        Blocks are sure between two places where a hit may end, if the known one is the first that
-        ends a tail: every other such place since `before`, as far as the event reaches, has a label
-        too, and so would have been named.
-        """
+        """Return the places of so many blocks in a row before a known one, or none if unsure."""
+        # Blocks are sure between two places where a hit may end, if the known one is the first that
+        # ends a tail: every other such place since `before`, as far as the event reaches, has a
+        # label too, and so would have been named.
         group = self._groups.known[place.group_idx]
         step, scale = self._groups.alignment // self._groups.unit, size // self._groups.unit
         if not group.spec.has_window or self._groups.kinds_unknown:
@@ -223,11 +217,10 @@ class _Counts(NamedTuple):
 
 
 class _Early:
-    """What a rank applied while no block size on the device was known, and its counters before.
+    """What a rank applied while no block size on the device was known, and its counters before."""
 
-    A chunk off the device may come first. Its unit is too large for the device's blocks, so all is
-    applied again once these show theirs.
-    """
+    # A chunk off the device may come first. Its unit is too large for the device's blocks, so all
+    # is applied again once these show theirs.
 
     def __init__(self, counts: _Counts) -> None:
         self.counts = counts.copy()
@@ -409,14 +402,12 @@ class RankBlocks:
             self._store_chain(event, hashes, place)
 
     def _names_only(self, event: BlockStored, hashes: Sequence[BlockHash]) -> bool:
-        """Whether only the labels of an event can be used: the blocks' contents are unknown.
-
-        * Extra keys of a block of several units do not show which unit they belong to.
-        * vLLM's connectors leave out the extra keys of blocks that they offload. Their labels are
-          those of the GPU's blocks, whose contents are known.
-        """
+        """Whether only the labels of an event can be used: the blocks' contents are unknown."""
+        # vLLM's connectors leave out the extra keys of blocks that they offload. Their labels are
+        # those of the GPU's blocks, whose contents are known.
         if event.extra_keys is None:
             return event.group_idx is not None and bool(medium_tier(fold_medium(event.medium)))
+        # Extra keys of a block of several units do not show which unit they belong to.
         if event.block_size == self.groups.unit:
             return False
         return any(has_own_extras(event, block) for block in range(len(hashes)))
@@ -465,24 +456,19 @@ class RankBlocks:
             self._placing.place(None, chain)
 
     def _is_announced_again(self, event: BlockStored, chain: StoredChain) -> bool:
-        """Whether vLLM's report mode "full" announces blocks that a request found cached.
-
-        Only where the user states that requests use the mode: events do not show it. Then a store
-        from the root is such an announcement if the engine's own lookup would have found all of
-        it, group by group; else the engine computed the blocks, and they are further copies. The
-        groups announce one after the other, and the first one's case is that of all.
-        """
+        """Whether vLLM's report mode "full" announces blocks that a request found cached."""
+        # Only where the user states that requests use the mode: events do not show it.
         if self.groups.settings.report_mode != "full" or event.parent_block_hash is not None:
             return False
+        # The groups announce one after the other, and the first one's case is that of all.
         last = chain.hashes[-1]
-        if self._announced is None or self._announced[0] != last:
-            self._announced = (last, self._would_be_found(event, chain))
-        return self._announced[1]
-
-    def _would_be_found(self, event: BlockStored, chain: StoredChain) -> bool:
+        if self._announced is not None and self._announced[0] == last:
+            return self._announced[1]
+        # It is an announcement if the engine's own lookup would have found all of it, group by
+        # group; else the engine computed the blocks, and they are further copies.
         size = event.block_size
         stops = range(size, size * len(chain.hashes) + 1, size)
-        return all(
+        announced = all(
             self.blocks.get(block_hash) in self.blocks.held_at(block_hash, place)
             for group_idx, group in self.groups.hashed().items()
             for place in [chain.place._replace(group_idx=group_idx)]
@@ -490,6 +476,8 @@ class RankBlocks:
             for stop, block_hash in zip(stops, chain.hashes, strict=True)
             if stop > first and stop % group.block_size == 0
         )
+        self._announced = (last, announced)
+        return announced
 
     def _store_detached(self, event: BlockStored, chain: StoredChain) -> None:
         """Store blocks whose parent is not resident: known ones need none, others wait."""
