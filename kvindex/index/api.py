@@ -23,7 +23,7 @@ from kvindex.index.snapshot import (
     write_snapshot,
 )
 from kvindex.index.tokens import Lora, Prompt, TokenIds
-from kvindex.index.views import Prefixes, TreeView, Viewed
+from kvindex.index.views import Inspectable, Prefixes, TreeView
 from kvindex.wire import CacheSettings, EventBatch
 from kvindex.wire.backend import Backend
 from kvindex.wire.errors import ConfigurationError, check_options
@@ -44,7 +44,7 @@ class _Limits(TypedDict, total=False):
     max_orphans: int
 
 
-class BaseIndex(Viewed):
+class BaseIndex(Inspectable):
     """Which rank holds which prefix, by the ranks' events.
 
     Args:

@@ -12,7 +12,7 @@ import msgspec
 from kvindex.index.match import Match, RankMatch, Trusts
 from kvindex.index.questions import Question
 from kvindex.index.tokens import Lora
-from kvindex.index.views import Holding, Viewed, main_group, union
+from kvindex.index.views import Holding, Inspectable, main_group, union
 from kvindex.wire import GroupSpec
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.quirks import may_remove
@@ -157,7 +157,7 @@ class Explanation:
 
 
 def explain(
-    index: Viewed,
+    index: Inspectable,
     tokens: array[int],
     question: Question,
     trust: Trusts | None,
@@ -207,7 +207,7 @@ class _Facts:
 
     def __init__(
         self,
-        index: Viewed,
+        index: Inspectable,
         match: RankMatch,
         question: Question,
         length: int,

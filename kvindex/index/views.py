@@ -86,7 +86,7 @@ class Holding(NamedTuple):
     spans: Spans
 
 
-class Viewed(ABC):
+class Inspectable(ABC):
     """The part of an index that views and explanations use."""
 
     # Each of these but the last raises UnknownRankError.
@@ -125,7 +125,7 @@ class TreeView:
 
     __slots__ = ("_index", "rank")
 
-    def __init__(self, index: Viewed, rank: Rank) -> None:
+    def __init__(self, index: Inspectable, rank: Rank) -> None:
         self._index = index
         self.rank = rank
 

@@ -261,14 +261,14 @@ def _named_stored(raw: list[Any]) -> dict[str, Any]:
     images = None
     if len(values) > _MM_INFOS and _has_mm_infos(values):
         images = values.pop(_MM_INFOS)
-    named = dict(zip(_STORED_FIELDS, values, strict=False))
+    fields = dict(zip(_STORED_FIELDS, values, strict=False))
     if images is not None:
-        named["block_mm_infos"] = images
-    metadata = named.get("lora_name")
+        fields["block_mm_infos"] = images
+    metadata = fields.get("lora_name")
     if type(metadata) is dict:  # SGLang 0.5.18-0.5.19
-        named["lora_name"] = None
-        named["cache_salt"] = metadata.get("cache_salt")
-    return named
+        fields["lora_name"] = None
+        fields["cache_salt"] = metadata.get("cache_salt")
+    return fields
 
 
 def _has_mm_infos(values: list[Any]) -> bool:

@@ -95,8 +95,8 @@ def test_iteration_is_longest_first_then_by_rank_and_includes_ranks_that_hold_no
     assert (match[C].tokens, match[C].block_size, match[C].by_medium) == (0, SIZE, {})
     plain = json.loads(json.dumps(match.to_dict()))
     assert list(plain) == ["b/0", "a/0", "b/1", "c/1", "c/3"]
-    named = {"worker": "b", "dp_rank": 0, "blocks": 3, "by_medium": {"GPU": 3}}
-    assert named.items() <= plain["b/0"].items()
+    fields = {"worker": "b", "dp_rank": 0, "blocks": 3, "by_medium": {"GPU": 3}}
+    assert fields.items() <= plain["b/0"].items()
 
 
 def test_a_match_contains_exactly_what_it_can_be_asked_for() -> None:

@@ -374,18 +374,18 @@ def snapshot_of(*sections: bytes) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("given", ["a", None, 5, [1], Path("a"), memoryview(bytes(8))[::2]])
-def test_what_cannot_be_bytes_is_refused_before_it_is_looked_at(given: Any) -> None:
+@pytest.mark.parametrize("value", ["a", None, 5, [1], Path("a"), memoryview(bytes(8))[::2]])
+def test_what_cannot_be_bytes_is_refused_before_it_is_looked_at(value: Any) -> None:
     for read in (Index.from_bytes, partial(Index().restore, A)):
         with pytest.raises(ConfigurationError, match="bytes"):
-            read(given)
+            read(value)
 
 
-@pytest.mark.parametrize("given", [None, 5, [1]], ids=str)
-def test_what_cannot_be_a_file_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("value", [None, 5, [1]], ids=str)
+def test_what_cannot_be_a_file_is_refused(value: Any) -> None:
     for use in (Index.load, Index().save):
         with pytest.raises(ConfigurationError, match="a path"):
-            use(given)
+            use(value)
 
 
 def test_any_buffer_is_as_good_as_bytes() -> None:

@@ -198,7 +198,7 @@ def test_large_tokens_that_stand_for_no_text_are_not_taken_for_it() -> None:
     assert counts_of(index)["stored_text"] == 0
 
 
-class Counted(list[int]):
+class CountingList(list[int]):
     """A list that counts how many of its items were taken."""
 
     taken = 0
@@ -221,7 +221,7 @@ def test_a_short_match_neither_packs_nor_hashes_a_long_prompt(
         return child(self, parent, content)
 
     monkeypatch.setattr(KeyMaker, "child", counting)
-    long_prompt = Counted(prompt(4_000))
+    long_prompt = CountingList(prompt(4_000))
     assert index.match(long_prompt)[A].blocks == 3
     assert len(hashed) <= 5, "three blocks, the one that ends the match, and the root"
     assert long_prompt.taken <= 1_024
@@ -231,7 +231,7 @@ def test_a_prompt_that_meets_nothing_or_a_hole_is_not_read_further() -> None:
     nothing, holes = index_of(stored(1, parent=None)), index_of(stored(*range(1_000)))
     apply_together(holes, A, removed(*range(1, 1_000, 2)))
     for index, blocks in ((nothing, 0), (holes, 1)):
-        long_prompt = Counted(prompt(4_000))
+        long_prompt = CountingList(prompt(4_000))
         assert index.match(long_prompt)[A].blocks == blocks
         assert long_prompt.taken <= 1_024
 

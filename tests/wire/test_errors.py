@@ -49,8 +49,8 @@ def name(value: object) -> str:
 
 
 def test_every_error_is_tried_here() -> None:
-    named = {kind.__name__ for kind in map(type, (error for error, _ in RAISED))}
-    assert named | {"KVIndexError"} == set(errors.__all__)
+    raised = {kind.__name__ for kind in map(type, (error for error, _ in RAISED))}
+    assert raised | {"KVIndexError"} == set(errors.__all__)
 
 
 @pytest.mark.parametrize(("error", "builtin"), RAISED, ids=name)

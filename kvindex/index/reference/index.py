@@ -11,7 +11,7 @@ from kvindex.index.match import Match, PlainContents, Trusts
 from kvindex.index.questions import Question, check_block_size
 from kvindex.index.reference.blocks import Budget
 from kvindex.index.reference.keys import KeyMaker, PromptKeys
-from kvindex.index.reference.matching import Held, held_blocks, no_match, rank_match
+from kvindex.index.reference.matching import HeldSpans, held_blocks, no_match, rank_match
 from kvindex.index.reference.rank_blocks import RankBlocks
 from kvindex.index.tokens import Lora, Namespace, Prompt, TokenIds
 from kvindex.index.views import Holding, ResidentBlock, largest_loras, shown_loras, with_advice
@@ -135,7 +135,7 @@ class Index(BaseIndex):
             self._changes.check()
             wanted = self._wanted(question.ranks)
             for rank, blocks in wanted.items():
-                held: Held = {}
+                held: HeldSpans = {}
                 for space in blocks.blocks.namespaces():
                     size, lora, lookahead = space
                     if lora != question.lora or question.block_size not in (None, size):
@@ -166,7 +166,8 @@ class Index(BaseIndex):
         with self._lock:
             self._changes.check()
             ranks = {str(rank): _rank_statistics(self._ranks[rank]) for rank in self._order}
-            unique = len({key for of in self._ranks.values() for key in of.blocks.block_keys()})
+            ranks_blocks = [blocks.blocks for blocks in self._ranks.values()]
+            unique = len({key for blocks in ranks_blocks for key in blocks.block_keys()})
             return {
                 "blocks": self._budget.used,
                 "orphans": sum(rank["orphans"] for rank in ranks.values()),

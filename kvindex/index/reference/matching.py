@@ -203,7 +203,7 @@ def _holds(group: GroupCoverage, cache: Cache, stop: int) -> bool:
 
 # A rank's match ---------------------------------------------------------------------------------
 
-Held: TypeAlias = "dict[Namespace, dict[Place, Spans]]"
+HeldSpans: TypeAlias = "dict[Namespace, dict[Place, Spans]]"
 """For each namespace, the stretches of the prompt that each place holds."""
 
 
@@ -236,7 +236,7 @@ def no_match(rank: Rank, blocks: RankBlocks) -> RankMatch:
 
 
 def rank_match(
-    rank: Rank, blocks: RankBlocks, held: Held, media: frozenset[str] | None, length: int
+    rank: Rank, blocks: RankBlocks, held: HeldSpans, media: frozenset[str] | None, length: int
 ) -> RankMatch:
     """Return the best answer over the rank's ways of hashing (with and without lookahead).
 

@@ -216,7 +216,7 @@ class _Counts(NamedTuple):
             counter.update(old)
 
 
-class _Early:
+class _EarlyBatches:
     """What a rank applied while no block size on the device was known, and its counters before."""
 
     # A chunk off the device may come first. Its unit is too large for the device's blocks, so all
@@ -251,7 +251,7 @@ class RankBlocks:
         self.groups = RankGroups()
         self.skipped: Counter[str] = Counter()
         self._counts = _Counts(self.counters, self.ignored, self.skipped)
-        self._early: _Early | None = _Early(self._counts)
+        self._early: _EarlyBatches | None = _EarlyBatches(self._counts)
         self.salts = Salts()
         self._sparse = Sparse(self._placing, self.groups, self.salts)
         self._positions_unknown = False
@@ -291,7 +291,7 @@ class RankBlocks:
         self._drop_all()
         self.groups.forget()
         self.blocks.resident.clear()
-        self._early = _Early(self._counts)
+        self._early = _EarlyBatches(self._counts)
 
     def apply(self, batch: EventBatch) -> None:
         """Apply a batch's events in order."""
@@ -304,8 +304,9 @@ class RankBlocks:
                 self._store(event)
             elif isinstance(event, BlockRemoved):
                 self._announced = None  # its blocks may be gone
-                of = fold_medium(event.medium), event.group_idx or 0
-                places = [p for p in self.blocks.resident if (p.medium, p.group_idx) == of]
+                # Its labels may be those of blocks or of chunks: the event does not show which.
+                lost = fold_medium(event.medium), event.group_idx or 0
+                places = [p for p in self.blocks.resident if (p.medium, p.group_idx) == lost]
                 copies_left = self.groups.settings.copies_left(event)
                 self._placing.remove(event.block_hashes, copies_left, places)
             elif isinstance(event, AllBlocksCleared):
