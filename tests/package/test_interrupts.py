@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -41,6 +42,8 @@ def interrupted(call: Call, moment: int) -> bool:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
+    # A collection would call functions of others (hypothesis notes its time), and interrupt those.
+    gc.disable()
     sys.setprofile(count)
     try:
         call()
@@ -50,6 +53,7 @@ def interrupted(call: Call, moment: int) -> bool:
         pass
     finally:
         sys.setprofile(None)
+        gc.enable()
     return False
 
 
