@@ -201,14 +201,14 @@ class Front:
         """Send a request until an engine's answer may be forwarded; return what is kept of it."""
         call, time = exchange.call, self._loop().time
         try:
-            found = await self._tokenizing.tokens(call, self._routing.servings(call.model))
-            length = found.length(call)
-            exchange.tokenized(length, found.reason)
+            prompt = await self._tokenizing.tokens(call, self._routing.servings(call.model))
+            length = prompt.length(call)
+            exchange.tokenized(length, prompt.reason)
             kept: list[bytes] = []
             while exchange.stage is Stage.WAITING:
                 reservation = await self._routing.reserve(
                     call.model,
-                    found.token_ids,
+                    prompt.token_ids,
                     prompt_tokens=length,
                     salt=call.salt,
                     reads_cache=call.reads_cache,

@@ -133,8 +133,8 @@ def destination(
     response.clear_route_cache = True  # the proxy has chosen a route before it asked us
     mutation = response.header_mutation
     fields = [(DESTINATION.encode(), endpoint.encode()), *headers]
-    named = {name for name, _ in fields}
-    mutation.remove_headers.extend(name for name in _STRIPPED if name.encode() not in named)
+    names = {name for name, _ in fields}
+    mutation.remove_headers.extend(name for name in _STRIPPED if name.encode() not in names)
     if length is not None:
         fields.append((b"content-length", b"%d" % length))
     for name, value in fields:

@@ -190,8 +190,8 @@ class _PickedRequest:
         self._request_id = fields.get(b"x-request-id", b"").decode("latin-1")[:128]
         self._brings_key = b"authorization" in fields
         self._subset = messages.subset_of(message)
-        if self._picker.is_conformance and (named := fields.get(messages.STEERS.encode())):
-            self._subset = frozenset(part.strip() for part in named.decode("latin-1").split(","))
+        if self._picker.is_conformance and (wish := fields.get(messages.STEERS.encode())):
+            self._subset = frozenset(part.strip() for part in wish.decode("latin-1").split(","))
         # The streamed head is not answered yet: where it goes depends on the body.
         if message.request_headers.end_of_stream:  # a GET: any engine
             self._body = None
