@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import sub
+
+import msgspec
 
 from kvindex import (
     CacheSettings,
@@ -19,13 +23,20 @@ from kvindex import (
     RankStatus,
     State,
     StreamItem,
+    __version__,
 )
-from kvindex.tools.audit.blocks import HeldBlocks
-from kvindex.tools.audit.findings import report_of
-from kvindex.tools.audit.histogram import Series
-from kvindex.tools.audit.prefixes import PrefixTree
+from kvindex.tools.audit.blocks import HeldBlocks, Histogram, Prefix, PrefixTree, Series
 from kvindex.tools.audit.rank_audit import RankAudit, Window
-from kvindex.tools.audit.report import Bucket, Report
+from kvindex.tools.audit.report import (
+    AuditReport,
+    Bar,
+    Bucket,
+    Duplication,
+    RankReport,
+    Saving,
+    SharedPrefix,
+    Tokens,
+)
 
 # The ranks whose tokens a router should count by docs/guarantees.md.
 _COUNTED = frozenset({State.LIVE, State.REPAIRING, State.STALE})
@@ -151,7 +162,7 @@ class Auditor:
         """Note, from the caller, whether all batches of a rank's publisher were received."""
         self._find(rank).complete = complete
 
-    def report(self, at: float) -> Report:
+    def report(self, at: float) -> AuditReport:
         """Return what was found between `begin` and now.
 
         Raises:
@@ -161,6 +172,7 @@ class Auditor:
         """
         if self._began is None:
             raise ConfigurationError("there is no window yet: call begin(at) first")
+        # A report ends nothing: who is away now is away in the next one, too.
         for audit in self._audits.values():
             audit.stop_away(at, resume=True)
         return report_of(
@@ -182,6 +194,7 @@ class Auditor:
         began = self._began
         counted = began is not None and (not replayed or batch.ts >= began)
         peers = self._counted & ~audit.blocks.bit
+        # The batch's own share of the sums goes into the figures over time.
         before = [audit.tokens[name] for name in Bucket.__struct_fields__]
         audit.apply(batch, Window(counted, peers, peers & self._workers[rank.worker]))
         after = [audit.tokens[name] for name in Bucket.__struct_fields__]
@@ -206,6 +219,7 @@ class Auditor:
             audit.counts["losses"] += 1
             if item.last_seq is not None:
                 audit.counts["lost_batches"] += item.last_seq - item.first_seq + 1
+        # Without it the rank may hold what lost removals took away: the user chose to keep it.
         if item.reset:
             audit.drop(forget=False)
 
@@ -222,6 +236,7 @@ class Auditor:
         return audit
 
     def _rename(self, item: RanksRenamed) -> None:
+        # Names may be exchanged: all old ones go before any new one comes.
         renamed = [(self._find(old), new) for old, new in item.names]
         for old, _ in item.names:
             del self._audits[old]
@@ -241,6 +256,237 @@ class Auditor:
         audit.stop_away(at)
         self._counted &= ~bit
         self._workers[rank.worker] &= ~bit
-        audit.blocks.bit = 0  # another rank may get it
+        # Its figures stay in the report; its number may be another rank's from now on.
+        audit.blocks.bit = 0
         self._free.append(audit.number)
         self._former.append(audit)
+
+
+# The report ---------------------------------------------------------------------------------------
+
+
+FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
+"""Sizes of caches whose savings are reported, in times of the cache as it was seen."""
+
+_SHARED = 10  # prefixes
+_CANDIDATES = 200  # for them
+_MOST_HOLDERS = 64  # of ranks that hold one
+
+
+def report_of(
+    audits: Sequence[RankAudit],
+    tree: PrefixTree,
+    counted: int,
+    series: Series,
+    *,
+    began: float,
+    ended: float,
+    source: str,
+) -> AuditReport:
+    """Return the report of all ranks; those in `counted` (a set of bits) hold what is shared."""
+    ranks = [_rank_report(audit, counted) for audit in audits]
+    ages, lifetimes = Histogram(), Histogram()
+    for audit in audits:
+        ages.merge(audit.ages)
+        lifetimes.merge(audit.blocks.lifetimes)
+    totals: Counter[str] = Counter()
+    for rank in ranks:
+        totals.update(msgspec.structs.asdict(rank.tokens))
+    report = AuditReport(
+        format=1,
+        version=__version__,
+        source=source,
+        began=began,
+        seconds=max(0.0, ended - began),
+        tokens=Tokens(**totals),
+        ranks=ranks,
+        savings=[
+            Saving(factor, sum(a.distances.up_to((factor - 1) * a.peak) for a in audits))
+            for factor in FACTORS
+        ],
+        ages=[Bar(*bar) for bar in ages.bars()],
+        lifetimes=[Bar(*bar) for bar in lifetimes.bars()],
+        duplication=_duplication(tree, counted, audits),
+        shared=_shared(tree, counted, audits),
+        bucket_seconds=series.width,
+        series=[Bucket(*row) for row in series.rows()],
+        trust=[],
+    )
+    return msgspec.structs.replace(report, trust=list(trust_lines(report, audits)))
+
+
+def _rank_report(audit: RankAudit, counted: int) -> RankReport:
+    size = audit.groups.size
+    return RankReport(
+        rank=str(audit.rank),
+        model=audit.model,
+        tokens=Tokens(**audit.tokens),
+        block_size=size,
+        resident=len(audit.blocks.labels) * size,
+        unplaced=_unplaced(audit),
+        peak=audit.peak * size,
+        evicted_known=len(audit.blocks.evicted),
+        evicted_forgotten=audit.blocks.evicted.forgotten,
+        state=audit.state,
+        complete=audit.complete,
+        counted=bool(audit.blocks.bit & counted),
+        away=round(audit.away, 3),
+        counts={name: count for name, count in sorted(audit.counts.items()) if count},
+    )
+
+
+def _duplication(tree: PrefixTree, counted: int, audits: Sequence[RankAudit]) -> Duplication:
+    by_ranks: Counter[int] = Counter()
+    for prefix in tree:
+        by_ranks[(prefix.held & counted).bit_count()] += prefix.size
+    del by_ranks[0]
+    return Duplication(
+        resident=sum(ranks * tokens for ranks, tokens in by_ranks.items()),
+        unique=by_ranks.total(),
+        by_ranks=[by_ranks[ranks] for ranks in range(1, max(by_ranks, default=0) + 1)],
+        unplaced=sum(_unplaced(audit) for audit in audits if audit.blocks.bit & counted),
+    )
+
+
+def _unplaced(audit: RankAudit) -> int:
+    """The tokens of blocks of which events leave out what is before them."""
+    blocks = audit.blocks.labels.values()
+    return sum(block.prefix is None for block in blocks) * audit.groups.size
+
+
+def _shared(tree: PrefixTree, counted: int, audits: Sequence[RankAudit]) -> list[SharedPrefix]:
+    """The prefixes after which fewer ranks hold on, by tokens × ranks."""
+
+    def holders(prefix: Prefix) -> int:
+        return (prefix.whole & counted).bit_count()
+
+    ends = (
+        prefix
+        for prefix in tree
+        if (ranks := holders(prefix)) > 1
+        and all(holders(child) < ranks for child in prefix.children())
+    )
+    largest = heapq.nlargest(_CANDIDATES, ends, key=lambda p: (p.end * holders(p), p.end))
+    names = {audit.blocks.bit: str(audit.rank) for audit in audits}
+    return [
+        SharedPrefix(
+            tokens=prefix.end,
+            ranks=holders(prefix),
+            names=[n for bit, n in names.items() if bit & prefix.whole & counted][:_MOST_HOLDERS],
+            first_tokens=list(tree.beginning(prefix)),
+        )
+        for prefix in _different(largest)
+    ]
+
+
+def _different(prefixes: Sequence[Prefix]) -> list[Prefix]:
+    """Return the first few of which none has half of its tokens in common with one before it."""
+    chosen: list[Prefix] = []
+    seen: set[Prefix] = set()
+    for prefix in prefixes:
+        path: list[Prefix] = []
+        above: Prefix | None = prefix
+        while above is not None and above not in seen:
+            path.append(above)
+            above = above.parent
+        if above is None or above.end * 2 <= prefix.end:
+            chosen.append(prefix)
+            seen.update(path)
+        if len(chosen) == _SHARED:
+            break
+    return chosen
+
+
+# What the figures do not cover --------------------------------------------------------------------
+
+
+_NAMED_RANKS = 4  # of ranks in one line
+_MANY = 0.15  # of the computed tokens; a prompt's last block alone is less, mostly
+
+# What a rank has of something, and what that means for the figures.
+_OF_RANKS: tuple[tuple[Callable[[RankAudit], float], str], ...] = (
+    (
+        lambda rank: rank.counts["losses"],
+        "{ranks} lost batches that no replay returned. What was held until then is unknown "
+        "({times}).",
+    ),
+    (
+        lambda rank: rank.counts["restarts"],
+        "{ranks} restarted: its cache was empty then ({times}).",
+    ),
+    (lambda rank: rank.counts["clears"], "{ranks} cleared its cache ({times})."),
+    (
+        lambda rank: rank.complete is False,
+        "{ranks}: the audit has not seen all batches since the engine's first. What was stored in "
+        "the others counts as held by nobody.",
+    ),
+    (
+        lambda rank: rank.away,
+        "{ranks}: unreachable for up to {most:,.0f} s. Meanwhile nothing counts as held there.",
+    ),
+    (
+        lambda rank: rank.places_unknown,
+        "{ranks}: the engine's labels leave out what is before a block (SGLang before 0.5.6): all "
+        "its tokens are of unknown prompts.",
+    ),
+    (
+        lambda rank: rank.groups.others_limit_hits,
+        "{ranks}: the model has several KV cache groups. The figures follow the one that needs all "
+        "blocks; windows or states may have shortened the hits.",
+    ),
+    (
+        lambda rank: rank.groups.kinds_unknown,
+        "{ranks}: the kinds of the groups are unknown; use --group.",
+    ),
+)
+_LEFT_OUT = {
+    "malformed": "blocks whose stores contradict themselves",
+    "partial_block": "blocks that were not full yet",
+    "max_blocks_per_rank": "blocks beyond max_blocks_per_rank: computed, but held by nobody",
+    "too_many_media": "copies on more media than one block can have",
+    "label_ambiguous": "blocks whose label names another block, too",
+    "main_group_changed": "times, what was held was dropped: another group of the model counts now",
+    "skipped_events": "events of an unknown kind",
+}
+
+
+def trust_lines(report: AuditReport, audits: Sequence[RankAudit]) -> Iterator[str]:
+    """Yield what limits the figures of a report, the most important first."""
+    spans = [audit.received for audit in audits if audit.received is not None and not audit.state]
+    if spans and max(first for first, _ in spans) > min(last for _, last in spans):
+        yield "Some recordings end before others begin: what ended counts as still held."
+    for measure, text in _OF_RANKS:
+        by_rank = {str(rank.rank): value for rank in audits if (value := measure(rank))}
+        if by_rank:
+            total = sum(by_rank.values())
+            times = "once" if total == 1 else f"{total:.0f} times"
+            names = ", ".join(list(by_rank)[:_NAMED_RANKS])
+            if len(by_rank) > _NAMED_RANKS:
+                names += f" and {len(by_rank) - _NAMED_RANKS} more"
+            yield text.format(ranks=names, times=times, most=max(by_rank.values()))
+    tokens = report.tokens
+    if tokens.unknown:
+        yield (
+            f"{tokens.unknown:,} of {tokens.computed:,} computed tokens "
+            f"({tokens.unknown / tokens.computed:.1%}) follow a block that the audit never saw: "
+            "their holders are unknown."
+        )
+    if tokens.here > _MANY * tokens.computed:
+        yield (
+            f"{tokens.here / tokens.computed:.1%} of the computed tokens were stored although the "
+            'rank held them. If requests set kv_cache_report_mode to "full", they were announced '
+            "and not computed: use --report-mode full."
+        )
+    if forgotten := sum(rank.evicted_forgotten for rank in report.ranks):
+        kept = sum(rank.evicted_known for rank in report.ranks)
+        yield (
+            f"{forgotten:,} evicted blocks were forgotten for newer ones ({kept:,} are remembered)"
+            ": more tokens may have been evicted before."
+        )
+    for name, what in _LEFT_OUT.items():
+        if count := sum(rank.counts[name] for rank in audits):
+            yield f"Left out: {count:,} {what}."
+    yield (
+        "Events do not distinguish prompts from generated tokens: both are computed. A request's "
+        "last tokens that fill no block are never reported."
+    )

@@ -8,62 +8,39 @@ another medium is a copy.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from kvindex import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
+    CacheSettings,
+    ConfigurationError,
     Event,
     EventBatch,
+    GroupSpec,
     Rank,
 )
-from kvindex.tools.audit.blocks import HeldBlocks
-from kvindex.tools.audit.histogram import Histogram
-from kvindex.tools.audit.prefixes import Prefix, PrefixTree
-from kvindex.tools.audit.stores import (
-    MainGroup,
-    block_contents,
-    is_sparse,
-    is_whole,
-    runs_of,
-    tier_of,
-)
-from kvindex.wire.quirks import fold_hash, is_content_hash, is_root_parent
+from kvindex.tools.audit.blocks import HeldBlocks, Histogram, Prefix, PrefixTree
+from kvindex.wire.quirks import fold_hash, fold_medium, is_content_hash, is_root_parent, medium_tier
 
 
 class Window(NamedTuple):
-    """What is counted now, and beside whom.
-
-    Attributes:
-        counted: whether this batch counts.
-        peers: the other ranks whose contents count, as a set of bits.
-        siblings: those of them that belong to the same worker.
-    """
+    """Whether a batch counts, and beside which ranks, as sets of bits."""
 
     counted: bool
-    peers: int
-    siblings: int
+    peers: int  # the other ranks whose contents count
+    siblings: int  # those of them that belong to the same worker
 
 
 class RankAudit:
-    """Processes one rank's batches in order, and notes how its stream stood.
-
-    Attributes:
-        groups: which group of its model counts.
-        tokens: what the window has, in tokens, by the names of `Tokens`.
-        counts: blocks left out by reason, and what happened to the stream.
-        ages: tokens computed again, by the seconds since they were evicted.
-        distances: the same, by the blocks by which the cache was too small.
-        peak: the most blocks in use on the device after a batch, copies included.
-        state, complete: of its stream, as last reported; "" and None before that.
-        away: seconds of the window in which its contents did not count, until `away_since`.
-        away_since: when they last stopped to count; None while they do.
-        received: when its first and its last batch arrived.
-    """
+    """Processes one rank's batches in order, and notes how its stream stood."""
 
     def __init__(
         self, rank: Rank, number: int, model: str, blocks: HeldBlocks, tree: PrefixTree
@@ -73,15 +50,20 @@ class RankAudit:
         self.model = model
         self.blocks = blocks
         self.groups = MainGroup()
+        # What the window has, by the names of `Tokens`; blocks left out, by reason.
         self.tokens: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
+        # Tokens computed again, by the seconds since they were evicted, and by the blocks by which
+        # the cache was too small.
         self.ages, self.distances = Histogram(), Histogram()
-        self.peak = 0
+        self.peak = 0  # the most blocks in use on the device after a batch, copies included
+        # Of its stream, as last reported: recordings report none.
         self.state = ""
         self.complete: bool | None = None
+        # Seconds of the window in which its contents did not count, and since when they do not.
         self.away = 0.0
         self.away_since: float | None = None
-        self.received: tuple[float, float] | None = None
+        self.received: tuple[float, float] | None = None  # the first and the last batch
         self._tree = tree
         self._start = tree.start(model.encode("utf-8", "surrogatepass"))
         self._content_hashes: bool | None = None
@@ -113,6 +95,7 @@ class RankAudit:
         self._removed.clear()
         self._now, self._window = batch.ts, window
         self.counts["skipped_events"] += len(batch.skipped)
+        # Labels of one group say nothing of another's blocks.
         if self.groups.learn(batch) and self.blocks.labels:
             self.counts["main_group_changed"] += 1
             self.drop(forget=False)
@@ -148,6 +131,7 @@ class RankAudit:
     def _store(self, run: list[BlockStored]) -> None:
         """Process stores that follow one another in a chain, on one medium."""
         first, tier = run[0], tier_of(run[0].medium)
+        # SGLang before 0.5.6 hashes a page's own tokens: its first whole store shows that.
         if self._content_hashes is None and tier is None and is_whole(first):
             tokens = first.token_ids[: first.block_size]
             self._content_hashes = is_content_hash(first.block_hashes[0], tokens)
@@ -160,6 +144,7 @@ class RankAudit:
             run = run[1:]
         labels = [fold_hash(label) for event in run for label in event.block_hashes]
         prefixes = self._prefixes(run, labels, tier)
+        # Before the blocks are held: who holds what now is what matters.
         if self._window.counted and labels:
             self._count(run[0], labels, prefixes, tier)
         for label, prefix in zip(labels, prefixes, strict=True):
@@ -236,7 +221,7 @@ class RankAudit:
         prefixes: Sequence[Prefix | None],
         tier: str | None,
     ) -> None:
-        """Count a run before it is held: who holds what now is what matters."""
+        """Count the tokens of a run by who holds what."""
         size = first.block_size if first.token_ids else self.groups.size
         blocks: Counter[str] = Counter()
         if tier is not None:
@@ -257,11 +242,13 @@ class RankAudit:
         """Count one stored block: whether it was computed, and who held it."""
         bit = self.blocks.bit
         if prefix is None:
+            # A node that SGLang split is removed and stored anew: nothing was computed.
             moved = label in self._removed
             blocks["moved" if moved else "computed"] += 1
             blocks["unknown"] += not moved
             return
         if prefix.whole & bit:
+            # Held on another medium only: it was loaded, mostly. Events do not tell.
             held = self.blocks.labels.get(label)
             if held is not None and not held.device:
                 blocks["returned"] += 1
@@ -270,6 +257,7 @@ class RankAudit:
                 blocks["here"] += 1
             return
         blocks["computed"] += 1
+        # Whole prefixes: a block behind a hole saves a router nothing.
         others = prefix.whole & self._window.peers
         if others:
             near = others & self._window.siblings
@@ -283,3 +271,172 @@ class RankAudit:
             self.distances.add(returned.distance, size)
         elif not others:
             blocks["unreachable" if prefix.held & bit else "first"] += 1
+
+
+# What stores report -------------------------------------------------------------------------------
+
+
+_MAX_GROUPS = 64
+_TOKEN_BYTES = 8
+_SIGN = 1 << 63
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class MainGroup:
+    """The group whose blocks stand for a rank's tokens: each group has one block for each token."""
+
+    def __init__(self) -> None:
+        self.main = 0  # its index, also where a model has no groups
+        # Tokens of its blocks. A smaller one is part of a block, and counts when it is whole.
+        self.size = 0
+        self.settings = CacheSettings()
+        self._groups: dict[int, GroupSpec] = {}
+        self._unstated: set[int] = set()
+
+    @property
+    def kinds_unknown(self) -> bool:
+        """Whether there are several groups, of which some may be anything (vLLM up to 0.21)."""
+        return len(self._groups) > 1 and bool(self._unstated)
+
+    @property
+    def others_limit_hits(self) -> bool:
+        """Whether a hit needs blocks of other groups, too: windows, Mamba's states."""
+        return len(self._groups) > 1
+
+    def forget(self) -> None:
+        """Forget what was learned: another engine may follow."""
+        self.main = self.size = 0
+        self._groups.clear()
+        self._unstated.clear()
+
+    def learn(self, batch: EventBatch) -> bool:
+        """Learn groups, kinds and sizes from all of a batch; return if another group counts now."""
+        before = self.main
+        for event in batch.events:
+            if isinstance(event, BlockStored) and event.token_ids:
+                self._learn_kind(event)
+        if self._groups:
+            # A hit needs all blocks of that group: of a window only the last ones are held.
+            needed = (i for i, spec in sorted(self._groups.items()) if spec.needs_all)
+            self.main = next(needed, min(self._groups))
+        if self.main != before:
+            self.size = 0  # blocks of another group may have another one
+        for event in batch.events:
+            # Connectors may join several blocks into one, off the device.
+            if isinstance(event, BlockStored) and (event.group_idx or 0) == self.main:
+                on_device = not medium_tier(fold_medium(event.medium))
+                if event.block_size > self.size and event.token_ids and on_device:
+                    self.size = event.block_size
+        return self.main != before
+
+    def _learn_kind(self, event: BlockStored) -> None:
+        index = event.group_idx or 0
+        if index in self._groups and index not in self._unstated:
+            return
+        if index not in self._groups and len(self._groups) >= _MAX_GROUPS:
+            return
+        spec = self.settings.groups.get(index)
+        if spec is None and event.kv_cache_spec_kind is not None:
+            try:
+                spec = GroupSpec(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+            except ConfigurationError:
+                spec = None
+        if spec is None:
+            self._unstated.add(index)
+        else:
+            self._unstated.discard(index)
+        if spec is None or spec.takes_part:
+            self._groups[index] = spec or GroupSpec()
+
+
+def block_contents(event: BlockStored) -> list[bytes]:
+    """Return the content of each block of a store that names all its blocks.
+
+    Equal prompts give equal contents whatever engine they are from: tokens, LoRA, salt, images and
+    the tokens that lookahead hashing covers are in them, engine hashes and their seeds are not.
+    """
+    lora = event.lora_name or event.lora_id or None
+    ahead = event.lookahead_token_ids
+    covered = len(ahead[0]) if ahead else 0
+    tag = _encode((event.block_size, lora, covered))
+    packed, width = _packed(event.token_ids), event.block_size * _TOKEN_BYTES
+    contents = [tag + packed[i : i + width] for i in range(0, len(packed), width)]
+    if ahead:
+        contents = [
+            content + _packed(tokens) for content, tokens in zip(contents, ahead, strict=True)
+        ]
+    salt = event.cache_salt if is_root_parent(event.parent_block_hash) else None
+    for i, items in enumerate(event.extra_keys or ([None] if salt else [])):
+        own_salt = salt if i == 0 else None
+        if items or own_salt:
+            contents[i] += _extra(items or (), lora, own_salt)
+    return contents
+
+
+def _extra(items: Iterable[Any], lora: str | int | None, salt: str | None) -> bytes:
+    """One block's extra keys: in no order, without the LoRA, which vLLM repeats for each block."""
+    rest = list(items)
+    if isinstance(lora, str) and lora in rest:
+        rest.remove(lora)
+    if salt:  # vLLM puts it among the extra keys, SGLang beside them
+        rest.append(salt)
+    return b"".join(sorted(map(_encode, rest)))
+
+
+def _packed(token_ids: Iterable[int]) -> bytes:
+    try:
+        return array("q", token_ids).tobytes()
+    except OverflowError:  # ids are any integers of 64 bits
+        return array("q", [(t + _SIGN) % (2 * _SIGN) - _SIGN for t in token_ids]).tobytes()
+
+
+def tier_of(medium: str | None) -> str | None:
+    """The folded name of a medium that is not the device; None for the device."""
+    folded = fold_medium(medium)
+    return folded if medium_tier(folded) else None
+
+
+def is_whole(event: BlockStored) -> bool:
+    """Whether a store has the tokens of each of its blocks, and fitting extras."""
+    count = len(event.block_hashes)
+    if not count or event.block_size <= 0 or len(event.token_ids) != count * event.block_size:
+        return False
+    if event.extra_keys is not None and len(event.extra_keys) != count:
+        return False
+    ahead = event.lookahead_token_ids
+    return ahead is None or (len(ahead) == count and len(set(map(len, ahead))) == 1)
+
+
+def is_sparse(event: BlockStored) -> bool:
+    """Whether a store leaves out some blocks of its tokens, as vLLM's windows and Mamba do."""
+    blocks, rest = divmod(len(event.token_ids), event.block_size)
+    return not rest and blocks > len(event.block_hashes)
+
+
+def runs_of(
+    events: Iterable[Event],
+) -> Iterator[list[BlockStored] | BlockRemoved | AllBlocksCleared]:
+    """Yield events, with stores joined that continue one another: some engines split them."""
+    run: list[BlockStored] = []
+    for event in events:
+        if run and not (isinstance(event, BlockStored) and _continues(run[-1], event)):
+            yield run
+            run = []
+        if isinstance(event, BlockStored):
+            run.append(event)
+        else:
+            yield event
+    if run:
+        yield run
+
+
+def _continues(before: BlockStored, after: BlockStored) -> bool:
+    return (
+        after.parent_block_hash is not None
+        and bool(before.block_hashes)
+        and after.parent_block_hash == before.block_hashes[-1]
+        and after.medium == before.medium
+        and after.block_size == before.block_size
+        and is_whole(before)
+        and is_whole(after)
+    )

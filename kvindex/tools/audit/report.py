@@ -150,7 +150,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an audit found.
 
     Attributes:
@@ -188,7 +188,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     series: list[Bucket]
     trust: list[str]
 
-    def without_tokens(self) -> Report:
+    def without_tokens(self) -> AuditReport:
         """Return the report without any token of a prompt."""
         bare = [msgspec.structs.replace(prefix, first_tokens=[]) for prefix in self.shared]
         return msgspec.structs.replace(self, shared=bare)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvindex import ConfigurationError, EventStream, RankBatch, State, StreamItem
-from kvindex.tools.audit import Auditor, Report, html_of, text_of
+from kvindex.tools.audit import Auditor, AuditReport, html_of, text_of
 from kvindex.tools.cli.arguments import add_cache_options, count, option, seconds
 from kvindex.tools.cli.engines import add_engine_options, asked_workers, names_engines
 from kvindex.tools.cli.output import Progress, StateChanges, counted, json_line, printable
@@ -76,7 +76,7 @@ def _write(path: Path, text: str) -> None:
 # Recordings ----------------------------------------------------------------------------------
 
 
-def _audit_files(arguments: argparse.Namespace) -> tuple[Report, bool]:
+def _audit_files(arguments: argparse.Namespace) -> tuple[AuditReport, bool]:
     """Return the report, and whether a recording was cut off."""
     if names_engines(arguments):
         raise ConfigurationError("name recordings, or engines, not both")
@@ -120,7 +120,7 @@ def _timed(number: int, items: Iterable[StreamItem]) -> Iterator[tuple[float, in
 # Engines -------------------------------------------------------------------------------------
 
 
-def _audit_engines(arguments: argparse.Namespace) -> Report:
+def _audit_engines(arguments: argparse.Namespace) -> AuditReport:
     workers, models = asked_workers(arguments)
     source = f"audit of {counted(len(workers), 'worker')}"
     auditor = Auditor(models=models, max_evicted=arguments.max_evicted, source=source)

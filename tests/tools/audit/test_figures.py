@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from kvindex import EventBatch, Index, Rank, RankBatch, RankLost, RankRestarted
 from kvindex.routing import Router
 from kvindex.testing import CacheOptions, FakeEngine, Group, Request, Workload
-from kvindex.tools.audit import Auditor, Report, Tokens
-from kvindex.tools.audit.histogram import Histogram
-from kvindex.tools.audit.prefixes import Prefix, PrefixTree
+from kvindex.tools.audit import Auditor, AuditReport, Tokens
+from kvindex.tools.audit.blocks import Histogram, Prefix, PrefixTree
 from tests.tools.audit.audit_model import Model, contents
 
 pytestmark = pytest.mark.property
@@ -253,7 +252,7 @@ def test_what_larger_caches_would_have_held_is_what_larger_caches_save() -> None
         max_tokens=2400,
     )
 
-    def audited(blocks: int) -> Report:
+    def audited(blocks: int) -> AuditReport:
         auditor = Auditor()
         auditor.begin(0.0)
         engine = FakeEngine("a", num_blocks=blocks, publish=False)

@@ -24,9 +24,8 @@ from kvindex import (
     RanksRenamed,
     State,
 )
-from kvindex.tools.audit import Auditor, RankReport, Report
-from kvindex.tools.audit.blocks import Evicted
-from kvindex.tools.audit.histogram import Histogram, Series
+from kvindex.tools.audit import Auditor, AuditReport, RankReport
+from kvindex.tools.audit.blocks import Evicted, Histogram, Series
 from kvindex.wire.quirks import content_hash
 from tests.service.test_fleet_overview import status_of
 
@@ -58,7 +57,7 @@ class Scene:
         batch = EventBatch(self.now - ago, list(events))
         self.auditor.receive(RankBatch(rank, 0, 0, batch, replayed), self.now)
 
-    def report(self) -> Report:
+    def report(self) -> AuditReport:
         return self.auditor.report(self.now)
 
     def of(self, rank: Rank) -> RankReport:
