@@ -55,16 +55,23 @@ _LONG_RUNNING = {"tail", "record", "audit", "fanout", "relay", "serve", "gateway
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, by default the process's own arguments, and return its exit code."""
-    _open_outputs()
+    # A shell may have closed an output (`>&-`): printing would fail.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser(argv).parse_args(argv)
     level = logging.WARNING if arguments.command in _LONG_RUNNING else logging.ERROR
     with _logging_to_stderr(level, arguments.verbose + arguments.verbose_too):
         try:
             code: int = arguments.run(arguments)
+            # Here, while a reader that has gone can still be noticed.
             sys.stdout.flush()
         except BrokenPipeError:
-            _discard_output()
+            # Python flushes at exit, too: nothing must be left to fail then.
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, sys.stdout.fileno())
+            os.close(nothing)
             return _BROKEN_PIPE
         except KeyboardInterrupt:
             print("kvindex: interrupted", file=sys.stderr)
@@ -91,7 +98,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
-        if name in argv:  # only this one is loaded, and what it needs
+        # Only the module that is named is imported, and what it needs: the help shall be quick.
+        if name in argv:
             word = name.replace("-", "_")
             module = import_module(f"kvindex.tools.cli.{_MODULES.get(name, word)}")
             run = getattr(module, f"run_{word}")
@@ -113,13 +121,6 @@ def _add_verbose(parser: argparse.ArgumentParser, name: str) -> None:
     )
 
 
-def _open_outputs() -> None:
-    """Write to nothing where a shell has closed an output (`>&-`)."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
-
-
 @contextmanager
 def _logging_to_stderr(level: int, verbose: int) -> Iterator[None]:
     """Show the library's log from the command's level, or from the one asked for."""
@@ -134,12 +135,6 @@ def _logging_to_stderr(level: int, verbose: int) -> Iterator[None]:
     try:
         yield
     finally:
+        # Tests and scripts call `main` several times in one process.
         logger.removeHandler(handler)
         logger.setLevel(before)
-
-
-def _discard_output() -> None:
-    """Point stdout at nothing, so that Python's own flush at exit does not fail again."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, sys.stdout.fileno())
-    os.close(nothing)

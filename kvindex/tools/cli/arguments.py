@@ -50,6 +50,7 @@ def option(
         repeat: whether it may be given several times; the value is a list then.
         dest: the name of its value, if it is not that of the option.
     """
+    # A form is what argparse has apart: the names, the metavar, and that there is a value at all.
     names = [word for word in form.split() if word.startswith("-")]
     value = form.split()[len(names) :]
     details: dict[str, Any] = {} if dest is None else {"dest": dest}
@@ -89,12 +90,14 @@ def settings_options(
         if isinstance(kind, types.UnionType):
             kind = next(part for part in get_args(kind) if part is not types.NoneType)
         text = meanings.get(name, "").replace("%", "%%")
+        # argparse must not get the default: a value that nobody gave would hide the file's.
         if isinstance(default, int) and "BYTES" in form:
             text += f" (default: {default >> 20} MiB)"
         elif isinstance(default, (int, float)) and kind is not bool:
             text += f" (default: {default:{'' if 'PORT' in form else ','}})".replace(".0)", ")")
         elif default:
             text += f" (default: {default})"
+        # Numbers of settings are counts, but for ports, of which 0 means any; floats are seconds.
         parse = port if name.endswith("port") else {int: count, float: seconds}.get(kind, str)
         repeat = get_args(kind)[1:] == (...,)
         option(options, form, text, choices.get(name, parse), repeat=repeat, dest=name)
@@ -336,6 +339,7 @@ def needing(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        # A module of kvindex that is missing is a defect, which no package mends.
         if (error.name or "").startswith("kvindex"):
             raise
         raise ConfigurationError(

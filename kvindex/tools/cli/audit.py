@@ -85,6 +85,7 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[AuditReport, bool]:
     auditor = Auditor(max_evicted=arguments.max_evicted, source=source)
     progress = Progress()
     last = 0.0
+    # By the engines' own clocks: what another rank held at that moment is the question.
     for at, _, item in heapq.merge(
         *(_timed(number, recording.items(progress)) for number, recording in enumerate(recordings)),
         key=lambda timed: timed[:2],
@@ -134,6 +135,7 @@ def _audit_engines(arguments: argparse.Namespace) -> AuditReport:
 
     with EventStream(workers) as stream:
         listening = Listening(stream, auditor)
+        # Ctrl-C while the past comes in ends the command: there is nothing to report yet.
         listening.settle(arguments.settle)
         with handled({signal.SIGINT: interrupt}):
             listening.open()
@@ -195,6 +197,7 @@ class Listening:
         """Process items until it is time to look again; return whether none is left waiting."""
         look_at = min(until, time.monotonic() + _LOOK)
         drained = False
+        # Waiting items first, without waiting for more: busy engines would never be drained.
         while (left := look_at - time.monotonic()) > 0:
             try:
                 item = self._stream.get(left if drained else 0.0)

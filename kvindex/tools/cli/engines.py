@@ -60,6 +60,7 @@ def engines_of(arguments: argparse.Namespace) -> list[Worker | str | Source]:
         ConfigurationError: none is named, or as `workers_of`.
     """
     workers = workers_of(arguments)
+    # A source goes on asking: the engine may start later, and move.
     if arguments.engine:
         return [*workers, EngineSource(arguments.engine, cache=cache_of(arguments))]
     if not workers:
@@ -204,6 +205,7 @@ def sources_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     pods = {
         name: value for name in names if (value := getattr(arguments, f"k8s_{name}")) is not None
     }
+    # A namespace alone would mean every pod in it, engines or not.
     if pods.keys() - {"namespace"}:
         sources.append({"kind": "kubernetes", **pods})
     elif pods:
@@ -244,6 +246,7 @@ def nats_options_of(
     for name, theirs in _FILES.items():
         if getattr(arguments, name) is not None:
             options[theirs] = getattr(arguments, name)  # type: ignore[literal-required]
+    # A file that is named wins over what is merely set.
     token = _secret("--nats-token-file", arguments.nats_token_file, environ.get(TOKEN_VARIABLE))
     if token is not None:
         options["token"] = token

@@ -76,6 +76,7 @@ def run_fake_engine(arguments: argparse.Namespace) -> int:
             for dp_rank in range(arguments.dp_size)
         ]
         traffic = _Traffic(engines, arguments.seed)
+        # Before anybody subscribes: it is in the replay buffer then.
         for _ in engines if arguments.rate else ():
             traffic.serve_next()  # the known prompt: later subscribers find it
         try:
@@ -109,6 +110,7 @@ def _serve(traffic: _Traffic, ending: _Ending, arguments: argparse.Namespace) ->
             printed = summary
         if now >= due:
             traffic.serve_next()
+            # From the last time that was due, not from now: the rate holds on a slow machine, too.
             due += 1 / arguments.rate
         else:
             ending.wait(min(due, until, printed_at + 1.0) - now)

@@ -59,6 +59,7 @@ def run_fanout(arguments: argparse.Namespace) -> int:
     --state names a file that it cannot continue from, or could not write at the end.
     """
     engines = engines_of(arguments)
+    # Before anything is served: at the end it would be too late to name another file.
     if arguments.state:
         _check_writable(Path(arguments.state))
     with _signals_handled() as signals:
@@ -78,6 +79,7 @@ def run_fanout(arguments: argparse.Namespace) -> int:
             ) from error
         with fanout:
             _serve(fanout, signals, f"listening at {arguments.path}", arguments.stats_every)
+            # While the client is open: what it holds is gone afterwards.
             saved = _save(fanout.client, arguments.state) if arguments.state else True
             print(json.dumps(fanout.report()))
     return 0 if saved else 1
@@ -172,6 +174,8 @@ def run_relay(arguments: argparse.Namespace) -> int:
 
 def _allow_options_between(parser: argparse.ArgumentParser) -> None:
     """Let options stand between the URL and the engines, which argparse does not by itself."""
+    # The main parser calls `parse_known_args` of a command's parser, which fills ENGINE with
+    # nothing as soon as it meets an option.
     parse = parser.parse_known_args
 
     def parse_mixed(
@@ -235,6 +239,7 @@ def _serve(
         print(f"{where}, {counted(len(client.ranks), 'rank')}", file=sys.stderr, flush=True)
         while not service.wait(_LOOK):
             changes.report()
+            # Here, not in the handler: statistics take locks that this thread may hold.
             if signals.tables_asked:
                 signals.tables_asked.clear()
                 print(_state_table(client.statistics()["ranks"]), file=sys.stderr, flush=True)

@@ -118,6 +118,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
                 "--silent-within"
             )
         check_engines(arguments.engine)
+    # Everything is checked by now: what is printed would run.
     if arguments.print_envoy:
         from kvindex.gateway.envoy.config import printed
 
@@ -148,6 +149,7 @@ def _run_envoy(threads: int | None, settings: Any) -> None:
     """Run Envoy and a picker."""
     from kvindex.gateway.envoy.running import reserved, wait_listening, with_envoy
 
+    # The address is kept from now on, so that Envoy and its successors find it free.
     holder, address = reserved(settings)
     is_over = threading.Event()
 
@@ -156,6 +158,7 @@ def _run_envoy(threads: int | None, settings: Any) -> None:
             _print_address(settings.listening.url(address[1]))
 
     with holder:
+        # The picker is this command once more, as a child, with --part.
         command = [sys.executable, "-m", "kvindex", *sys.argv[1:]]
         children = with_envoy(command, settings, address, threads)
         threading.Thread(target=announce, name="kvindex-envoy-listens", daemon=True).start()
@@ -224,6 +227,7 @@ def run_epp(arguments: argparse.Namespace) -> int:
     sources = _sources(arguments)
     settings = GatewaySettings(**settings_of(arguments, GatewaySettings))
     tls: dict[str, Any] = {}
+    # Without any the picker signs a certificate by itself: half a pair would pass unnoticed.
     if arguments.tls_cert is not None or arguments.tls_key is not None:
         if arguments.tls_cert is None or arguments.tls_key is None:
             raise ConfigurationError("--tls-cert and --tls-key belong together")

@@ -49,8 +49,10 @@ def run_match(arguments: argparse.Namespace) -> int:
             print(f"kvindex match: {in_options(str(error))}", file=sys.stderr)
             if arguments.require_live:
                 return _NOT_LIVE
+            # Ranks that are late are left out of the best, and shown as such.
             late = {str(rank): reason for rank, reason in error.reasons.items()} | error.engines
         options = {"lora": arguments.lora, "salt": arguments.salt}
+        # One answer, so that table and explanation never differ.
         why = client.explain(token_ids, **options) if arguments.explain else None
         match = client.match(token_ids, **options) if why is None else why.match
     if arguments.json:

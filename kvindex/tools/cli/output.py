@@ -75,6 +75,7 @@ def printable(text: str) -> str:
         >>> printable("GPU"), printable("a\x1b[2J")
         ('GPU', 'a\\x1b[2J')
     """
+    # An escape sequence could rewrite the screen, or the terminal's title.
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -143,6 +144,7 @@ class Progress:
     def show(self, text: str) -> None:
         """Show how far it is."""
         now = time.monotonic()
+        # A terminal over a slow line would hold up the work.
         if self._shown and now >= self._next:
             self._next = now + 0.1
             print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
@@ -174,6 +176,7 @@ class StateChanges:
         patient = time.monotonic() < self._patient_until
         for rank, status in self._statuses().items():
             is_live = status.state is State.LIVE
+            # Every rank begins by connecting: for some seconds that is no news.
             if self._reported.get(rank, self._unknown) is status.state or (
                 patient and not is_live and rank not in self._reported
             ):

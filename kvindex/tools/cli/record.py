@@ -198,6 +198,7 @@ def run_record(arguments: argparse.Namespace) -> int:
     complete = True
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # It closes the sockets, too, whatever was raised.
         stack.callback(context.destroy, linger=0)
         recorders = []
         for worker, address, path in file_names(arguments.output, workers):
@@ -216,6 +217,7 @@ def run_record(arguments: argparse.Namespace) -> int:
             _record(recorders, arguments)
         except KeyboardInterrupt:
             pass  # the normal end of a recording
+        # After the live messages, so that both overlap and nothing is between them.
         if arguments.replay:
             for recorder in recorders:
                 complete = recorder.add_replay(arguments.replay_timeout) and complete
@@ -365,6 +367,7 @@ def _record(recorders: list[_RankRecorder], arguments: argparse.Namespace) -> No
     progress = Progress()
     try:
         while left > 0 and (wait := min(1.0, until - time.monotonic())) > 0:
+            # One millisecond more: rounded down, the last wait would spin.
             for socket, _ in poller.poll(int(wait * 1000) + 1):
                 left -= by_socket[socket].receive(int(min(left, _BURST)))
             messages, size = sum(r.live for r in recorders), sum(r.bytes for r in recorders)

@@ -113,6 +113,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         engine_token=arguments.engine_token_file and token_reader(arguments.engine_token_file),
         pool=pool,
     )
+    # From here on the state is written at the end, whatever ends the command.
     try:
         configuration.begin(running.reconfigure)
         with ending(running), handled({signal.SIGHUP: lambda _: configuration.look()}):
@@ -142,6 +143,7 @@ def _workers(arguments: argparse.Namespace) -> list[tuple[Worker, dict[str, Any]
                 kept.append(part)
         plain.append(",".join(kept))
         own[text.partition("=")[0]] = settings
+    # What is left is what every command understands.
     workers = workers_of(argparse.Namespace(**{**vars(arguments), "worker": plain}))
     return [(worker, own.get(worker.name, {})) for worker in workers]
 
@@ -152,6 +154,7 @@ def print_beginning(running: Any) -> None:
     ranks = len(running.service.catalog.registrations)
     print(f"kvindex serves {counted(ranks, 'rank')} at {running.url}", flush=True)
     token = ' -H "Authorization: Bearer $KVINDEX_TOKEN"' if settings.tokens() else ""
+    # The line is to be copied: it must work as it is, and hold no token.
     if settings.token_file is not None:
         token = token.replace("$KVINDEX_TOKEN", f"$(head -n 1 {shlex.quote(settings.token_file)})")
     lines = [f"the page: {running.url}/", f"how the ranks stand: curl{token} {running.url}/ready"]

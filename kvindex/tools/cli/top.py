@@ -326,6 +326,7 @@ def sorted_ranks(
     ranks: Sequence[RankView], sort: str = "state", *, reverse: bool = False
 ) -> list[RankView]:
     """Return ranks with the worst, most or longest first; by name, from the beginning."""
+    # Sorting is stable: equal ranks stay in the order of their names.
     ordered = sorted(ranks, key=lambda rank: (rank.worker, rank.dp_rank))
     if sort != "name":
         ordered.sort(key=_KEYS[sort], reverse=True)
@@ -374,6 +375,7 @@ def _reasons(fleet: Fleet, ranks: Iterable[RankView]) -> list[str]:
         lines.append(f"not found: {len(missing) - len(lines)} more")
     groups: dict[str, list[RankView]] = {}
     for rank in ranks:
+        # A fleet that is unreachable has one reason, in which each rank's address differs.
         if rank.reason:
             common = rank.reason.replace(rank.endpoint, "").replace(
                 rank.replay_endpoint or "\0", ""
@@ -426,6 +428,7 @@ def show(
     with _keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
         while not view.ended:
             trouble = ""
+            # Before reading: news that come meanwhile are for the next turn.
             news.clear()
             try:
                 fleet = read()
@@ -455,6 +458,7 @@ def _keyboard() -> Iterator[list[int]]:
 
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
+    # Each key at once, and Ctrl-C still interrupts.
     tty.setcbreak(descriptor)
     try:
         yield [descriptor]

@@ -242,6 +242,7 @@ class Case:
         """Tokens of a block, as the engine reports."""
         if self.report and self.report.block_size:
             return self.report.block_size
+        # Before vLLM reported its sources, only the metrics had it.
         stated = self.metrics.labels("vllm:cache_config_info").get("block_size", "")
         return int(stated) if stated.isdigit() and 0 < len(stated) < 10 and int(stated) else None
 
@@ -270,6 +271,7 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
     A rank's findings explain others of this rank or of the whole engine.
     """
     known = list(findings)
+    # A cause that is itself explained still explains: the chain ends at the first.
     kept = [finding for finding in known if not any(_explains(cause, finding) for cause in known)]
     if any(finding.severity != "info" for finding in kept):
         kept = [finding for finding in kept if finding.id != "all-well"]
@@ -280,6 +282,7 @@ def _explains(cause: Finding, finding: Finding) -> bool:
     if not (_covers(cause.subject, finding.subject) or _covers(finding.subject, cause.subject)):
         return False
     explained = _EXPLAINS.get(cause.id, frozenset())
+    # Whatever is badly wrong with an engine, its test prompt fails for it.
     if cause.severity == "error" and cause.id not in _TEST | {"stream-not-live"}:
         explained = explained | _TEST | {"stream-not-live", "replay-running"}
     return finding.id in explained

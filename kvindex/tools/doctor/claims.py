@@ -75,6 +75,7 @@ def ask_and_check(case: Case) -> None:
         kind = {"denied": "engine-denied", "tls": "tls-failed"}.get(error.reason)
         case.add(kind or "engine-unreachable", url=url, error=str(error))
         return
+    # Only what is no engine by its answers is asked whether it is kvindex.
     if not report.kind and _check_service(case, web):
         return  # a gateway, which answers as an engine does
     case.report = report
@@ -230,6 +231,7 @@ def _check_cache(case: Case) -> None:
         case.add("block-large", block_size=size)
     blocks = config.get("num_gpu_blocks", "")
     tokens = int(blocks) * size if blocks.isdigit() and len(blocks) < 12 and size else None
+    # SGLang has no such series: it reports tokens.
     if not config:
         stated = case.info.get("max_total_num_tokens")
         tokens = stated if isinstance(stated, int) else None
@@ -251,6 +253,7 @@ def check_shape(case: Case) -> None:
         case.add("ports-collide", endpoint=endpoint, publishes=publishes, replays=replays)
         case.broken.update(publishes, replays)
     stated = case.report.ranks if case.report else ()
+    # Of an engine that states its endpoints the lack is known, of others it is the user's.
     if all(address.replay is None for address in (*case.addresses, *stated)):
         case.add("replay-missing" if stated else "replay-not-named")
 

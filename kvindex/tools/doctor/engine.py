@@ -60,6 +60,7 @@ class EngineMetrics:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    # Nothing bounds what a server calls its metrics but this.
     for line in text.splitlines()[:_MAX_SAMPLES]:
         sample = _SAMPLE.match(line)
         if sample is not None and math.isfinite(value := float(sample[3])):
@@ -103,6 +104,7 @@ class EngineHttp:
         Only a chat with media is rendered: vLLM does so with --enable-scale-out alone, and
         `/tokenize` has the same template.
         """
+        # A text has no placeholders: asking for them would need an option of the engine.
         if _has_media(body):
             rendered = self._post("/v1/chat/completions/render", body)
             tokens = _token_ids(rendered, "token_ids")
@@ -118,6 +120,7 @@ class EngineHttp:
         """
         chat = "messages" in body
         path = "/v1/chat/completions" if chat else "/v1/completions"
+        # vLLM's header; SGLang reads a field of the body.
         headers = {} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}
         answer = self._web.post(path, json.dumps(body).encode(), self._completion, headers=headers)
         if answer.status != 200:

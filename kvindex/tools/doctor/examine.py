@@ -115,6 +115,7 @@ def examine(
         _name_apart(cases)
         addresses = [(case, address) for case in cases for address in case.addresses]
         _at_once(pool, check_rank, *zip(*addresses, strict=True))
+        # Before the client, so that the listener hears all of the test prompt.
         for case in cases:
             _listen_to(case, stack)
         # One client of all engines that can be reached.
@@ -136,6 +137,7 @@ def examine(
                 check_streams(case, client, before)
             check_received(case)
             accept_mapped(case)
+        # What no single engine shows.
         check_hashes(cases)
         others, notes = ([], []) if prompt is None else check_prompt(prompt, cases, client)
         others += [] if client is None else check_prefixes(client)
@@ -186,6 +188,7 @@ def _name_apart(cases: Sequence[Case]) -> None:
 def _listen_to(case: Case, stack: ExitStack) -> None:
     """Listen without a filter, where a plain connection can."""
     worker = case.worker
+    # Engines that connect reach one listener only, and that is the client.
     if worker is None or worker.bind or worker.curve is not None:
         return
     addresses = [
@@ -236,6 +239,7 @@ def _watch(case: Case) -> None:
     client = case.shared.client
     if case.worker is None or client is None:
         return  # nothing receives the events of a test prompt
+    # vLLM guards /v1 alone: such an engine answers the rest, and would refuse the prompt.
     denied = any(finding.id == "engine-denied" for finding in case.findings)
     if case.http is not None and not case.shared.passive and not denied:
         probe_engine(case, client)

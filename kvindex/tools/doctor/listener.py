@@ -57,6 +57,7 @@ class Reception:
         topic = live.topic.decode("utf-8", "replace")[:200]
         if topic in self.topics or len(self.topics) < _MAX_TOPICS:
             self.topics[topic] += 1
+        # An engine that cannot encode a batch uses up its number all the same.
         if self._last is not None:
             self.missing += max(0, live.seq - self._last - 1)
             self.falls += live.seq < self._last
@@ -73,6 +74,7 @@ class Reception:
         if not event.block_hashes or event.block_size < 1:
             return
         self.stored += len(event.block_hashes)
+        # What is stored soon after its removal did not fit.
         for block_hash in event.block_hashes:
             if self._removed.pop(block_hash, self) is None:
                 self.stored_again += 1
@@ -82,8 +84,10 @@ class Reception:
             self.block_sizes.add(event.block_size)
         tokens = [token for token in event.token_ids if isinstance(token, int)]
         run = block_run(tokens)
+        # As bytes, so that a run of blocks is found wherever in the prompt it is.
         if wanted and run and run in wanted:
             self.tested += len(tokens)
+        # First blocks alone: of later ones the hash covers what is before them.
         if not event.parent_block_hash and len(self.first_hashes) < _MAX_KEPT:
             first = zlib.crc32(run[: event.block_size * 4])
             self.first_hashes.setdefault(first, event.block_hashes[0])
@@ -181,6 +185,7 @@ class Listener:
     def _receive(self, sock: zmq.Socket[Any]) -> None:
         reception = self._sockets[sock]
         reception.receive(sock.recv_multipart(zmq.NOBLOCK), self._wanted)
+        # A publisher gone mad must not keep the doctor for ever.
         if reception.messages >= _MAX_MESSAGES:
             self._poller.unregister(sock)
 

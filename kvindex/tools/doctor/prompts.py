@@ -75,6 +75,7 @@ def probe_engine(case: Case, client: Client) -> None:
     except DiscoveryError as error:
         case.add("completion-failed", error=str(error)[:400])
         return
+    # Connections lag behind one another: only then do they show several publishers.
     if listener is not None:
         listener.listen(listener.agrees, limit)
     cached = usage.cached_tokens
@@ -110,8 +111,10 @@ def _prompt(case: Case, http: EngineHttp, block: int) -> list[int] | None:
     blocks = min(_BLOCKS, (longest - 2) // block)
     if blocks < 1:
         return None
+    # One token more: engines compute the last one again, and drop its block from the hit.
     size = blocks * block + 1
     rng = random.Random(case.shared.seed)
+    # Random words, so that no engine has them cached; each is a token at least.
     text = " ".join(f"{rng.getrandbits(32):08x}" for _ in range(size))
     tokens = http.tokenize({"model": case.model, "prompt": text})
     if tokens is not None and len(tokens) >= size:

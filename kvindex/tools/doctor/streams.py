@@ -99,6 +99,7 @@ def check_serving(case: Case, before: float | None) -> None:
     after = prompt_tokens(case.http.metrics())
     if any(reception.messages for ranks in case.listener.received.values() for reception in ranks):
         return
+    # Two blocks at least: less fills none, and is published by nobody.
     served = int((after or 0.0) - before)
     if served >= 2 * (case.block_size or 16):
         case.add("silent-while-serving", prompt_tokens=served)
@@ -131,6 +132,7 @@ def check_prefixes(client: Client) -> list[Finding]:
     for node in prefixes.nodes:
         if node.children > parting:
             parting, tokens = node.children, (node.depth + node.blocks) * node.block_size
+    # A few prompts may part anywhere; of many, four in five.
     if parting < _MANY or parting * 5 < leaves * 4:
         return []
     evidence: dict[str, Any] = {"prompts": parting, "all": leaves, "tokens": tokens}
@@ -144,6 +146,7 @@ def _check_status(case: Case, status: RankStatus, *, running: bool) -> None:
         case.add("replay-running", rank, done=done, known=done + status.lag, reason=status.reason)
     elif status.state is not State.LIVE and rank not in case.broken:
         case.add("stream-not-live", rank, state=str(status.state), reason=status.reason)
+    # Without a replay endpoint the past is unknown: that is a finding of its own.
     elif status.state is State.LIVE and not status.complete and status.replay_endpoint:
         case.add("stream-incomplete", rank, losses=status.losses, reason=status.reason)
     if status.decode_failures:
@@ -160,6 +163,7 @@ def _check_index(case: Case, rank: int, index: Mapping[str, Any]) -> None:
         if kinds <= _LIMITED and any(placeless.values()):
             case.add("windows-only", rank, kinds=sorted(kinds), blocks=index["blocks"], **placeless)
     counted = {reason: count for reason, count in reasons.items() if count}
+    # Less than a hundredth changes no hit rate that anybody would notice.
     total = sum(counted.values())
     if total and total * 100 >= index.get("blocks", 0):
         case.add("blocks-left-out", rank, count=total, reasons=_counts(counted))
@@ -185,6 +189,7 @@ def _check_offload(case: Case, statistics: Mapping[str, Any]) -> None:
         if rank["rank"].rpartition("/")[0] == case.name
         for medium in rank["index"].get("media", {})
     }
+    # Where events name another medium, the connector announces its blocks.
     if external and media <= {"GPU"}:
         case.add("offload-unseen", external=int(external), media=sorted(media))
 
