@@ -242,7 +242,12 @@ class Series:
         """Count numbers so many seconds after the beginning (before it: at the beginning)."""
         place = max(0.0, seconds) if math.isfinite(seconds) else 0.0
         while place >= self.width * self._limit:
-            self._double()
+            self.width *= 2
+            halves = [*self._buckets, [0] * self._fields]
+            self._buckets = [
+                [a + b for a, b in zip(halves[i], halves[i + 1], strict=True)]
+                for i in range(0, len(self._buckets), 2)
+            ]
         index = int(place / self.width)
         while len(self._buckets) <= index:
             self._buckets.append([0] * self._fields)
@@ -253,14 +258,6 @@ class Series:
     def rows(self) -> list[tuple[int, ...]]:
         """Return the numbers of each bucket, from the beginning on."""
         return [tuple(bucket) for bucket in self._buckets]
-
-    def _double(self) -> None:
-        self.width *= 2
-        halves = [*self._buckets, [0] * self._fields]
-        self._buckets = [
-            [a + b for a, b in zip(halves[i], halves[i + 1], strict=True)]
-            for i in range(0, len(self._buckets), 2)
-        ]
 
 
 # Blocks of a rank ---------------------------------------------------------------------------------
@@ -392,7 +389,10 @@ class HeldBlocks:
             if not block.tiers[tier]:
                 del block.tiers[tier]
         if not block.device and not block.tiers:
-            self._evict(label, block, now)
+            del self.labels[label]
+            if block.prefix is not None and self._release(block.prefix):
+                self._leaving[block.prefix.key] = (self._left, now)
+                self._left += 1
             if counted:
                 self.lifetimes.add(max(0.0, now - block.since), 1)
         return True
@@ -458,12 +458,6 @@ class HeldBlocks:
             return "too_many_media"
         block.tiers[tier] = block.tiers.get(tier, 0) + 1
         return ""
-
-    def _evict(self, label: BlockHash, block: RankBlock, now: float) -> None:
-        del self.labels[label]
-        if block.prefix is not None and self._release(block.prefix):
-            self._leaving[block.prefix.key] = (self._left, now)
-            self._left += 1
 
     def _release(self, prefix: Prefix) -> bool:
         """Remove a label of a prefix; return whether it was the last one."""

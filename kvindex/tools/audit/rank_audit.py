@@ -99,7 +99,13 @@ class RankAudit:
         if self.groups.learn(batch) and self.blocks.labels:
             self.counts["main_group_changed"] += 1
             self.drop(forget=False)
-        for event in runs_of(filter(self._is_main, batch.events)):
+        main: list[Event] = []
+        for one in batch.events:
+            if isinstance(one, AllBlocksCleared) or (one.group_idx or 0) == self.groups.main:
+                main.append(one)
+            else:
+                self.counts["other_groups"] += len(one.block_hashes)
+        for event in runs_of(main):
             if isinstance(event, list):
                 self._store(event)
             elif isinstance(event, BlockRemoved):
@@ -109,12 +115,6 @@ class RankAudit:
                 self.drop(forget=False)
         self.blocks.settle()
         self.peak = max(self.peak, self.blocks.on_device)
-
-    def _is_main(self, event: Event) -> bool:
-        if isinstance(event, AllBlocksCleared) or (event.group_idx or 0) == self.groups.main:
-            return True
-        self.counts["other_groups"] += len(event.block_hashes)
-        return False
 
     def _remove(self, event: BlockRemoved) -> None:
         tier = tier_of(event.medium)

@@ -61,16 +61,12 @@ def run_audit(arguments: argparse.Namespace) -> int:
     lines = text_of(report).split("\n")
     print(json_line(report) if arguments.json else "\n".join(map(printable, lines)))
     if arguments.html is not None:
-        _write(arguments.html, html_of(report))
+        try:
+            arguments.html.write_text(html_of(report), "utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {arguments.html}: {error.strerror}") from error
+        print(f"wrote {arguments.html}", file=sys.stderr)
     return 1 if broken or not any(rank.counted for rank in report.ranks) else 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error
-    print(f"wrote {path}", file=sys.stderr)
 
 
 # Recordings ----------------------------------------------------------------------------------

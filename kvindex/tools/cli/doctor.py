@@ -59,11 +59,15 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     events, the index and its own cache agree. All targets are examined at once. Exit 0: nothing is
     wrong; 1: something is; 2: a target could not be examined, or the arguments cannot work.
     """
+    # Never from an argument, which any user of the machine can read.
+    key = os.environ.get("KVINDEX_API_KEY", "")
+    if arguments.api_key_file is not None:
+        key = _read("--api-key-file", arguments.api_key_file).strip()
     report = examine(
         _targets(arguments),
         passive=arguments.passive,
         prompt=_prompt(arguments),
-        token=_api_key(arguments),
+        token=key,
         tls=trusting(arguments.cacert),
         model=arguments.model or "",
         block_size=arguments.block_size,
@@ -77,7 +81,20 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _targets(arguments: argparse.Namespace) -> list[Target]:
-    targets = [_target(text) for text in arguments.targets]
+    targets = []
+    for text in arguments.targets:
+        if text.startswith(("http://", "https://")):
+            targets.append(Target(url=text))
+            continue
+        if text.startswith(("tcp://", "ipc://")):
+            # Nobody named it: it is called by its address.
+            first = text.partition(",")[0]
+            text = f"{first.split('://', 1)[1]}={text}"
+        if "=" not in text:
+            raise ConfigurationError(
+                f"target {text!r}: expected http://HOST:PORT, tcp://HOST:PORT, or {WORKER_FORM}"
+            )
+        targets.append(Target(worker=parse_worker(text)))
     if arguments.engine is None:
         if not targets:
             raise ConfigurationError("name an engine: http://HOST:PORT, or tcp://HOST:PORT")
@@ -87,26 +104,6 @@ def _targets(arguments: argparse.Namespace) -> list[Target]:
     if len(targets) > 1 or targets[0].url:
         raise ConfigurationError("--engine belongs to one TARGET that reports where it publishes")
     return [Target(url=arguments.engine, worker=targets[0].worker)]
-
-
-def _target(text: str) -> Target:
-    if text.startswith(("http://", "https://")):
-        return Target(url=text)
-    if text.startswith(("tcp://", "ipc://")):
-        first = text.partition(",")[0]
-        text = f"{first.split('://', 1)[1]}={text}"
-    if "=" not in text:
-        raise ConfigurationError(
-            f"target {text!r}: expected http://HOST:PORT, tcp://HOST:PORT, or {WORKER_FORM}"
-        )
-    return Target(worker=parse_worker(text))
-
-
-def _api_key(arguments: argparse.Namespace) -> str:
-    """Return the engines' key; never from an argument, which any user of the machine can read."""
-    if arguments.api_key_file is None:
-        return os.environ.get("KVINDEX_API_KEY", "")
-    return _read("--api-key-file", arguments.api_key_file).strip()
 
 
 def _prompt(arguments: argparse.Namespace) -> UserPrompt | None:

@@ -50,6 +50,7 @@ _MAX_MESSAGE: Final = 8 << 20  # bytes
 _PROTOCOL: Final = {"http": "an HTTP server", "tls": "a TLS server", "other": "another protocol"}
 _SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f\x03"  # to which ZMTP 3 sends its whole greeting
 _SPEAKS_FIRST: Final = 0.5  # seconds in which a ZeroMQ socket sends its greeting
+_ATTEMPTS: Final = 10  # of a handshake, of about 1 ms each
 _PUBLISHER_RETRIES: Final = 1.0  # seconds; it dials ten times in one
 _MONITORED: Final = struct.Struct("=HI")  # what a monitor sends: the event and its value
 _EVENTS: Final = (
@@ -377,11 +378,17 @@ def _dialled(scheme: str, address: str, timeout: float) -> socket.socket:
 
 def _handshake(context: Context, kind: int, endpoint: str, timeout: float) -> str:
     """Return how a handshake with the socket at an endpoint ends; "" if none does in time."""
-    for _ in range(2):  # a connection may break by accident, once
+    misfits = 0
+    for _ in range(_ATTEMPTS):
         outcome = next(_handshakes(context, kind, endpoint, timeout), "")
-        if outcome == "done":
+        if outcome in ("done", ""):
+            return outcome
+        # Once may be an accident. And if the other side sees first that the types do not fit, it
+        # hangs up, which here is just a broken connection: a few in a hundred.
+        misfits += outcome == "other-type"
+        if misfits > 1:
             break
-    return outcome
+    return "other-type" if misfits else "broken"
 
 
 def _handshakes(

@@ -111,7 +111,9 @@ def examine(
             if not case.target.url and case.target.worker is None:
                 raise ConfigurationError("a target needs a URL or endpoints")
         # Ports before subscriptions: what is wrong with one explains what a stream lacks.
-        _at_once(pool, _ask, cases)
+        _at_once(pool, ask_and_check, [case for case in cases if case.target.url])
+        for case in cases:
+            check_shape(case)
         _name_apart(cases)
         addresses = [(case, address) for case in cases for address in case.addresses]
         _at_once(pool, check_rank, *zip(*addresses, strict=True))
@@ -164,12 +166,6 @@ def examine(
 def _at_once(pool: ThreadPoolExecutor, do: Callable[..., None], *arguments: Sequence[Any]) -> None:
     for _ in pool.map(do, *arguments):
         pass
-
-
-def _ask(case: Case) -> None:
-    if case.target.url:
-        ask_and_check(case)
-    check_shape(case)
 
 
 def _name_apart(cases: Sequence[Case]) -> None:

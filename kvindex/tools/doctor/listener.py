@@ -128,7 +128,11 @@ class Listener:
             if left <= 0:
                 return False
             for sock, _ in self._poller.poll(int(left * 1000) + 1):
-                self._receive(sock)
+                reception = self._sockets[sock]
+                reception.receive(sock.recv_multipart(zmq.NOBLOCK), self._wanted)
+                # A publisher gone mad must not keep the doctor for ever.
+                if reception.messages >= _MAX_MESSAGES:
+                    self._poller.unregister(sock)
         return True
 
     def first(self, dp_rank: int) -> Reception:
@@ -181,13 +185,6 @@ class Listener:
         sock.setsockopt(zmq.SUBSCRIBE, b"")
         sock.connect(endpoint)
         self._poller.register(sock, zmq.POLLIN)
-
-    def _receive(self, sock: zmq.Socket[Any]) -> None:
-        reception = self._sockets[sock]
-        reception.receive(sock.recv_multipart(zmq.NOBLOCK), self._wanted)
-        # A publisher gone mad must not keep the doctor for ever.
-        if reception.messages >= _MAX_MESSAGES:
-            self._poller.unregister(sock)
 
 
 def block_run(token_ids: Sequence[int]) -> bytes:
