@@ -120,8 +120,10 @@ def asset_routes() -> list[Route]:
         },
         parameters=[parameter("If-None-Match", "the ETag of what is there", where="header")],
     )
-    files = assets.items()
-    return [page, *(Route("GET", f"/static/{path}", partial(_serve, of)) for path, of in files)]
+    files = [
+        Route("GET", f"/static/{name}", partial(_serve, asset)) for name, asset in assets.items()
+    ]
+    return [page, *files]
 
 
 def _serve(asset: Asset, request: Request) -> Reply:
