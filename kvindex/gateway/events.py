@@ -270,6 +270,7 @@ def _merged(before: Usage | None, reported: _Reported) -> Usage:
         prompt += reported.cache_creation_input_tokens or 0
     if completion is None:
         completion = reported.output_tokens
+    # Reports may be of some numbers only: the rest stays as reported before.
     return Usage(
         before.prompt_tokens if prompt is None else max(0, prompt),
         before.completion_tokens if completion is None else max(0, completion),

@@ -126,6 +126,7 @@ class Front:
     def _ready(self, request: Request) -> Reply:
         if self.is_draining:
             return error_reply(503, "this gateway is being drained", headers=(_RETRY_AFTER,))
+        # It would refuse every request: a balancer in front has others to send them to.
         if not self._routing.models():
             return error_reply(503, "no engine is known yet", headers=(_RETRY_AFTER,))
         return Reply(200, b"", b"")
@@ -162,6 +163,7 @@ class Front:
     # A routed request ---------------------------------------------------------------------------
 
     def _serve(self, request: Request) -> Reply | Awaitable[Reply | Stream]:
+        # At once, without a task: what is refused costs the least.
         try:
             call = read_call(request.path, request.body)
         except CallError as error:

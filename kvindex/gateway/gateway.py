@@ -322,6 +322,7 @@ class Door:
             self._server.shutdown_within = max(_LAST_SECONDS, until - time.monotonic())
             self._server.stop()
 
+        # Balancers see "not ready" from now on, while what is open ends.
         self._front.drain(idle.set)
         # A thread, since a signal handler must not wait.
         threading.Thread(target=end, name="kvindex-drain", daemon=True).start()

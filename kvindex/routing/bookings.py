@@ -296,6 +296,7 @@ class Bookings:
             self.end_prefill(booking, now)
         booking.output_tokens += tokens
         load, blocks = booking._load, _blocks(booking)
+        # Not for each token: the board may be shared, and what changes there is sent.
         if blocks != load.decode_blocks:
             self._count(booking, load._replace(decode_blocks=blocks), now)
 

@@ -148,6 +148,7 @@ class Fleet:
     def __init__(self, standing: Standing, before: Fleet | None = None) -> None:
         self._standing = standing
         ranks = self.ranks = standing.index.ranks
+        # The states change often, the ranks seldom: their rows and names are made once.
         if before is not None and ranks is before.ranks:
             self.rows, self.row_of, self._names = before.rows, before.row_of, before._names
         else:
