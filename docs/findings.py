@@ -9,11 +9,6 @@ from kvindex.tools.doctor.causes import CAUSES, SECTIONS, words_for
 
 _PAGE = Path(__file__).parent / "doctor.md"
 _PART = re.compile(r"(<!-- findings: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_FLAG = (
-    "`--kv-events-config` of [vLLM](how-to/vllm.md#1-switch-the-events-on) or "
-    "[SGLang](how-to/sglang.md#1-switch-the-events-on)"
-)
-_LINK = re.compile(r"docs/([\w/-]+)\.md")
 # Options, endpoints, settings of an engine and calls are shown as they are typed.
 _CODE = re.compile(r'(--[a-z][\w-]*|\S*tcp://\S*[\w}]|"\w+": "[^"]+"|\w+\(\S*\))')
 _PLACE = re.compile(r"{(\w+)(?:\[(\w+)\])?}")
@@ -25,26 +20,24 @@ def page(text: str) -> str:
 
 
 def _table(section: str) -> str:
-    rows = ["| id | severity | meaning | what to do |", "|---|---|---|---|"]
+    rows = ["| id | severity | meaning |", "|---|---|---|"]
     for kind, cause in CAUSES.items():
         if SECTIONS[kind] == section:
-            cells = f"{_sentence(cause.what)} | {_sentence(cause.remedy)}"
-            rows.append(f"| `{kind}` | {cause.severity} | {cells} |")
+            rows.append(f"| `{kind}` | {cause.severity} | {_sentence(cause.what)} |")
     return "\n".join(rows) + "\n"
 
 
 def _sentence(template: str) -> str:
     """Return a sentence of a cause with its places in italics, or in capitals within code."""
     for name, words in words_for("").items():
-        template = template.replace(f"{{{name}}}", "\0" if name == "flag" else words)
+        template = template.replace(f"{{{name}}}", words)
     parts = _CODE.split(template)
     for number, part in enumerate(parts):
         if number % 2:
             parts[number] = f"`{_PLACE.sub(lambda place: place[1].upper(), part)}`"
         else:
-            part = _PLACE.sub(lambda place: f"*{_name(*place.groups())}*", part)
-            parts[number] = _LINK.sub(r"[\1](\1.md)", part)
-    return "".join(parts).replace("\0", _FLAG)
+            parts[number] = _PLACE.sub(lambda place: f"*{_name(*place.groups())}*", part)
+    return "".join(parts)
 
 
 def _name(evidence: str, item: str | None) -> str:

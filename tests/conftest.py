@@ -36,8 +36,8 @@ if not find_spec("kvindex.wire._native"):  # nothing to compare with
 if kvindex.BACKEND == "python":  # which has no snapshots
     collect_ignore += [
         "replicas",
-        *(f"client/test_warm_restart{part}.py" for part in ("", "_files", "_later")),
-        *("client/test_saved_state.py", "client/test_saved_state_histories.py"),
+        *("client/test_warm_restart.py", "client/test_saved_state.py"),
+        "client/test_saved_state_histories.py",
     ]
 # What takes long, most of it waiting for other processes. .ci/run or .ci/whole names each.
 _LONG = [
@@ -49,7 +49,7 @@ _LONG = [
         *(f"routing/test_shared_load{part}.py" for part in ("", "_histories", "_nats")),
         "wire/test_nats_reconnecting.py",
         *("client/test_forked_clients.py", "subscribe/test_isolation.py"),
-        *(f"replicas/test_{part}.py" for part in ("faults", "forks")),
+        "replicas/test_faults.py",
         *(f"shm/test_{part}.py" for part in ("remote_deaths", "queue_kills", "queue_groups")),
     )
 ]
