@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvindex import Client
-from kvindex.gateway.exchange import End, Exchange
+from kvindex.gateway.request_life import End, Exchange
 from kvindex.replicas import Replica
 from kvindex.routing import Router
 from kvindex.service.metrics import FunnelCollector, RankCollector

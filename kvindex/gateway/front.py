@@ -29,7 +29,7 @@ from kvindex.gateway.calls import (
     request_headers,
     with_fields,
 )
-from kvindex.gateway.exchange import End, Exchange, Stage
+from kvindex.gateway.request_life import End, Exchange, Stage
 from kvindex.gateway.routing import NoRankError, Routing, ShedError, UnknownModelError
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Answer, Upstream, UpstreamError

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kvindex import Client, ConfigurationError, UnknownRankError
 from kvindex.gateway.access import CONTENT_TYPE, Access, exposition
 from kvindex.gateway.calls import error_reply
-from kvindex.gateway.exchange import End, Exchange
 from kvindex.gateway.front import Front, refusal_reply
+from kvindex.gateway.request_life import End, Exchange
 from kvindex.gateway.routing import Models, Routing, Serving
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.tokens import Tokenizing
@@ -139,7 +139,6 @@ def door_with_page(
 # Engines ------------------------------------------------------------------------------------------
 
 
-_LOOK_EVERY: Final = 0.05  # seconds between two looks whether all engines are found
 _NO_ENGINE: Final = "no engine is named: give the URL of one, http://HOST:PORT"
 
 
@@ -165,6 +164,7 @@ class Routers:
         self._pool = settings.pool
         self._boards: dict[str, SharedLoad] = {}
         options = DiscoveryOptions(token=engine_token)
+        self._news = threading.Event()  # what discovery misses may have changed
         with ExitStack() as opened:
             # The index and the states of its ranks: our own, or a replica of a pool's relay.
             self.source: Client | Replica
@@ -173,6 +173,8 @@ class Routers:
                 if client.discovery is None:
                     raise ConfigurationError(_NO_ENGINE)
                 self.source, self._discovery = client, client.discovery
+                # An engine that is found adds ranks, and their states change until they are live.
+                client.on_change(lambda _: self._news.set())
             else:
                 _, sources = split_engines(engines)
                 if not sources:
@@ -183,8 +185,15 @@ class Routers:
                 def leave_to_the_relay(_: Engine) -> None:
                     """Ask engines over HTTP who they are, and subscribe to none."""
 
-                discovery = Discovery(sources, leave_to_the_relay, leave_to_the_relay, options)
-                self._discovery = opened.enter_context(discovery)
+                self._discovery = opened.enter_context(
+                    Discovery(
+                        sources,
+                        leave_to_the_relay,
+                        leave_to_the_relay,
+                        options,
+                        on_change=self._news.set,
+                    )
+                )
             self.models = Models(self.source, self._discovery.engines, self._new_router)
             self.routing = Routing(self.models, settings.waiting)
             self._opened = opened.pop_all()
@@ -205,8 +214,13 @@ class Routers:
     def found(self, timeout: float) -> dict[str, str]:
         """Wait until all engines are found, or for so long; return those that are missing, why."""
         until = time.monotonic() + timeout
-        while (missing := self._discovery.missing()) and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY)
+        while missing := self._discovery.missing():
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            self._news.wait(left)
+            # Before the next look: a change that comes after it sets it again.
+            self._news.clear()
         return missing
 
     def missing(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST_LOOK: Final = 1.0  # seconds for sources to report workers before requests are answered
 _FIRST_ADDED: Final = 60.0  # seconds for those that they named at once to be subscribed to
-_BETWEEN: Final = 0.01  # seconds between two looks meanwhile
 _BEING_ADDED: Final = "it is being added"
 
 
@@ -83,6 +83,7 @@ class Server:
             opened.callback(self._answering.close)
             self.service = self._new_service()
             self._saver = self._new_saver()
+            self._news = threading.Event()  # what discovery misses may have changed
             self._discovery = Discovery(
                 sources,
                 self._found,
@@ -91,6 +92,7 @@ class Server:
                 is_alive=lambda worker: any(
                     rank.worker == worker for rank in self._answering.connected_ranks()
                 ),
+                on_change=self._news.set,
             )
             opened.callback(self._discovery.close)
             self.service.missing = self._missing
@@ -123,10 +125,13 @@ class Server:
         begun = time.monotonic()
         while missing := self._discovery.missing():
             patience = _FIRST_ADDED if "" in missing.values() else _FIRST_LOOK
-            if time.monotonic() - begun >= patience:
+            left = begun + patience - time.monotonic()
+            if left <= 0:
                 break
             self._discovery.check_open()
-            time.sleep(_BETWEEN)
+            self._news.wait(left)
+            # Before the next look: a change that comes after it sets it again.
+            self._news.clear()
         return self._missing()
 
     # Its parts --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvindex import Rank
-from kvindex.gateway.exchange import MOST_TRIES, End, Exchange, Stage
+from kvindex.gateway.request_life import MOST_TRIES, End, Exchange, Stage
 from tests.examples import examples
 from tests.gateway.lives import (
     DONE,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvindex import Rank
-from kvindex.gateway.exchange import MOST_TRIES, End, Exchange, Stage
+from kvindex.gateway.request_life import MOST_TRIES, End, Exchange, Stage
 from tests.gateway.lives import (
     DONE,
     JSON,

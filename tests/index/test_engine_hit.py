@@ -7,7 +7,7 @@ from math import lcm
 import pytest
 
 from kvindex import GroupSpec
-from kvindex.index.reference.matching import Cache, GroupCoverage, engine_hit
+from kvindex.index.reference.engine_hit import Cache, GroupCoverage, engine_hit
 from kvindex.index.views import Spans
 
 pytestmark = pytest.mark.unit

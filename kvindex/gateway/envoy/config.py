@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 
 from kvindex.gateway.calls import FORGED, ROUTES
-from kvindex.gateway.exchange import MOST_TRIES
 from kvindex.gateway.picker.messages import DESTINATION, NAMESPACE, NOTES
 from kvindex.gateway.picker.stream import ENGINES
+from kvindex.gateway.request_life import MOST_TRIES
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.upstream import MOST_HEAD
 from kvindex.service.http import Limits, Listening

@@ -25,10 +25,10 @@ from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call, with_fields
 from kvindex.gateway.events import Usage, usage_of
-from kvindex.gateway.exchange import CLIENT_LEFT, MOST_TRIES, End, Exchange, Failure, Stage
 from kvindex.gateway.front import no_rank_reply
 from kvindex.gateway.picker import messages
 from kvindex.gateway.picker.messages import NOTES
+from kvindex.gateway.request_life import CLIENT_LEFT, MOST_TRIES, End, Exchange, Failure, Stage
 from kvindex.gateway.routing import (
     NoRankError,
     Reservation,

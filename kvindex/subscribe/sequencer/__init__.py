@@ -19,9 +19,10 @@ drops what the rank held, so batches of two publishers never stand together.
 
 **The parts**, from below. In `batches.py`, `AppliedBatches` remembers the delivered batches, and
 `ReorderBuffer` keeps those that arrived out of order, within bounds, with the evidence for each.
-In `machine.py`, `Replay` has the facts about the replay endpoint, `Repair` the replay that is under
-way, and `StreamState` all facts; it makes each move to another state, with the items. The functions
-in `decisions.py` decide which moves to make. `Sequencer` has the entrances, and watches the time.
+In `stream_state.py`, `Replay` has the facts about the replay endpoint, `Repair` the replay that is
+under way, and `StreamState` all facts; it makes each move to another state, with the items. The
+functions in `gaps_and_restarts.py` decide which moves to make. `Sequencer` has the entrances, and
+watches the time.
 
 **States.** ::
 

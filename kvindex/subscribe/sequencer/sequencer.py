@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from random import Random
 
-from kvindex.subscribe.sequencer import decisions
-from kvindex.subscribe.sequencer.machine import Purpose, Repair, StreamState
+from kvindex.subscribe.sequencer import gaps_and_restarts
+from kvindex.subscribe.sequencer.stream_state import Purpose, Repair, StreamState
 from kvindex.subscribe.sequencer.values import (
     MANY_RESTARTS,
     MAX_SEQ,
@@ -147,13 +147,13 @@ class Sequencer:
         if self._enter(now):
             self._prove_life()
             self.counters["live"] += 1
-            decisions.judge_live(self._stream, batch)
+            gaps_and_restarts.judge_live(self._stream, batch)
         return self._leave()
 
     def damaged(self, seq: int | None, now: float) -> list[Action]:
         """Record a live message that cannot be read, with its seq where legible."""
         if self._enter(now):
-            decisions.judge_damaged(self._stream, _legible(seq))
+            gaps_and_restarts.judge_damaged(self._stream, _legible(seq))
         return self._leave()
 
     @property
@@ -212,25 +212,25 @@ class Sequencer:
         if not 0 <= batch.seq <= MAX_SEQ:
             return self.replayed_damaged(request, batch.seq, now)
         if repair := self._answered(request, now):
-            decisions.accept_reply(self._stream, repair, batch)
+            gaps_and_restarts.accept_reply(self._stream, repair, batch)
         return self._leave()
 
     def replayed_damaged(self, request: int, seq: int, now: float) -> list[Action]:
         """Record a reply to `request` that cannot be read, under the number `seq`."""
         if repair := self._answered(request, now):
-            decisions.accept_damaged_reply(self._stream, repair, _legible(seq))
+            gaps_and_restarts.accept_damaged_reply(self._stream, repair, _legible(seq))
         return self._leave()
 
     def replay_ended(self, request: int, now: float) -> list[Action]:
         """Record the end marker of `request`."""
         if repair := self._answered(request, now):
-            decisions.accept_end(self._stream, repair, request)
+            gaps_and_restarts.accept_end(self._stream, repair, request)
         return self._leave()
 
     def replay_failed(self, request: int, now: float) -> list[Action]:
         """Record that the socket of `request` failed."""
         if self._enter(now) and (repair := self._current(request)) is not None:
-            decisions.fail(self._stream, repair)
+            gaps_and_restarts.fail(self._stream, repair)
         return self._leave()
 
     # Time -------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Sequencer:
         stream = self._stream
         # A repair decides before the time-out of a gap: it may still bring what is missing.
         if (repair := stream.repair) is not None:
-            return repair.due, lambda: decisions.time_out(stream, repair)
+            return repair.due, lambda: gaps_and_restarts.time_out(stream, repair)
         if stream.state is State.LIVE:
             return self._replay.probe_due, self._probe
         return stream.gap_due, self._give_up_gaps

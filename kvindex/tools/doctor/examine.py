@@ -219,6 +219,7 @@ def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping
             moment = time.monotonic()
             if moment >= waited_until or (now != before and moment >= until):
                 break
+            # Batches that change no state are not announced: whether a replay gets on is sampled.
             time.sleep(_LOOK_EVERY)
         # Replays pass a filter that lets no live batch through: such a rank is never done.
         waits = {rank.worker for rank in last_batches(client.statuses())}

@@ -131,6 +131,7 @@ def _predicted(case: Case, client: Client, tokens: Sequence[int]) -> int:
 
     until = time.monotonic() + case.shared.limits.listen
     while (hit := best()) == 0 and time.monotonic() < until:
+        # The index announces nothing: its answer is sampled.
         time.sleep(_LOOK_EVERY)
     return hit
 

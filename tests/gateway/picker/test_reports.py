@@ -12,9 +12,9 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 
 from kvindex import Rank
 from kvindex.gateway.access import Access
-from kvindex.gateway.exchange import End, Exchange
 from kvindex.gateway.picker.messages import NOTES
 from kvindex.gateway.picker.stream import BOOKING, ENGINES, Picker, Reports
+from kvindex.gateway.request_life import End, Exchange
 from kvindex.gateway.routing import UnknownModelError
 from tests.gateway.lives import LoggedReservation, call_of
 

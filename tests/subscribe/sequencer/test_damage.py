@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvindex.subscribe.sequencer import MAX_SEQ, CloseReplay, State, machine
+from kvindex.subscribe.sequencer import MAX_SEQ, CloseReplay, State, stream_state
 from tests.subscribe.sequencer.sequencer_script import TIMEOUT, Script, batch, without_replay
 
 pytestmark = pytest.mark.unit
@@ -181,7 +181,7 @@ def test_same_number_with_other_content_keeps_the_newer() -> None:
 
 
 def test_endless_replies_without_progress_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MAX_IDLE_REPLIES", 50)
+    monkeypatch.setattr(stream_state, "MAX_IDLE_REPLIES", 50)
     script = Script().joined(0, live=[2])
     out = script.reply(*[0] * 60)
     assert [action for action in out if isinstance(action, CloseReplay)] != []

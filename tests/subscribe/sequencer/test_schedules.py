@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvindex.subscribe.sequencer import ReplayPolicy, SequencerConfig, State
-from kvindex.subscribe.sequencer.machine import MAX_DISPUTES
+from kvindex.subscribe.sequencer.stream_state import MAX_DISPUTES
 from tests.examples import examples
 from tests.subscribe.sequencer.sequencer_world import (
     CoincidenceError,

@@ -1,7 +1,7 @@
 """The state of a stream and of its replays, and every move; items and requests are made here.
 
-`decisions.py` decides which move to make. Only this file changes the state and delivers batches,
-except that `Sequencer.live_run` delivers a whole run.
+`gaps_and_restarts.py` decides which move to make. Only this file changes the state and delivers
+batches, except that `Sequencer.live_run` delivers a whole run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvindex.subscribe.sequencer.machine import Purpose, Repair, StreamState
+from kvindex.subscribe.sequencer.stream_state import Purpose, Repair, StreamState
 from kvindex.subscribe.sequencer.values import Batch
 from kvindex.wire.rank import State
 
