@@ -173,7 +173,8 @@ class Routers:
                 if client.discovery is None:
                     raise ConfigurationError(_NO_ENGINE)
                 self.source, self._discovery = client, client.discovery
-                # An engine that is found adds ranks, and their states change until they are live.
+                # An engine that is found adds ranks, whose states change until they are live. (One
+                # whose events cannot be reached has no state after that: it costs the whole wait.)
                 client.on_change(lambda _: self._news.set())
             else:
                 _, sources = split_engines(engines)
@@ -215,6 +216,7 @@ class Routers:
         """Wait until all engines are found, or for so long; return those that are missing, why."""
         until = time.monotonic() + timeout
         while missing := self._discovery.missing():
+            self._discovery.check_open()
             left = until - time.monotonic()
             if left <= 0:
                 break

@@ -51,6 +51,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
+from hmac import compare_digest
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
@@ -154,7 +155,7 @@ def open_section(section: bytes | bytearray | memoryview, seed: int, identity: b
             " keys): restore it into Index(seed=...) with the seed of that index",
             reason="backend",
         )
-    if _digest(seed, view[:-_DIGEST_BYTES]) != view[-_DIGEST_BYTES:]:
+    if not compare_digest(_digest(seed, view[:-_DIGEST_BYTES]), view[-_DIGEST_BYTES:]):
         raise SnapshotError(
             f"the section of {size} bytes is damaged: its checksum does not agree",
             reason="checksum",
@@ -330,7 +331,7 @@ class SnapshotReader:
             )
         count = self._read(_COUNT.size)
         self._digest.update(tag + count)
-        if self._read(_DIGEST_BYTES) != self._digest.digest():
+        if not compare_digest(self._read(_DIGEST_BYTES), self._digest.digest()):
             raise SnapshotError(
                 "the snapshot is damaged: its checksum does not agree", reason="checksum"
             )
@@ -375,7 +376,7 @@ class SnapshotReader:
         except UnicodeDecodeError:
             raise SnapshotError(f"no name of a worker: {name[:64]!r}", reason="content") from None
         digest = section[-_DIGEST_BYTES:]
-        if _digest(self.seed, memoryview(section)[:-_DIGEST_BYTES]) != digest:
+        if not compare_digest(_digest(self.seed, memoryview(section)[:-_DIGEST_BYTES]), digest):
             raise SnapshotError(
                 f"the snapshot is damaged: the checksum of {rank} does not agree",
                 reason="checksum",

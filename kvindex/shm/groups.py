@@ -28,6 +28,7 @@ from kvindex.wire.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_OBJECT_BYTES: Final = 64 << 20
+_MAX_REASON: Final = 1_000  # characters of an error that are reported to the other ranks
 _Made = TypeVar("_Made")
 
 
@@ -259,7 +260,9 @@ def settle(
     except Exception as error:  # of whatever kind: the other ranks wait for this one's report
         failure = error
     # Everybody's report before anybody raises: who left earlier would keep the others waiting.
-    reports = gather(group, [offer, failure and str(failure)])
+    # Its text is bounded and can be encoded, or the report itself would fail, at this rank only.
+    reason = failure and str(failure)[:_MAX_REASON].encode(errors="replace").decode()
+    reports = gather(group, [offer, reason])
     if failure is not None:
         raise failure
     for rank, (_, reason) in enumerate(reports):

@@ -2,7 +2,9 @@
 
 **How much may wait.** ZeroMQ holds at most `hwm` messages of a socket, with no frame longer than
 `max_message_bytes`. A socket that is full is not read: over TCP the rest waits in the system's
-buffers and in the publisher's own queue, and is lost only when that is full, too.
+buffers and in the publisher's own queue, and is lost only when that is full, too. (A ROUTER that
+replays drops instead: the replay is asked for again.) It limits no message's number of frames: a
+publisher that sends frames without an end fills memory, as docs/guarantees.md says.
 
 Owned by the subscriber's thread.
 """
@@ -55,7 +57,7 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         hwm: messages that may wait in a socket; the rest waits at the publisher, which drops what
             exceeds its own queue.
         max_message_bytes: a larger frame of a message closes the connection. With `hwm` it bounds
-            the memory that one publisher can fill.
+            the memory that messages of one large frame can fill.
         keepalive: seconds of silence after which the system asks the other host whether it is
             there (TCP keepalive, in whole seconds), and between two such questions.
         keepalive_timeout: seconds without an answer after which the connection counts as dead.
@@ -80,6 +82,9 @@ class SocketOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigurationError(f"{name} must be positive, not {value!r}")
+        for name in ("hwm", "max_message_bytes"):  # ZeroMQ's own refusal would come too late
+            if not isinstance(value := getattr(self, name), int):
+                raise ConfigurationError(f"{name} must be a whole number, not {value!r}")
 
     def configure(self, socket: zmq.Socket[bytes], curve: Curve | None) -> None:
         """Apply these settings, and CURVE keys if any, to a socket before it connects."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvindex.wire._native import Fingerprints, Intake, Lane
 
 SHOW_AFTER = 0.1
-"""Seconds after which the batches that lanes took show in statuses, where nobody waits for them."""
+"""Seconds after which the batches that lanes took show in statuses."""
 
 Owner = TypeVar("Owner")
 

@@ -77,7 +77,7 @@ def _match_one_way(
     groups = blocks.groups
     hashed = groups.hashed()
     if groups.kinds_unknown:
-        hashed = _with_longest_unknown(groups, hashed, spans_of)
+        hashed = _with_longest_unknown(hashed, spans_of)
     cache = Cache(groups.unit, groups.alignment, groups.offload_chunk)
     tiers = {medium_tier(place.medium) for place in spans_of}
     coverage = {tier: _coverage(groups, hashed, spans_of, tier) for tier in tiers}
@@ -108,7 +108,7 @@ def _match_one_way(
 
 
 def _with_longest_unknown(
-    groups: RankGroups, hashed: Mapping[int, Group], spans_of: Mapping[Place, Spans]
+    hashed: Mapping[int, Group], spans_of: Mapping[Place, Spans]
 ) -> dict[int, Group]:
     """Return the groups without those of an unknown kind, but for the one that reaches furthest."""
     # One of them has full attention, and holds every block that any of them needs.

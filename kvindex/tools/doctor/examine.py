@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,7 @@ from kvindex.tools.doctor.streams import (
 from kvindex.wire.errors import ConfigurationError
 
 _QUESTIONS: Final = 64  # under way
-_LOOK_EVERY: Final = 0.02  # seconds between two looks whether all ranks are live
+_LOOK_EVERY: Final = 0.2  # seconds between two looks whether a replay gets on
 _MAX_TARGETS: Final = 1024
 
 
@@ -204,6 +205,8 @@ def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping
     """
     broken = {Rank(case.name, dp_rank) for case in cases for dp_rank in case.broken}
     until = time.monotonic() + limits.replay
+    news = threading.Event()
+    client.on_change(lambda _: news.set())  # for as long as the client lives: not long
 
     def last_batches(statuses: Mapping[Rank, RankStatus]) -> dict[Rank, int | None]:
         return {
@@ -220,7 +223,8 @@ def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping
             if moment >= waited_until or (now != before and moment >= until):
                 break
             # Batches that change no state are not announced: whether a replay gets on is sampled.
-            time.sleep(_LOOK_EVERY)
+            news.wait(min(_LOOK_EVERY, waited_until - moment))
+            news.clear()
         # Replays pass a filter that lets no live batch through: such a rank is never done.
         waits = {rank.worker for rank in last_batches(client.statuses())}
         broken |= {

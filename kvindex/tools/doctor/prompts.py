@@ -24,7 +24,7 @@ from kvindex.wire.quirks import field_against_cache
 _BLOCKS: Final = 4
 _MAX_PROMPT: Final = 1 << 18  # tokens
 _USUAL_BLOCK: Final = 16  # tokens, where nothing states it
-_LOOK_EVERY: Final = 0.01  # seconds between two looks whether the index has the prompt
+_LOOK_EVERY: Final = 0.05  # seconds between two looks whether the index has the prompt
 _COMMON_IDS: Final = range(300, 1000)  # in any tokenizer's vocabulary
 _HITS: Final = ("vllm:prefix_cache_hits", "sglang:cached_tokens")
 

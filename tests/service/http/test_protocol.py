@@ -21,6 +21,7 @@ from kvindex.service.http import (
     sending,
 )
 from kvindex.service.http.connections import Connection
+from kvindex.service.http.messages import Writer
 from kvindex.service.traffic import Traffic
 from tests.live import until
 from tests.service.http.scenes import (
@@ -470,6 +471,23 @@ async def test_an_answer_that_breaks_off_is_delivered_so_far_but_never_looks_who
     assert closed == ["close" if delivers else "abort"]
     assert b"piece" in transport.written[-1]
     connection.connection_lost(None)
+
+
+async def test_the_pieces_let_go_of_what_they_hold_if_the_client_left_before_the_first() -> None:
+    let_go = []
+
+    async def held() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"piece"
+        finally:
+            let_go.append(True)
+
+    async def drain() -> None:
+        raise ConnectionAbortedError("the client has gone")
+
+    with pytest.raises(ConnectionAbortedError):
+        await sending(held())(Writer(lambda piece: None, lambda: False, drain))
+    assert let_go
 
 
 async def test_a_status_without_a_name_is_sent_as_a_number() -> None:
