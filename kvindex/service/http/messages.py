@@ -183,10 +183,11 @@ def sending(pieces: AsyncGenerator[bytes, None]) -> Callable[[Writer], Awaitable
     """Return a `Stream.send` that writes pieces as they are made, and closes them at the end."""
 
     async def send(writer: Writer) -> None:
-        # Not `drain` first: if the client has gone, the pieces would be closed before they began,
+        # Not before the loop: if the client has gone, the pieces would be closed before they began,
         # and a generator that never began lets go of nothing.
         try:
             async for piece in pieces:
+                await writer.drain()
                 writer.write(piece)
                 await writer.drain()
         finally:
