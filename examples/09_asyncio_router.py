@@ -65,6 +65,7 @@ async def main(engines: dict[Rank, FakeEngine]) -> None:
         engines[failing].close()
         async for status in client.watch():  # a router in service would try another rank meanwhile
             if status.rank == failing and status.state is not State.LIVE:
+                router.live.discard(failing)  # its own watch may come a moment later
                 break
         await asyncio.gather(*map(serve, requests[30:]))
     await watching  # it ends when the client is closed
