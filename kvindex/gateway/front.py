@@ -21,6 +21,7 @@ from typing import Final
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import (
     ROUTES,
+    TOKENIZE,
     Call,
     CallError,
     answer_headers,
@@ -89,7 +90,7 @@ class Front:
         """Return the routes; another method on one of their paths is a 405."""
         routes = [Route("POST", path, self._serve, cancels=True) for path in ROUTES]
         routes += [
-            Route("POST", "/tokenize", self._tokenize, cancels=True),
+            Route("POST", TOKENIZE, self._tokenize, cancels=True),
             Route("GET", "/v1/models", self._models),
             Route("GET", "/health", lambda _: Reply(200, b"", b"")),
             Route("GET", "/ready", self._ready),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, Call
+from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, TOKENIZE, Call
 from kvindex.gateway.routing import Serving
 from kvindex.gateway.upstream import Upstream, UpstreamError
 from kvindex.wire.errors import UNREADABLE
@@ -255,7 +255,7 @@ def _questions(call: Call, prompt: str | list[Any], serving: Serving) -> list[_Q
         return questions
     if call.model:
         fields = {"model": call.model, **fields}
-    questions.append(_Question("tokenize", "/tokenize", _encode(fields)))
+    questions.append(_Question("tokenize", TOKENIZE, _encode(fields)))
     return questions
 
 
