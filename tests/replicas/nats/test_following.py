@@ -299,6 +299,9 @@ def test_a_snapshot_below_the_trimmed_log_is_of_no_use(scene: Scene) -> None:
     ("change", "reason"),
     [
         (damaged, "checksum"),
+        (lambda data: data[: len(data) // 2], "truncated"),
+        (lambda data: data + b"x", "format"),
+        (lambda data: b"", "content"),
         (lambda data: b"nonsense", "format"),
         (lambda data: NatsError("it does not go on"), "download"),
     ],

@@ -21,7 +21,7 @@ from kvindex.replicas.nats.log import (
     NoStreamError,
     StreamSettings,
 )
-from kvindex.replicas.nats.log_writer import LogWriter
+from kvindex.replicas.nats.log_writer import LogWriter, WriterState
 from kvindex.replicas.nats.relay import LogDriver, LogQueue
 from kvindex.wire.errors import BusyError, NatsError
 from tests.live import PATIENCE
@@ -253,6 +253,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "_SHORTEST_PAUSE", 0.0)
 
 
+async def test_what_waits_is_appended_in_order_and_ends_with_the_epoch() -> None:
+    scene = Scene()
+
+    async def story(scene: Scene) -> None:
+        await scene.reach(lambda: scene.queue.is_attached)
+        for number in range(5):
+            scene.queue.send(b"%d" % number)
+            await asyncio.sleep(0)
+        await scene.reach(lambda: len(scene.log.of("w-1")) == 5)
+        assert scene.log.of("w-1") == [b"0", b"1", b"2", b"3", b"4"]
+
+    await scene.run(story)
+    assert scene.events == ["begin w-1", "end"]
+    assert not scene.queue.is_attached
+
+
 async def test_a_queue_that_overflows_begins_a_new_epoch_once_nats_answers() -> None:
     async def story(scene: Scene) -> None:
         await scene.reach(lambda: scene.queue.is_attached)
@@ -280,6 +296,18 @@ async def test_what_waits_while_nats_is_away_follows_in_the_same_epoch() -> None
         scene.log.is_away = False
         await scene.reach(lambda: len(scene.log.of("w-1")) == 5)
         assert scene.events == ["begin w-1"]
+
+    await Scene().run(story)
+
+
+async def test_another_writer_detaches_the_queue() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.reach(lambda: scene.queue.is_attached)
+        scene.log.messages.append(LogMessage(2, "other-1", 0, b""))
+        scene.queue.send(b"late")
+        await scene.reach(lambda: scene.writer.state is WriterState.STANDING_BY)
+        await scene.reach(lambda: not scene.queue.is_attached)
+        assert scene.log.of("w-1") == []
 
     await Scene().run(story)
 
