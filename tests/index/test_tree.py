@@ -10,79 +10,14 @@ import pytest
 from kvindex import ConfigurationError, Index, Rank
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
-from kvindex.index.reference.blocks import Block, Blocks, Budget, Place
-from kvindex.index.reference.keys import KeyMaker
-from kvindex.index.tokens import Namespace
 from kvindex.wire import Event
 from kvindex.wire.errors import InvariantError
-from tests.index.index_events import CLEAR, A, B, apply, index_of, prompt, removed, stored
+from tests.index.index_events import CLEAR, A, B, apply, prompt, removed, stored
 from tests.index.index_stories import Action, Scene, Story, cleared, counts, of, stories, totals
 
 pytestmark = pytest.mark.unit
 
-SPACE = Namespace(block_size=1, lora=None, lookahead=0)
-GPU, CPU = Place("GPU", 0), Place("CPU", 0)
-
-
-class Harness:
-    """The blocks of one rank; contents are single letters, and labels are the prefixes."""
-
-    def __init__(self) -> None:
-        self.blocks = Blocks(KeyMaker(seed=1), Budget(None, None))
-
-    def extend(self, text: str) -> list[Block]:
-        return self.blocks.extend(None, SPACE, [letter.encode() for letter in text])
-
-    def store(self, text: str, place: Place = GPU) -> None:
-        for stop, block in enumerate(self.extend(text), 1):
-            self.blocks.add(text[:stop].encode(), block, place)
-        self.blocks.check()
-
-    def remove(self, text: str, place: Place = GPU) -> None:
-        (block,) = self.blocks.held_at(text.encode(), place)
-        self.blocks.drop(text.encode(), block, place)
-        self.blocks.check()
-
-    @property
-    def kept(self) -> tuple[int, int]:
-        """How many blocks are kept, holes included, and how many of them are resident."""
-        return len(self.blocks.block_keys()), len(self.blocks)
-
-
-def test_prompts_share_what_they_begin_with() -> None:
-    world = Harness()
-    world.store("abcdef")
-    world.store("abcxyz", CPU)
-    assert world.kept == (9, 9)
-
-
-def test_a_hole_keeps_its_position_only_while_something_is_behind_it() -> None:
-    world = Harness()
-    world.store("abcd")
-    for text in ("ab", "abc", "a"):
-        world.remove(text)
-    assert world.kept == (4, 1)
-    world.remove("abcd")
-    assert world.kept == (0, 0)
-    assert world.blocks.namespaces() == set()
-
-
-@pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
-def test_removing_in_any_order_leaves_nothing(order: tuple[int, ...]) -> None:
-    world = Harness()
-    world.store("abcd")
-    world.store("abxy", CPU)
-    for i in order:
-        world.remove("abcd"[: i + 1])
-    assert world.kept == (4, 4)
-
-
-def test_pruning_drops_what_nobody_holds() -> None:
-    world = Harness()
-    world.store("abcdef")
-    world.blocks.prune(world.extend("abxy")[-1])
-    world.blocks.check()
-    assert world.kept == (6, 6)
+both = pytest.mark.parametrize("kind", [Index, reference.Index], ids=["chosen", "python"])
 
 
 def shape(runs: int, blocks: int) -> Action:
@@ -146,9 +81,11 @@ def test_runs_follow_from_what_is_resident(story: Story, way: str) -> None:
     story.run(way)
 
 
-def test_removals_in_any_order_leave_nothing() -> None:
+@both
+def test_removals_in_any_order_leave_nothing(kind: type[BaseIndex]) -> None:
     for order in permutations(range(4)):
-        index = index_of(stored(0, 1, 2, 3))
+        index = kind()
+        apply(index, A, stored(0, 1, 2, 3))
         apply(index, B, stored(0, 1), stored(7, 8, parent=101))
         apply(index, A, *(removed(block) for block in order))
         shape(2, 4)(index)
@@ -167,20 +104,15 @@ def history(seed: int) -> list[tuple[Rank, Event]]:
     return [*events, (A, removed(6, 5) if seed % 2 else removed(5, 6))]
 
 
-def test_the_runs_of_an_index_do_not_show_its_history() -> None:
+@both
+def test_the_runs_of_an_index_do_not_show_its_history(kind: type[BaseIndex]) -> None:
     for seed in range(20):
-        index = Index()
+        index = kind()
         for rank, event in history(seed):
             apply(index, rank, event)
         assert [entry.blocks for entry in index.match(prompt(12))] == [12, 5]
         shape(4, 14)(index)
         counts(orphans=0)(index)
-
-
-def test_no_namespace_is_left_once_everything_is_gone() -> None:
-    index = reference.Index()
-    apply(index, A, stored(0, 1), stored(9, lora_name="l"), removed(1, 0, 9))
-    assert index._ranks[A].blocks.namespaces() == set()
 
 
 def test_the_python_index_says_that_prefixes_need_the_native_module() -> None:
@@ -191,26 +123,25 @@ def test_the_python_index_says_that_prefixes_need_the_native_module() -> None:
 def test_check_finds_each_broken_invariant() -> None:
     def fault() -> str:
         with pytest.raises(InvariantError) as raised:
-            world.blocks.check()
+            index.check()
         return str(raised.value)
 
-    world = Harness()
-    world.store("abc")
-    first, middle, last = world.extend("abc")
-    middle.depth = 7
-    assert "stands at depth" in fault()
-    middle.depth = 1
-    places, last.places = last.places, {}
-    assert "a hole that no block follows" in fault()
-    last.places = places
-    first.children = 2
-    assert "1 blocks follow" in fault()
-    first.children = 1
-    world.blocks.resident[GPU] = 9
-    assert "3 blocks at" in fault()
-    world.blocks.resident[GPU] = 3
-    middle.places[GPU] = 2
-    assert "by its labels" in fault()
-    middle.places[GPU] = 1
-    world.blocks._size = 4
-    assert "resident, counted" in fault()
+    index = reference.Index()
+    apply(index, A, stored(0, 1, 2))
+    blocks = index._ranks[A].blocks
+    first, middle, last = (block for label in (100, 101, 102) if (block := blocks.get(label)))
+    (place,) = last.places
+    for owner, name, wrong, message in (
+        (middle, "depth", 7, "stands at depth"),
+        (last, "places", {}, "a hole that no block follows"),
+        (middle, "places", {place: 2}, "by its labels"),
+        (first, "children", 2, "1 blocks follow"),
+        (blocks, "resident", {place: 9}, "3 blocks at"),
+        (blocks, "_size", 4, "resident, counted"),
+        (index._budget, "used", 4, "3 blocks resident, counted 4"),
+    ):
+        right = getattr(owner, name)
+        setattr(owner, name, wrong)
+        assert message in fault()
+        setattr(owner, name, right)
+    index.check()
