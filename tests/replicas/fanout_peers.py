@@ -14,6 +14,7 @@ from kvindex.replicas import FanOut, Replica, join
 from kvindex.subscribe import State
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, REPLAYS, until, within
+from tests.replicas.hand_server import held
 from tests.shm.queue_peers import Nursery, Peer, ProcessPeer
 
 Answers = list[dict[Rank, tuple[Any, ...]]]
@@ -49,16 +50,6 @@ def answers(asked: Client | Replica, prompts: Iterable[Any]) -> Answers:
         }
         for match in asked.match_many(prompts)
     ]
-
-
-def held(asked: Client | Replica) -> dict[Rank, dict[tuple[Any, str, int], int]]:
-    """Every resident block of every rank, on each medium, with its copies."""
-    index = asked.index
-    index.check()
-    return {
-        rank: {(b.block_hash, b.medium, b.group_idx): b.copies for b in index.tree(rank).walk()}
-        for rank in index.ranks
-    }
 
 
 class FanOutEnd:
@@ -100,7 +91,7 @@ class FanOutEnd:
         )
 
     def held(self) -> Any:
-        return held(self.replica)
+        return held(self.replica.index)
 
     def answers(self, prompts: list[Any]) -> Answers:
         return answers(self.replica, prompts)
@@ -120,7 +111,7 @@ class FanOutEnd:
         return pid
 
     def serve(self, path: str, workers: list[Worker], **options: Any) -> None:
-        self.fanout = FanOut(workers, path, replay_policy=REPLAYS, probe_interval=0.3, **options)
+        self.fanout = fan_out(path, *workers, **options)
         if workers:
             self.fanout.client.wait_live(PATIENCE)
 
@@ -134,7 +125,7 @@ class FanOutEnd:
         return mark(client.subscriber.statuses())
 
     def server_held(self) -> Any:
-        return held(self.fanout.client)
+        return held(self.fanout.client.index)
 
 
 class Site:
@@ -171,11 +162,7 @@ class Site:
 
 def counted(fanout: FanOut, **counts: Any) -> None:
     """Wait until the server's statistics have these values."""
-
-    def reached(_: Any) -> bool:
-        return counts.items() <= fanout.statistics().items()
-
-    until(fanout.client.statuses, reached)
+    until(fanout.statistics, lambda statistics: counts.items() <= statistics.items())
 
 
 def assert_same(client: Client, replica: Replica) -> None:
@@ -183,7 +170,7 @@ def assert_same(client: Client, replica: Replica) -> None:
     wanted = mark(client.subscriber.statuses())
     until(replica.statuses, lambda statuses: mark(statuses) == wanted)
     assert replica.ranks == client.ranks
-    assert held(replica) == held(client)
+    assert held(replica.index) == held(client.index)
     assert answers(replica, PROMPTS) == answers(client, PROMPTS)
 
 
@@ -196,7 +183,7 @@ def assert_equal(client: Client, *peers: Peer, prompts: list[Any] = PROMPTS) -> 
         assert peer.result() is None
     for peer in peers:
         peer.start("held")
-    own = held(client)
+    own = held(client.index)
     assert all(peer.result() == own for peer in peers)
     for peer in peers:
         peer.start("answers", prompts)

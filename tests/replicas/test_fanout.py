@@ -36,8 +36,8 @@ from tests.replicas.fanout_peers import (
     assert_equal,
     assert_same,
     counted,
-    held,
 )
+from tests.replicas.hand_server import held
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
@@ -135,7 +135,7 @@ def test_workers_that_come_and_go_and_are_renamed_travel_along(site: Site) -> No
         client.remove("a")
         until(replica.statuses, lambda statuses: a.rank not in statuses)
         assert replica.ranks == client.ranks
-        assert held(replica) == held(client)
+        assert held(replica.index) == held(client.index)
         for name in (a.rank, "a/0", "a"):
             with pytest.raises(UnknownRankError):
                 replica.status(name)

@@ -9,93 +9,43 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from kvindex import EventBatch, Index, Rank, RankStatus
-from kvindex.index import read_batch
+from kvindex import Rank
 from kvindex.replicas.messages import ReceivedMessage
 from kvindex.replicas.nats.following import LogMembership, LogOrigin, PoolConnection
 from kvindex.replicas.nats.log import Head, Log, LogMessage, StreamSettings, join_bodies
 from kvindex.replicas.nats.snapshots import PoolSnapshots, encode_snapshot, name_of
-from kvindex.replicas.outflow import Snapshots, StreamTap
 from kvindex.subscribe import RankAdded, RankRemoved
-from kvindex.wire import Event, encode_batch
 from kvindex.wire.errors import NatsError
 from kvindex.wire.nats import NatsPool, open_connection, parse_pool
 from tests.index.index_events import stored
 from tests.live import PATIENCE
-from tests.subscribe.test_status_board import status
+from tests.replicas.hand_server import HandServer
 
 POOL = parse_pool("nats://n1", "llama", {})
 A, B = Rank("a"), Rank("b")
 STOP = threading.Event()  # never set
 
 _Result = TypeVar("_Result")
-Held = dict[Rank, set[tuple[Any, str, int]]]
 
 
-class HandRelay:
+class HandRelay(HandServer):
     """The relay's index and its tap; what it sends waits until `body` is called."""
 
-    chunk_bytes = 4096
-
     def __init__(self) -> None:
-        self.index = Index()
-        self.subscriber = self
-        self.sent: list[bytes] = []
-        self.shown: dict[Rank, RankStatus] = {}
-        self.tap = StreamTap(self, lambda: None, self._now)  # type: ignore[arg-type]
+        super().__init__()
         self.tap.attend()
-        self.snapshots = Snapshots(self, self.tap)  # type: ignore[arg-type]
-        self.now = 5000.0  # by the monotonic clock of its machine
         self._block = 0
 
-    def _now(self) -> float:
-        return self.now
-
-    # As an Outflow
-
-    def send(self, body: bytes) -> None:
-        self.sent.append(body)
-
-    def admit(self) -> None:
-        pass
-
-    # As what fills the index
-
-    def call(self, function: Callable[[], _Result]) -> _Result:
-        return function()
-
-    def find(self, rank: Rank) -> RankStatus | None:
-        return self.shown.get(rank)
-
-    def cursor(self, rank: Rank) -> bytes | None:
-        return b"cursor"
-
-    # What happens
-
     def add(self, rank: Rank) -> None:
-        self.index.add(rank)
-        self.tap.item(RankAdded(rank))
+        self.tell(RankAdded(rank))
 
     def remove(self, rank: Rank) -> None:
-        self.index.remove(rank)
-        self.shown.pop(rank, None)
-        self.tap.item(RankRemoved(rank))
-
-    def apply(self, rank: Rank, *events: Event) -> None:
-        payload = encode_batch(EventBatch(ts=1.0, events=list(events)))
-        self.index.apply(rank, read_batch(payload))
-        self.tap.batch(rank, payload)
+        self.tell(RankRemoved(rank))
 
     def store(self, rank: Rank) -> None:
         """Store one more block."""
         self._block += 1
         self.apply(rank, stored(self._block, parent=None))
-
-    def show(self, *ranks: Rank) -> None:
-        """End the turn, with the statuses of these ranks."""
-        for rank in ranks:
-            self.shown[rank] = status(rank, last_event_age=self.now)
-        self.tap.statuses([self.shown[rank] for rank in ranks])
 
     def body(self) -> bytes:
         """End the turn; return all that was sent since the last call."""
@@ -107,15 +57,6 @@ class HandRelay:
         """Return an object, by its name."""
         name = name_of(position, epoch)
         return name, encode_snapshot(self.snapshots.parts(), self.index, epoch, position)
-
-
-def held(index: Index) -> Held:
-    """Every resident block of every rank."""
-    index.check()
-    return {
-        rank: {(b.block_hash, b.medium, b.group_idx) for b in index.tree(rank).walk()}
-        for rank in index.ranks
-    }
 
 
 class MemoryLog:
@@ -330,9 +271,7 @@ class Scene:
         return place
 
     def assert_same(self, place: LogMembership) -> None:
-        assert held(place.copy.index) == held(self.relay.index)
-        assert place.copy.statuses.keys() == self.relay.shown.keys()
-        assert place.copy.names == self.relay.tap.names
+        self.relay.assert_same(place.copy)
 
     def close(self) -> None:
         for place in self.places:

@@ -15,7 +15,8 @@ from kvindex.replicas.nats.log import NoStreamError
 from kvindex.replicas.nats.snapshots import encode_snapshot, name_of
 from kvindex.wire.errors import NatsError, QueueTimeoutError, WaitCancelledError
 from tests.native_ring import needs_ring
-from tests.replicas.nats.hand_relay import STOP, A, B, Scene, damaged, follow, held, receive
+from tests.replicas.hand_server import held
+from tests.replicas.nats.hand_relay import STOP, A, B, Scene, damaged, follow, receive
 
 pytestmark = [pytest.mark.unit, needs_ring]
 

@@ -16,7 +16,8 @@ from kvindex.wire.nats import NatsPool
 from tests.children import in_child
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
-from tests.replicas.nats.hand_relay import A, B, RealLog, begun, held
+from tests.replicas.hand_server import held
+from tests.replicas.nats.hand_relay import A, B, RealLog, begun
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
