@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from kvindex import Rank, Worker
@@ -66,8 +66,7 @@ async def _follow(
     copy: Copy,
     done: Callable[[Copy], bool],
 ) -> None:
-    client = await open_connection(pool, "test", timeout=PATIENCE)
-    try:
+    async with connection(pool) as client:
         log, bodies = await Log(client, pool).read(position), BodyReader()
         while not done(copy):
             message = await log.next(PATIENCE)
@@ -76,8 +75,6 @@ async def _follow(
             for part in bodies.split(message.body):
                 copy.apply(decode_message(part))
         await log.close()
-    finally:
-        await client.close()
 
 
 def counters(relay: Relay) -> dict[str, Any]:
@@ -199,15 +196,22 @@ def _held(answer: dict[str, Any]) -> dict[str, tuple[str, int | None, Any]]:
     }
 
 
+@asynccontextmanager
+async def connection(pool: NatsPool, **options: Any) -> AsyncIterator[Any]:
+    """A connection of somebody else."""
+    client = await open_connection(pool, "test", timeout=PATIENCE, **options)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 def at(pool: NatsPool, call: Callable[[Any], Awaitable[Any]]) -> Any:
     """Return what a coroutine returns that is given a connection of somebody else."""
 
     async def run() -> Any:
-        client = await open_connection(pool, "test", timeout=PATIENCE)
-        try:
+        async with connection(pool) as client:
             return await call(client)
-        finally:
-            await client.close()
 
     return asyncio.run(run())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -15,12 +14,13 @@ import pytest
 from kvindex import Rank, State
 from kvindex.replicas import Replica, nats
 from kvindex.testing import FakeEngine, Workload
-from kvindex.wire.nats import NatsPool, open_connection, parse_pool
+from kvindex.wire.nats import NatsPool, parse_pool
 from tests.live import BEFORE, PATIENCE, truth, until, within
 from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer, cluster_of_three
 from tests.replicas.nats.cut_routes import cluster_that_can_be_cut
 from tests.replicas.nats.processes import RelayProcess, contents
+from tests.replicas.nats.scenes import at
 
 pytestmark = [pytest.mark.faults, needs_ring]
 
@@ -149,15 +149,11 @@ def measured(what: str) -> Iterator[None]:
 def leader_of(pool: NatsPool, servers: list[NatsServer]) -> NatsServer:
     """Return the server that leads the stream of the log."""
 
-    async def ask() -> str | None:
-        client = await open_connection(pool, "test", timeout=PATIENCE)
-        try:
-            info = await client.jetstream(timeout=PATIENCE).stream_info(pool.stream)
-            return info.cluster.leader if info.cluster else None
-        finally:
-            await client.close()
+    async def ask(client: Any) -> str | None:
+        info = await client.jetstream(timeout=PATIENCE).stream_info(pool.stream)
+        return info.cluster.leader if info.cluster else None
 
-    name = until(lambda: asyncio.run(ask()))
+    name = until(lambda: at(pool, ask))
     return next(server for server in servers if server.name == name)
 
 

@@ -23,9 +23,10 @@ from kvindex.replicas.nats.log import (
     StreamSettings,
 )
 from kvindex.wire.errors import NatsError
-from kvindex.wire.nats import NatsPool, open_connection, parse_pool
+from kvindex.wire.nats import NatsPool, parse_pool
 from tests.live import PATIENCE
 from tests.nats_server import NatsServer
+from tests.replicas.nats.scenes import connection
 
 pytestmark = pytest.mark.e2e
 
@@ -41,11 +42,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def opened(pool: NatsPool) -> AsyncIterator[Log]:
     """The log of a pool, not made yet."""
-    client = await open_connection(pool, "test", timeout=PATIENCE)
-    try:
+    async with connection(pool) as client:
         yield Log(client, pool)
-    finally:
-        await client.close()
 
 
 @asynccontextmanager

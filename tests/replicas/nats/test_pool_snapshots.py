@@ -28,8 +28,9 @@ from kvindex.replicas.nats.snapshots import (
 )
 from kvindex.replicas.outflow import Part, TakenRank
 from kvindex.wire.errors import NatsError, SnapshotError
-from kvindex.wire.nats import NatsPool, open_connection
+from kvindex.wire.nats import NatsPool
 from tests.live import PATIENCE
+from tests.replicas.nats.scenes import connection
 from tests.subscribe.test_status_board import status as live
 
 pytestmark = pytest.mark.e2e
@@ -139,12 +140,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def opened(pool: NatsPool) -> AsyncIterator[tuple[PoolSnapshots, Any]]:
     """The object store of a pool, and JetStream as anybody else uses it."""
-    client = await open_connection(pool, "test", timeout=PATIENCE)
-    try:
+    async with connection(pool) as client:
         await Log(client, pool).make(StreamSettings(max_bytes=8 << 20))
         yield PoolSnapshots(client, pool), client.jetstream()
-    finally:
-        await client.close()
+
+
+def note_of(pool: NatsPool, name: str = NAME) -> str:
+    """The subject of the note that describes an object."""
+    return f"$O.{pool.bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
 
 @pytest.mark.parametrize("size", [0, 1, (512 << 10) - 1, 3 << 20])
@@ -212,8 +215,7 @@ async def test_a_foreign_note_of_an_object_is_refused(
     pool: NatsPool, note: bytes, reason: str
 ) -> None:
     async with opened(pool) as (store, stream):
-        name = base64.urlsafe_b64encode(NAME.encode()).decode()
-        await stream.publish(f"$O.{pool.bucket}.M.{name}", note)
+        await stream.publish(note_of(pool), note)
         with pytest.raises(NatsError, match=reason):
             await store.get(NAME)
         await stream.publish(f"$O.{pool.bucket}.M.no-base64!", note)
@@ -227,9 +229,8 @@ async def test_another_size_than_that_of_the_chunks_is_refused_without_waiting(
     async with opened(pool) as (store, stream):
         digest = base64.urlsafe_b64encode(hashlib.sha256(b"ab").digest()).decode()
         note = {"nuid": "x", "size": size, "chunks": 1, "digest": f"SHA-256={digest}"}
-        name = base64.urlsafe_b64encode(NAME.encode()).decode()
         await stream.publish(f"$O.{pool.bucket}.C.x", b"ab")
-        await stream.publish(f"$O.{pool.bucket}.M.{name}", json.dumps(note).encode())
+        await stream.publish(note_of(pool), json.dumps(note).encode())
         with pytest.raises(NatsError, match="digest"):
             await store.get(NAME)
 
@@ -239,8 +240,7 @@ async def test_notes_that_cannot_be_read_are_deleted_with_the_older_snapshots(
 ) -> None:
     async with opened(pool) as (store, stream):
         for position in (1, 2):
-            name = base64.urlsafe_b64encode(name_of(position, "r-1").encode()).decode()
-            await stream.publish(f"$O.{pool.bucket}.M.{name}", b"{")
+            await stream.publish(note_of(pool, name_of(position, "r-1")), b"{")
         for position in (3, 4):
             await store.put(name_of(position, "r-1"), b"whole")
         await store.keep(2)

@@ -17,7 +17,6 @@ from kvindex.replicas.nats import snapshots
 from kvindex.replicas.nats.relay import Relay
 from kvindex.replicas.nats.snapshots import PoolSnapshots
 from kvindex.testing import FakeEngine
-from kvindex.wire.errors import NatsError
 from kvindex.wire.nats import NatsPool, parse_pool
 from tests.live import (
     BEFORE,
@@ -260,14 +259,6 @@ def test_a_stream_that_holds_something_else_is_refused(pool: NatsPool, engine: F
     )
     with pytest.raises(ConfigurationError, match="delete it"):
         relay_of(pool, engine)
-
-
-def test_a_server_without_jetstream_is_refused(engine: FakeEngine, tmp_path: Path) -> None:
-    with (
-        NatsServer(tmp_path, jetstream=False) as server,
-        pytest.raises(NatsError, match="enable JetStream"),
-    ):
-        relay_of(parse_pool(server.url, "p", {}), engine)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import pytest
 
 from kvindex.replicas import nats
 from kvindex.replicas.nats import following
-from kvindex.replicas.nats.log import Log, StreamSettings
 from kvindex.routing import Router, SharedLoad
 from kvindex.testing import FakeEngine
 from kvindex.testing.ports import reserve_port
@@ -30,20 +29,17 @@ from tests.docs.pages import DOCS, fences_in
 from tests.live import PATIENCE, caught_up, until, worker_of
 from tests.nats_server import NatsServer
 from tests.replicas.nats.certificates import Files, make_certificates
+from tests.replicas.nats.scenes import connection
 
 pytestmark = pytest.mark.e2e
 
 SECRET = "a-secret-of-the-test"
-SMALL = StreamSettings(max_bytes=8 << 20)
 
 
-async def connected(pool: NatsPool) -> bool:
-    client = await open_connection(pool, "test", timeout=PATIENCE)
-    try:
+async def connects(pool: NatsPool) -> bool:
+    async with connection(pool) as client:
         await client.flush()
-        return client.is_connected
-    finally:
-        await client.close()
+        return bool(client.is_connected)
 
 
 async def refusal(pool: NatsPool) -> str:
@@ -91,7 +87,7 @@ async def test_both_ends_show_certificates(
     encrypted: NatsServer, files: Files, scheme: str
 ) -> None:
     url = f"{scheme}://127.0.0.1:{encrypted.port}"
-    assert await connected(parse_pool(url, "llama", own_certificate(files)))
+    assert await connects(parse_pool(url, "llama", own_certificate(files)))
 
 
 async def test_a_client_without_a_certificate_is_refused(
@@ -256,7 +252,7 @@ async def test_who_shows_what_the_server_expects_connects_and_no_other(
     }[way]
     options: Any = right
     with NatsServer(tmp_path, extra_config=f"authorization {{ {config} }}") as server:
-        assert await connected(parse_pool(server.url, "llama", options))
+        assert await connects(parse_pool(server.url, "llama", options))
         for wrong in wrongs:
             options = wrong
             reason = await refusal(parse_pool(server.url, "llama", options))
@@ -390,10 +386,7 @@ def test_a_replica_that_cannot_join_shows_why_between_attempts_too_and_warns_onc
 async def denied(server: NatsServer, name: str, subject: str, *, subscribes: bool = False) -> bool:
     """Whether the server refuses that this user publishes (or subscribes) to a subject."""
     notes: list[str] = []
-    client = await open_connection(
-        as_user(server, name), "test", timeout=PATIENCE, on_change=notes.append
-    )
-    try:
+    async with connection(as_user(server, name), on_change=notes.append) as client:
         if subscribes:
             await client.subscribe(subject)
         else:
@@ -401,8 +394,6 @@ async def denied(server: NatsServer, name: str, subject: str, *, subscribes: boo
         for _ in range(2):  # the first one may be asked before what was published
             await client.flush(timeout=int(PATIENCE))
         return any("permissions violation" in note.lower() for note in notes)
-    finally:
-        await client.close()
 
 
 LOG, BUCKET = "KVINDEX_llama", "OBJ_KVINDEX_llama_snapshots"
@@ -469,28 +460,3 @@ def test_a_relay_a_replica_and_gateways_do_their_work_with_the_rights_of_the_doc
             assert relay.client.match(LATER)[engine.rank].tokens == 192
             statistics = relay.statistics()
     assert "ermission" not in str(statistics), statistics
-
-
-async def test_a_relay_may_write_the_log_and_a_replica_may_read_it(guarded: NatsServer) -> None:
-    notes: list[str] = []
-    writer = await open_connection(
-        as_user(guarded, "relay"), "test", timeout=PATIENCE, on_change=notes.append
-    )
-    reader = await open_connection(
-        as_user(guarded, "replica"), "test", timeout=PATIENCE, on_change=notes.append
-    )
-    try:
-        log = Log(writer, as_user(guarded, "relay"))
-        await log.make(SMALL)
-        await log.make(SMALL)
-        last = (await log.head()).seq
-        await log.append("a-1", last, b"")
-        copy = Log(reader, as_user(guarded, "replica"))
-        assert (await copy.head()).epoch == "a-1"
-        messages = await copy.read(last + 1)
-        assert (await messages.next(PATIENCE)).epoch == "a-1"
-        await messages.close()
-    finally:
-        await writer.close()
-        await reader.close()
-    assert set(notes) <= {"disconnected"}  # at the end
