@@ -127,6 +127,7 @@ class Auditor:
         replays of its past is no cost of the window.
         """
         self._began = at
+        # Who is away as the window opens is away in it from the first moment on.
         for audit in self._audits.values():
             audit.away_since = None if audit.blocks.bit & self._counted else at
 
@@ -144,7 +145,14 @@ class Auditor:
         elif isinstance(item, RankAdded):
             self.configure(item.rank, item.cache)
         elif isinstance(item, RankLost):
-            self._lose(item)
+            audit = self._find(item.rank)
+            if self._began is not None:
+                audit.counts["losses"] += 1
+                if item.last_seq is not None:
+                    audit.counts["lost_batches"] += item.last_seq - item.first_seq + 1
+            # Else the rank may hold what lost removals took away: the user chose to keep it.
+            if item.reset:
+                audit.drop(forget=False)
         elif isinstance(item, RankRestarted):
             audit = self._find(item.rank)
             audit.counts["restarts"] += self._began is not None
@@ -213,24 +221,15 @@ class Auditor:
             if self._began is not None and audit.away_since is None:
                 audit.away_since = at
 
-    def _lose(self, item: RankLost) -> None:
-        audit = self._find(item.rank)
-        if self._began is not None:
-            audit.counts["losses"] += 1
-            if item.last_seq is not None:
-                audit.counts["lost_batches"] += item.last_seq - item.first_seq + 1
-        # Without it the rank may hold what lost removals took away: the user chose to keep it.
-        if item.reset:
-            audit.drop(forget=False)
-
     def _find(self, rank: Rank) -> RankAudit:
         audit = self._audits.get(rank)
         if audit is None:
-            used = len(self._audits)
-            number = self._free.pop() if self._free else used
+            # Numbers are used again: a set of bits is as long as the fleet was large at once.
+            number = self._free.pop() if self._free else len(self._audits)
             model = self._models.get(rank.worker, "")
             blocks = HeldBlocks(1 << number, self._tree, *self._bounds)
             audit = self._audits[rank] = RankAudit(rank, number, model, blocks, self._tree)
+            # Until a status says otherwise: of a recording none does.
             self._counted |= blocks.bit
             self._workers[rank.worker] = self._workers.get(rank.worker, 0) | blocks.bit
         return audit
@@ -300,6 +299,8 @@ def report_of(
         seconds=max(0.0, ended - began),
         tokens=Tokens(**totals),
         ranks=ranks,
+        # A distance is by how many blocks the cache was too small: a cache of twice the size has
+        # one peak more.
         savings=[
             Saving(factor, sum(a.distances.up_to((factor - 1) * a.peak) for a in audits))
             for factor in FACTORS
@@ -339,6 +340,7 @@ def _duplication(tree: PrefixTree, counted: int, audits: Sequence[RankAudit]) ->
     by_ranks: Counter[int] = Counter()
     for prefix in tree:
         by_ranks[(prefix.held & counted).bit_count()] += prefix.size
+    # What no counted rank holds, if there is any: a Counter need not have the key.
     del by_ranks[0]
     return Duplication(
         resident=sum(ranks * tokens for ranks, tokens in by_ranks.items()),
@@ -366,6 +368,7 @@ def _shared(tree: PrefixTree, counted: int, audits: Sequence[RankAudit]) -> list
         if (ranks := holders(prefix)) > 1
         and all(holders(child) < ranks for child in prefix.children())
     )
+    # More than are shown: ends of one long prompt are alike, and show it once.
     largest = heapq.nlargest(_CANDIDATES, ends, key=lambda p: (p.end * holders(p), p.end))
     names = {audit.blocks.bit: str(audit.rank) for audit in audits}
     return [
@@ -452,6 +455,7 @@ _LEFT_OUT = {
 
 def trust_lines(report: AuditReport, audits: Sequence[RankAudit]) -> Iterator[str]:
     """Yield what limits the figures of a report, the most important first."""
+    # Of recordings alone: a live rank has a state, and that says when it was away.
     spans = [audit.received for audit in audits if audit.received is not None and not audit.state]
     if spans and max(first for first, _ in spans) > min(last for _, last in spans):
         yield "Some recordings end before others begin: what ended counts as still held."

@@ -124,18 +124,29 @@ class PrefixTree:
         """Note that a rank (one bit) holds the last block of a prefix."""
         prefix.held |= rank
         assert prefix.parent is not None
-        if prefix.parent.whole & rank and not prefix.whole & rank:
-            prefix.whole |= rank
-            if not prefix.is_leaf:
-                _spread(prefix, rank)
+        if not prefix.parent.whole & rank or prefix.whole & rank:
+            return
+        prefix.whole |= rank
+        # A hole was filled: what the rank holds behind it can be reached again.
+        waiting = [] if prefix.is_leaf else [prefix]
+        while waiting:
+            for child in waiting.pop().children():
+                if child.held & rank and not child.whole & rank:
+                    child.whole |= rank
+                    waiting.append(child)
 
     def release(self, prefix: Prefix, rank: int) -> None:
         """Note that a rank (one bit) holds the last block of a prefix no longer."""
         prefix.held &= ~rank
         if prefix.whole & rank:
             prefix.whole &= ~rank
-            if not prefix.is_leaf:
-                _cut(prefix, rank)
+            # There is a hole now: what the rank holds behind it cannot be reached.
+            waiting = [] if prefix.is_leaf else [prefix]
+            while waiting:
+                for child in waiting.pop().children():
+                    if child.whole & rank:
+                        child.whole &= ~rank
+                        waiting.append(child)
         self.prune(prefix)
 
     def prune(self, prefix: Prefix) -> None:
@@ -151,26 +162,6 @@ class PrefixTree:
 
     def _name(self, what: bytes) -> bytes:
         return blake2b(what, digest_size=_KEY_BYTES, salt=self._salt).digest()
-
-
-def _spread(prefix: Prefix, rank: int) -> None:
-    """A hole was filled: what the rank holds behind it can be reached again."""
-    waiting = [prefix]
-    while waiting:
-        for child in waiting.pop().children():
-            if child.held & rank and not child.whole & rank:
-                child.whole |= rank
-                waiting.append(child)
-
-
-def _cut(prefix: Prefix, rank: int) -> None:
-    """There is a hole now: what the rank holds behind it cannot be reached."""
-    waiting = [prefix]
-    while waiting:
-        for child in waiting.pop().children():
-            if child.whole & rank:
-                child.whole &= ~rank
-                waiting.append(child)
 
 
 # Figures by size and by time ----------------------------------------------------------------------
@@ -199,7 +190,9 @@ class Histogram:
 
     def add(self, value: float, weight: int) -> None:
         """Count a weight at a value; values that are no number count as 0."""
-        bucket = _bucket(value)
+        inside = min(max(value, _LEAST), 2.0**63) if value == value else _LEAST
+        # Rounded up, so that a bucket's end is below none of its values: `up_to` goes by ends.
+        bucket = math.ceil(math.log2(inside) * _PER_OCTAVE - 1e-9)
         self._weights[bucket] = self._weights.get(bucket, 0) + weight
         self.total += weight
 
@@ -219,12 +212,6 @@ class Histogram:
             yield _end(bucket), weight
 
 
-def _bucket(value: float) -> int:
-    """The bucket whose end is the first that is not below the value."""
-    inside = min(max(value, _LEAST), 2.0**63) if value == value else _LEAST
-    return math.ceil(math.log2(inside) * _PER_OCTAVE - 1e-9)
-
-
 def _end(bucket: int) -> float:
     return round(math.pow(2.0, bucket / _PER_OCTAVE), 9)
 
@@ -240,9 +227,11 @@ class Series:
 
     def add(self, seconds: float, numbers: tuple[int, ...]) -> None:
         """Count numbers so many seconds after the beginning (before it: at the beginning)."""
+        # A recording's clock is its publisher's, and may show anything.
         place = max(0.0, seconds) if math.isfinite(seconds) else 0.0
         while place >= self.width * self._limit:
             self.width *= 2
+            # The last of an odd number has no neighbour to be joined with: an empty one.
             halves = [*self._buckets, [0] * self._fields]
             self._buckets = [
                 [a + b for a, b in zip(halves[i], halves[i + 1], strict=True)]
@@ -415,6 +404,7 @@ class HeldBlocks:
                 self._release(block.prefix)
                 block.prefix = None
         self._doubtful.clear()
+        # First what returned: a block that returned and left within the batch is evicted.
         for key in self._returning:
             self.evicted.discard(key)
         for key, (_, at) in self._leaving.items():

@@ -345,6 +345,7 @@ def draw_bars(
     step = (full - _LEFT) / max(1, len(bars))
     room = _HEIGHT - _BOTTOM - _TOP
     body = _scale(top, unit, full)
+    # So few columns have a label that each label has room.
     longest = max((len(label) for label, _ in bars), default=1)
     every = math.ceil((longest + 2) * _CHARACTER / step)
     for number, (label, amounts) in enumerate(bars):
@@ -361,6 +362,7 @@ def draw_bars(
             )
         body.append("</g>")
         if number % every == 0:
+            # A label at either end must not stick out of the plot.
             half = len(label) * _CHARACTER / 2
             middle = max(half, min(x + step * 0.43, full - half))
             body.append(_text(middle, _HEIGHT - _BOTTOM + 16, label))
@@ -385,20 +387,16 @@ def _scale(top: int, unit: str, full: int) -> list[str]:
         y = _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * part
         lines.append(f'<line class="grid" x1="{_LEFT}" x2="{full}" y1="{y:.1f}" y2="{y:.1f}"/>')
         if part:
-            lines.append(_text(_LEFT - 6, y + 4, _short(top * part), anchor="end"))
+            value = top * part
+            units = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+            size, letter = next((unit for unit in units if value >= unit[0]), (1.0, ""))
+            lines.append(_text(_LEFT - 6, y + 4, f"{value / size:.3g}{letter}", anchor="end"))
     lines.append(_text(_LEFT - 6, _HEIGHT - _BOTTOM + 4, unit, anchor="end"))
     return lines
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _short(value: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
 
 
 # The text ----------------------------------------------------------------------------------------
@@ -439,6 +437,7 @@ def _columns_of(section: Section) -> Iterator[str]:
 
 
 _MOST_ROWS = 1024  # of a table; the JSON has them all
+# A report names what is from the network. Nothing that might get past the escaping can load or run.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 # Two palettes, both with enough contrast to read.

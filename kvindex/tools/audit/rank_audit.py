@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -139,9 +139,13 @@ class RankAudit:
         if fault:
             self.counts[fault] += sum(len(event.block_hashes) for event in run)
             return
-        if tier is None and self._is_announced_again(first):
-            self.tokens["reannounced"] += len(first.token_ids) * self._window.counted
-            run = run[1:]
+        # In report mode "full" vLLM announces once more what a request found in the cache, by the
+        # first store of its prompt.
+        if tier is None and self.groups.settings.report_mode == "full" and first.token_ids:
+            held = map(self.blocks.labels.get, map(fold_hash, first.block_hashes))
+            if first.parent_block_hash is None and all(block and block.device for block in held):
+                self.tokens["reannounced"] += len(first.token_ids) * self._window.counted
+                run = run[1:]
         labels = [fold_hash(label) for event in run for label in event.block_hashes]
         prefixes = self._prefixes(run, labels, tier)
         # Before the blocks are held: who holds what now is what matters.
@@ -163,13 +167,6 @@ class RankAudit:
             return "partial_block"
         return "" if is_whole(event) or is_sparse(event) else "malformed"
 
-    def _is_announced_again(self, event: BlockStored) -> bool:
-        """Whether vLLM's report mode "full" reports blocks that a request found in the cache."""
-        if self.groups.settings.report_mode != "full" or event.parent_block_hash is not None:
-            return False
-        held = map(self.blocks.labels.get, map(fold_hash, event.block_hashes))
-        return bool(event.token_ids) and all(block is not None and block.device for block in held)
-
     def _prefixes(
         self, run: list[BlockStored], labels: Sequence[BlockHash], tier: str | None
     ) -> list[Prefix | None]:
@@ -177,7 +174,12 @@ class RankAudit:
         known = self.blocks.labels
         if not run or self._content_hashes or not self._states_contents(run[0], tier):
             return [block.prefix if (block := known.get(label)) else None for label in labels]
-        prefix = self._before(run[0])
+        parent, prefix = run[0].parent_block_hash, None
+        # First by its label: a block may have the number by which others name the root.
+        if parent is not None and (held := known.get(fold_hash(parent))) is not None:
+            prefix = held.prefix
+        elif is_root_parent(parent):
+            prefix = self._start
         prefixes: list[Prefix | None] = []
         after, size = self._tree.after, run[0].block_size
         contents = (content for event in run for content in block_contents(event))
@@ -203,15 +205,6 @@ class RankAudit:
         complete = event.extra_keys is not None or event.group_idx is None
         return complete and event.block_size == self.groups.size
 
-    def _before(self, event: BlockStored) -> Prefix | None:
-        parent = event.parent_block_hash
-        if parent is None:
-            return self._start
-        block = self.blocks.labels.get(fold_hash(parent))
-        if block is not None:
-            return block.prefix
-        return self._start if is_root_parent(parent) else None
-
     # Counting --------------------------------------------------------------------------------
 
     def _count(
@@ -231,6 +224,7 @@ class RankAudit:
         else:
             for label, prefix in zip(labels, prefixes, strict=True):
                 self._classify(label, prefix, blocks, size)
+            # Generation stores one block at a time, as it fills; a prompt stores several, mostly.
             if len(labels) == 1:
                 blocks["alone"] = blocks["computed"]
         for name, count in blocks.items():
@@ -333,6 +327,7 @@ class MainGroup:
         index = event.group_idx or 0
         if index in self._groups and index not in self._unstated:
             return
+        # Indices are from the network: nothing else bounds them.
         if index not in self._groups and len(self._groups) >= _MAX_GROUPS:
             return
         spec = self.settings.groups.get(index)
@@ -367,20 +362,16 @@ def block_contents(event: BlockStored) -> list[bytes]:
         ]
     salt = event.cache_salt if is_root_parent(event.parent_block_hash) else None
     for i, items in enumerate(event.extra_keys or ([None] if salt else [])):
-        own_salt = salt if i == 0 else None
-        if items or own_salt:
-            contents[i] += _extra(items or (), lora, own_salt)
+        keys = list(items or ())
+        # vLLM repeats the LoRA for each block; the tag has it.
+        if isinstance(lora, str) and lora in keys:
+            keys.remove(lora)
+        if salt and i == 0:  # vLLM puts it among the extra keys, SGLang beside them
+            keys.append(salt)
+        if keys:
+            # Sorted, since two engines need not list the same keys in one order.
+            contents[i] += b"".join(sorted(map(_encode, keys)))
     return contents
-
-
-def _extra(items: Iterable[Any], lora: str | int | None, salt: str | None) -> bytes:
-    """One block's extra keys: in no order, without the LoRA, which vLLM repeats for each block."""
-    rest = list(items)
-    if isinstance(lora, str) and lora in rest:
-        rest.remove(lora)
-    if salt:  # vLLM puts it among the extra keys, SGLang beside them
-        rest.append(salt)
-    return b"".join(sorted(map(_encode, rest)))
 
 
 def _packed(token_ids: Iterable[int]) -> bytes:
