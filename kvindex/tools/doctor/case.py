@@ -243,6 +243,7 @@ class Case:
         if self.report and self.report.block_size:
             return self.report.block_size
         # Before vLLM reported its sources, only the metrics had it.
+        # Nine digits at most: an engine may send any text, and for thousands of them `int` raises.
         stated = self.metrics.labels("vllm:cache_config_info").get("block_size", "")
         return int(stated) if stated.isdigit() and 0 < len(stated) < 10 and int(stated) else None
 

@@ -144,6 +144,7 @@ def _check_events(case: Case) -> None:
     """Note what is wrong with the engine's events, and take its endpoints where none were given."""
     report = case.report
     assert report is not None
+    # vLLM's answer has three shapes: an object with a list in it, a list, and an object by rank.
     sources = report.answers.get("/kv_event_sources")
     if isinstance(sources, Mapping):
         sources = sources.get("sources", list(sources.values()))

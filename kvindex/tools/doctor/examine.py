@@ -101,6 +101,8 @@ def examine(
             tls=tls,
             model=model,
             block_size=block_size,
+            # Not by `random`'s own generator, which a program may seed: each of its runs would send
+            # the same prompt, which is cached by now.
             seed=random.SystemRandom().getrandbits(64),
             context=context,
         )
@@ -128,6 +130,8 @@ def examine(
         if workers:
             wait = shared.limits.live
             policy = ReplayPolicy(timeout=wait, attempts=3)
+            # While events are listened for: what does not arrive live is replayed meanwhile, which
+            # tells a mute live stream from an engine that publishes nothing.
             probe = max(0.1, shared.limits.listen / 4)
             connected = connect(workers, replay_policy=policy, probe_interval=probe)
             client = shared.client = stack.enter_context(connected)

@@ -111,7 +111,15 @@ class Listener:
             for address in addresses:
                 self.received[address.dp_rank] = [Reception() for _ in range(_CONNECTIONS)]
                 for reception in self.received[address.dp_rank]:
-                    self._connect(context, address.endpoint, reception)
+                    sock = context.socket(zmq.SUB)
+                    # At once, so that `close` finds it if a further step fails.
+                    self._sockets[sock] = reception
+                    sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+                    sock.setsockopt(zmq.IPV6, 1)
+                    sock.setsockopt(zmq.LINGER, 0)
+                    sock.setsockopt(zmq.SUBSCRIBE, b"")
+                    sock.connect(address.endpoint)
+                    self._poller.register(sock, zmq.POLLIN)
         except BaseException:
             self.close()
             raise
@@ -173,18 +181,6 @@ class Listener:
             sock.close(linger=0)
         self._sockets.clear()
         self._poller = zmq.Poller()
-
-    def _connect(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, reception: Reception
-    ) -> None:
-        sock = context.socket(zmq.SUB)
-        self._sockets[sock] = reception
-        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
-        sock.setsockopt(zmq.IPV6, 1)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.SUBSCRIBE, b"")
-        sock.connect(endpoint)
-        self._poller.register(sock, zmq.POLLIN)
 
 
 def block_run(token_ids: Sequence[int]) -> bytes:

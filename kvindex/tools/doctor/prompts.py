@@ -177,6 +177,7 @@ def check_prompt(
     ours = prompt.tokens
     if ours is not None:
         if renderings and all(rendering.tokens != ours for rendering in renderings):
+            # What agrees furthest is, most probably, what was meant.
             places = [(first_difference(ours, r.tokens) or 0, r) for r in renderings]
             at, nearest = max(places, key=lambda pair: pair[0])
             evidence: dict[str, Any] = {"position": at, "compared_with": nearest.form}
