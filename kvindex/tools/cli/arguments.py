@@ -297,8 +297,15 @@ def parse_tokens(text: str) -> list[int]:
         >>> parse_tokens("[1, 2, 3]") == parse_tokens("1 2, 3") == [1, 2, 3]
         True
     """
+    if text.lstrip().startswith("["):
+        try:
+            items = [str(item) for item in json.loads(text)]
+        except (ValueError, RecursionError) as error:
+            raise ConfigurationError(f"this is no JSON list: {error}") from None
+    else:
+        items = text.replace(",", " ").split()
     tokens = []
-    for position, item in enumerate(_items(text)):
+    for position, item in enumerate(items):
         try:
             token = int(item)
         except ValueError:
@@ -312,15 +319,6 @@ def parse_tokens(text: str) -> list[int]:
     if not tokens:
         raise ConfigurationError("no tokens")
     return tokens
-
-
-def _items(text: str) -> list[str]:
-    if not text.lstrip().startswith("["):
-        return text.replace(",", " ").split()
-    try:
-        return [str(item) for item in json.loads(text)]
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"this is no JSON list: {error}") from None
 
 
 @contextmanager

@@ -82,6 +82,7 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[AuditReport, bool]:
     progress = Progress()
     last = 0.0
     # By the engines' own clocks: what another rank held at that moment is the question.
+    # At one moment by the recording's number: items themselves have no order.
     for at, _, item in heapq.merge(
         *(_timed(number, recording.items(progress)) for number, recording in enumerate(recordings)),
         key=lambda timed: timed[:2],
@@ -96,6 +97,7 @@ def _audit_files(arguments: argparse.Namespace) -> tuple[AuditReport, bool]:
             print(f"kvindex audit: {recording.path}: {recording.error}", file=sys.stderr)
         for rank in recording.ranks:
             auditor.complete(rank, recording.complete)
+    # Of recordings without a batch there is a report, too: that they have none.
     if auditor.began is None:
         auditor.begin(last)
     return auditor.report(last), any(recording.error for recording in recordings)

@@ -95,6 +95,7 @@ class _Demo:
                 engine = stack.enter_context(
                     FakeEngine(name, dp_rank=dp_rank, dialect=dialect, num_blocks=160, seed=seed)
                 )
+                # Each link has faults of its own, which are the same each time.
                 ends = (engine.endpoint, engine.replay_endpoint)
                 link = FaultyLink(*ends, faults=_FAULTS, seed=seed * 100 + len(self.links))
                 links.append(stack.enter_context(link))
@@ -206,6 +207,7 @@ def _print_truth(demo: _Demo) -> bool:
 
 def _print_route(demo: _Demo, requests: Sequence[Request]) -> bool:
     """Route the prompt that is held longest, and ask each engine itself what it would find."""
+    # The latest: the caches are too small to hold what was asked long before.
     candidates = [request.token_ids for request in requests[-40:]]
     matches = [(demo.client.match(tokens), tokens) for tokens in candidates]
     match, tokens = max(matches, key=lambda pair: pair[0].best.tokens if pair[0].best else 0)

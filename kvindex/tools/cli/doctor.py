@@ -22,7 +22,7 @@ from kvindex.tools.cli.arguments import (
 )
 from kvindex.tools.cli.engines import WORKER_FORM, parse_worker
 from kvindex.tools.cli.output import Colour, counted, in_options, painted, plain, printable
-from kvindex.tools.doctor import CAUSES, Diagnosis, Finding, Limits, Target, UserPrompt, examine
+from kvindex.tools.doctor import CAUSES, Finding, Limits, Target, UserPrompt, examine
 
 _COLOURS: dict[str, Colour] = {"error": "red", "warning": "yellow", "info": "green"}
 _SHOWN_EVIDENCE = 300  # characters
@@ -75,8 +75,19 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         print(json.dumps({**plain(report), "exit_code": report.exit_code}))
-    else:
-        _print(report)
+        return report.exit_code
+    for finding in report.findings:
+        _print_finding(finding)
+    for note in report.notes:
+        print(printable(note))
+    severities = [finding.severity for finding in report.findings]
+    summary = ", ".join(
+        counted(severities.count(severity), severity)
+        for severity in ("error", "warning")
+        if severity in severities
+    )
+    targets = counted(len(report.targets), "target")
+    print(f"{targets} examined in {report.seconds:.1f} s: {summary or 'nothing is wrong'}")
     return report.exit_code
 
 
@@ -112,22 +123,22 @@ def _prompt(arguments: argparse.Namespace) -> UserPrompt | None:
     given: dict[str, Any] = {"lora": arguments.lora, "salt": arguments.salt}
     if arguments.tokens is not None:
         given["tokens"] = read_tokens(arguments.tokens)
-    if (arguments.prompt or "").startswith("@"):
-        given.update(_prompt_in(_read("cannot read a prompt from", arguments.prompt[1:])))
-    else:
-        given["text"] = arguments.prompt or ""
-    return UserPrompt(**given)
-
-
-def _prompt_in(text: str) -> dict[str, Any]:
-    """Return what a file's text is: a prompt, a request's body, or token ids."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
+    text = arguments.prompt or ""
+    value = None
+    if text.startswith("@"):
+        text = _read("cannot read a prompt from", text[1:])
+        # A request's body, or token ids; a number or a quoted word is a prompt as it stands.
+        try:
+            value = json.loads(text)
+        except ValueError:
+            pass
     if isinstance(value, dict):
-        return {"body": value}
-    return {"tokens": parse_tokens(text)} if isinstance(value, list) else {"text": text}
+        given["body"] = value
+    elif isinstance(value, list):
+        given["tokens"] = parse_tokens(text)
+    else:
+        given["text"] = text
+    return UserPrompt(**given)
 
 
 def _read(what: str, name: str) -> str:
@@ -135,21 +146,6 @@ def _read(what: str, name: str) -> str:
         return Path(name).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{what} {name}: {error}") from error
-
-
-def _print(report: Diagnosis) -> None:
-    for finding in report.findings:
-        _print_finding(finding)
-    for note in report.notes:
-        print(printable(note))
-    targets = counted(len(report.targets), "target")
-    severities = [finding.severity for finding in report.findings]
-    summary = ", ".join(
-        counted(severities.count(severity), severity)
-        for severity in ("error", "warning")
-        if severity in severities
-    )
-    print(f"{targets} examined in {report.seconds:.1f} s: {summary or 'nothing is wrong'}")
 
 
 def _print_finding(finding: Finding) -> None:

@@ -123,6 +123,7 @@ class _Traffic:
         self._engines = engines
         self._requests = (
             request
+            # Another seed each round: the same prompts once more would all be in the caches.
             for round_seed in itertools.count(seed)
             for request in Workload(_WORKLOAD, seed=round_seed)
         )

@@ -300,6 +300,7 @@ def _pool_lines(report: Mapping[str, Any]) -> Iterator[str]:
             (peer["name"], not peer["offline"], peer["current"], peer["lag"])
             for peer in report["peers"]
         ]
+        # NATS lists the leader's peers alone, by how far they are behind it.
         rows.insert(0, (f"{report['leader']} (leader)", True, True, 0))
         yield table(("server", "online", "current", "lag"), rows)
     if report["snapshots"]:

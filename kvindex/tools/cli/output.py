@@ -41,7 +41,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     columns = list(zip(header, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(not cell.translate(_NUMBER) for cell in column[1:]) for column in columns]
-    return "\n".join(_line(row, widths, right) for row in [header, *cells])
+    lines = []
+    for row in [header, *cells]:
+        aligned = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
 
 
 def _cell(value: object) -> str:
@@ -50,14 +57,6 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    cells = [
-        cell.rjust(width) if is_right else cell.ljust(width)
-        for cell, width, is_right in zip(row, widths, right, strict=True)
-    ]
-    return "  ".join(cells).rstrip()
 
 
 def painted(text: str, colour: Colour | None) -> str:
@@ -75,12 +74,12 @@ def printable(text: str) -> str:
         >>> printable("GPU"), printable("a\x1b[2J")
         ('GPU', 'a\\x1b[2J')
     """
+    if text.isprintable():
+        return text
     # An escape sequence could rewrite the screen, or the terminal's title.
-    return text if text.isprintable() else "".join(map(_escaped, text))
-
-
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else ascii(character)[1:-1]
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in text
+    )
 
 
 def in_options(text: str) -> str:

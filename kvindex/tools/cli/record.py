@@ -240,6 +240,7 @@ def file_names(
         return [(*publishers[0], Path(stem + _SUFFIX))]
     files = []
     for worker, address in publishers:
+        # Names are chosen freely: a "/" in one must not lead to another folder.
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker.name)
         files.append((worker, address, Path(f"{stem}-{safe}-{address.dp_rank}{_SUFFIX}")))
     if len({path for _, _, path in files}) < len(files):

@@ -38,7 +38,7 @@ from kvindex.tools.cli.arguments import (
 )
 from kvindex.tools.cli.match import match_table
 from kvindex.tools.cli.output import Progress, counted, json_line, table
-from kvindex.wire import RecordedMessage, decode_batch, parse_live, parse_replay, read_recording
+from kvindex.wire import decode_batch, parse_live, parse_replay, read_recording
 
 
 def add_replay_options(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +75,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
             elif isinstance(item, RankRestarted) or (isinstance(item, RankLost) and item.reset):
                 index.tree(item.rank).clear()
         progress.clear()
+        # A recording without a readable batch has a rank all the same, which holds nothing.
         for rank in recording.ranks:
             index.add(rank)
         if recording.error:
@@ -82,6 +83,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     match = None
     if prompt is not None:
         match = index.match(prompt, lora=arguments.lora, salt=arguments.salt)
+    # Of what is no recording there is nothing to show; of one that is cut off, what came before.
     readable = [
         recording
         for recording in recordings
@@ -257,15 +259,20 @@ class Recording:
 
     def items(self, progress: Progress) -> Iterator[StreamItem]:
         """Yield what an event stream would have yielded, as far as the file can be read."""
+        # By a pass of its own: a recording has its replay replies after all live messages.
         if self._with_replayed:
             self._collect_replies()
         try:
-            for message in self._messages(progress):
-                if message.kind == "live":
-                    self.counters["live"] += 1
-                    yield from self._live(message.frames)
-                elif message.kind == "replay":
-                    self.counters["replies"] += 1
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size or 1
+                for number, message in enumerate(read_recording(file)):
+                    if number % 64 == 0:
+                        progress.show(f"{self.path.name}: {file.tell() * 100 // size} %")
+                    if message.kind == "live":
+                        self.counters["live"] += 1
+                        yield from self._live(message.frames)
+                    elif message.kind == "replay":
+                        self.counters["replies"] += 1
             # What follows the last live batch may be among the replies; a damaged end is a loss.
             replies = self._replies.items()
             later = [n for n, batch in replies if n >= self._next and batch.ts >= self._ts]
@@ -275,14 +282,6 @@ class Recording:
             self.error = str(error)
         except OSError as error:
             raise ConfigurationError(f"cannot read {self.path}: {error}") from error
-
-    def _messages(self, progress: Progress) -> Iterator[RecordedMessage]:
-        with self.path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size or 1
-            for number, message in enumerate(read_recording(file)):
-                if number % 64 == 0:
-                    progress.show(f"{self.path.name}: {file.tell() * 100 // size} %")
-                yield message
 
     def _collect_replies(self) -> None:
         """Remember the replies whose numbers no live record has."""

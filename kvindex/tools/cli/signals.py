@@ -53,6 +53,7 @@ def ending(server: Stoppable, at_once: Callable[[], object] = lambda: None) -> I
         nonlocal is_ending
         if is_ending:
             at_once()
+            # Without any cleaning up: what does not end may be just that.
             os._exit(128 + number)
         is_ending = True
         print("ending; once more ends at once", file=sys.stderr, flush=True)

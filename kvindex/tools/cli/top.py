@@ -254,8 +254,15 @@ class View(msgspec.Struct):
     def press(self, key: str) -> None:
         """Do what a key stands for; others do nothing."""
         if self.finding:
-            self._type(key)
-        elif key == "/":
+            if key in ("\r", "\n", "\x1b"):
+                self.finding = False
+                self.find = "" if key == "\x1b" else self.find
+            elif key in ("\x7f", "\b"):
+                self.find = self.find[:-1]
+            elif len(key) == 1 and key.isprintable():
+                self.find += key
+            return
+        if key == "/":
             self.finding, self.find, self.first = True, "", 0
         elif key == "q":
             self.ended = True
@@ -268,17 +275,8 @@ class View(msgspec.Struct):
         else:
             self.first += _STEPS.get(key, 0) + _PAGES.get(key, 0) * self.page
         for sort, its_key in SORTS.items():
-            if key == its_key and not self.finding:
+            if key == its_key:
                 self.sort, self.reverse, self.first = sort, False, 0
-
-    def _type(self, key: str) -> None:
-        if key in ("\r", "\n", "\x1b"):
-            self.finding = False
-            self.find = "" if key == "\x1b" else self.find
-        elif key in ("\x7f", "\b"):
-            self.find = self.find[:-1]
-        elif len(key) == 1 and key.isprintable():
-            self.find += key
 
 
 def drawn(
@@ -346,24 +344,6 @@ def _totals_line(totals: Totals) -> str:
     )
 
 
-def _row(rank: RankView) -> tuple[str, ...]:
-    """Return the cells of a rank, as _HEADER names them; text that cannot steer a terminal."""
-    media = ", ".join(f"{number} {medium}" for medium, number in sorted(rank.blocks.items()))
-    cells = (
-        f"{rank.worker}/{rank.dp_rank}",
-        rank.model or "-",
-        rank.state,
-        "yes" if rank.complete else "no",
-        rank.lag,
-        "-" if rank.last_event_age is None else f"{rank.last_event_age:.0f}",
-        media or "-",
-        rank.gaps,
-        rank.losses,
-        rank.restarts,
-    )
-    return tuple(printable(str(cell)) for cell in cells)
-
-
 def _reasons(fleet: Fleet, ranks: Iterable[RankView]) -> list[str]:
     """Return a line for each engine that was not found, and for each reason of some ranks.
 
@@ -392,8 +372,21 @@ def _grid(ranks: list[RankView]) -> Table:
     for name in _HEADER:
         grid.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for rank in ranks:
-        # Text, never markup: names are from the network.
-        cells = [Text(cell) for cell in _row(rank)]
+        media = ", ".join(f"{number} {medium}" for medium, number in sorted(rank.blocks.items()))
+        row = (
+            f"{rank.worker}/{rank.dp_rank}",
+            rank.model or "-",
+            rank.state,
+            "yes" if rank.complete else "no",
+            rank.lag,
+            "-" if rank.last_event_age is None else f"{rank.last_event_age:.0f}",
+            media or "-",
+            rank.gaps,
+            rank.losses,
+            rank.restarts,
+        )
+        # Text, never markup, and nothing that steers a terminal: names are from the network.
+        cells = [Text(printable(str(cell))) for cell in row]
         cells[2].stylize(_COLOURS.get(rank.state, ""))
         cells[3].stylize("" if rank.complete else "yellow")
         grid.add_row(*cells)
@@ -440,6 +433,7 @@ def show(
             )
             ready, _, _ = select.select([news.fileno(), *keyboard], [], [], every)
             for descriptor in set(keyboard).intersection(ready):
+                # The bytes of an arrow come at once: a lone Escape is a key of its own.
                 typed = os.read(descriptor, 64).decode(errors="ignore")
                 for key in [_SEQUENCES[typed]] if typed in _SEQUENCES else typed:
                     view.press(key)
