@@ -233,8 +233,15 @@ class PagedCache:
         needed = sum(self._blocks(total) - len(table) for table in running.tables)
         if needed > self._pool.free:
             raise self._full(needed, self._pool.free)
-        # Before the new blocks are allocated, as in vLLM: they may take those that leave.
-        self._leave_window(running)
+        # What no later token attends to is released before new blocks are allocated, as in vLLM:
+        # they may take those that leave.
+        for group, table in zip(self.options.groups, running.tables, strict=True):
+            if group.sliding_window is None:
+                continue
+            outside = max(0, len(running.chain.token_ids) - group.sliding_window + 1)
+            count = min(outside // self.block_size, len(table))
+            self._pool.release([block for block in reversed(table[:count]) if block is not None])
+            table[:count] = [None] * count
         running.chain.extend(token_ids)
         self._grow(running)
         self._store_ready(running)
@@ -374,16 +381,6 @@ class PagedCache:
                 table.append(block)
             loads.append([i for i in range(first, hit) if table[i] is None])
         return loads
-
-    def _leave_window(self, running: Running) -> None:
-        """Release the blocks that no later token of the request attends to."""
-        for group, table in zip(self.options.groups, running.tables, strict=True):
-            if group.sliding_window is None:
-                continue
-            outside = max(0, len(running.chain.token_ids) - group.sliding_window + 1)
-            count = min(outside // self.block_size, len(table))
-            self._pool.release([block for block in reversed(table[:count]) if block is not None])
-            table[:count] = [None] * count
 
     def _grow(self, running: Running) -> None:
         for table in running.tables:

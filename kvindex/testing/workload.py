@@ -109,24 +109,25 @@ class Workload:
         conversations: list[_Conversation] = []
         sent: list[Request] = []
         for _ in range(self._requests):
-            again = self._again(rng, sent)
-            request = again or self._turn(rng, self._conversation(rng, systems, conversations))
-            # Not what was sent again: it would crowd out what was sent first.
-            if not again:
-                sent.append(request)
+            if sent and rng.random() < self._resend:
+                old = rng.choice(sent[-20:])
+                # Cut to whole blocks: the case in which an engine must compute a cached last block
+                # again. It is not kept: it would crowd out what was sent first.
+                cut = len(old.token_ids) // self._align * self._align or len(old.token_ids)
+                new = self._text(rng, rng.randint(1, self._new_tokens))
+                yield msgspec.structs.replace(old, token_ids=old.token_ids[:cut], new_tokens=new)
+                continue
+            conversation = self._conversation(rng, systems, conversations)
+            prompt = conversation.token_ids + self._text(rng, rng.randint(1, self._turn_tokens))
+            new = self._text(rng, rng.randint(1, self._new_tokens))
+            conversation.token_ids = prompt + new
+            lora, salt = conversation.lora, conversation.salt
+            request = Request(token_ids=prompt, new_tokens=new, lora=lora, salt=salt)
+            sent.append(request)
             yield request
 
     def _text(self, rng: random.Random, length: int) -> tuple[int, ...]:
         return tuple(rng.randrange(self._vocabulary) for _ in range(length))
-
-    def _again(self, rng: random.Random, sent: list[Request]) -> Request | None:
-        if not sent or rng.random() >= self._resend:
-            return None
-        # Cut to whole blocks: the case in which an engine must compute a cached last block again.
-        old = rng.choice(sent[-20:])
-        cut = len(old.token_ids) // self._align * self._align or len(old.token_ids)
-        new = self._text(rng, rng.randint(1, self._new_tokens))
-        return msgspec.structs.replace(old, token_ids=old.token_ids[:cut], new_tokens=new)
 
     def _conversation(
         self,
@@ -143,11 +144,3 @@ class Workload:
         salt = rng.choice(self._salts) if self._salts and rng.random() < 0.25 else None
         conversations.append(_Conversation(rng.choice(systems), lora, salt))
         return conversations[-1]
-
-    def _turn(self, rng: random.Random, conversation: _Conversation) -> Request:
-        prompt = conversation.token_ids + self._text(rng, rng.randint(1, self._turn_tokens))
-        new = self._text(rng, rng.randint(1, self._new_tokens))
-        conversation.token_ids = prompt + new
-        return Request(
-            token_ids=prompt, new_tokens=new, lora=conversation.lora, salt=conversation.salt
-        )
