@@ -402,7 +402,16 @@ class Segments:
                     if ids is not None:
                         self._pieces.move_to_end(piece)
                 remembered += ids is not None
-                tokens += self._encoded(piece) if ids is None else ids
+                if ids is None:
+                    ids = array("I", self._whole(piece))  # without the lock: it may take seconds
+                    with self._lock:
+                        if piece not in self._pieces and len(piece) <= _MOST_CHARACTERS:
+                            self._pieces[piece] = ids
+                            self._characters += len(piece)
+                        while self._characters > _MOST_CHARACTERS:
+                            oldest, _ = self._pieces.popitem(last=False)
+                            self._characters -= len(oldest)
+                tokens += ids
         with self._lock:
             self._counters["pieces"] += (len(split) + 1) // 2
             self._counters["remembered"] += remembered
@@ -424,17 +433,6 @@ class Segments:
                 self._pieces.clear()
                 self._characters = 0
         return whole
-
-    def _encoded(self, piece: str) -> array[int]:
-        ids = array("I", self._whole(piece))  # without the lock: it may take seconds
-        with self._lock:
-            if piece not in self._pieces and len(piece) <= _MOST_CHARACTERS:
-                self._pieces[piece] = ids
-                self._characters += len(piece)
-            while self._characters > _MOST_CHARACTERS:
-                oldest, _ = self._pieces.popitem(last=False)
-                self._characters -= len(oldest)
-        return ids
 
 
 _COUNTERS: Final = ("texts", "pieces", "remembered", "checked", "differing")

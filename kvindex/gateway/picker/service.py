@@ -228,17 +228,12 @@ def new_server(picker: Picker, health: Health, body_bytes: int) -> Any:
 
 
 def _credentials(files: tuple[str, str] | None) -> Any:
-    if files is None:
-        return grpc.ssl_server_credentials([_self_signed()])
-    try:
-        chain, key = (Path(file).read_bytes() for file in files)
-    except OSError as error:
-        raise ConfigurationError(f"the certificate cannot be read: {error}") from error
-    return grpc.ssl_server_credentials([(key, chain)])
-
-
-def _self_signed() -> tuple[bytes, bytes]:
-    """Return a new private key and a certificate for it that is valid for ten years."""
+    if files is not None:
+        try:
+            chain, own_key = (Path(file).read_bytes() for file in files)
+        except OSError as error:
+            raise ConfigurationError(f"the certificate cannot be read: {error}") from error
+        return grpc.ssl_server_credentials([(own_key, chain)])
     # The protocol wants TLS, and gateways accept any certificate: nobody has to make one.
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvindex epp")])
@@ -257,4 +252,5 @@ def _self_signed() -> tuple[bytes, bytes]:
     )
     pem = serialization.Encoding.PEM
     form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return key.private_bytes(pem, form, plain), certificate.public_bytes(pem)
+    pair = key.private_bytes(pem, form, plain), certificate.public_bytes(pem)
+    return grpc.ssl_server_credentials([pair])
