@@ -155,6 +155,7 @@ class Index(BaseIndex):
             ids.update(moved)
             self._made = None
             self._ids = ids
+            # After the names: `apply` goes on until the core knows the number that a name has.
             for rank_id in replaced:
                 self._core.remove(rank_id)
 

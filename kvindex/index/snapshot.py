@@ -72,6 +72,7 @@ MAX_CURSOR_BYTES: Final = 65_536
 SnapshotTarget: TypeAlias = str | os.PathLike[str] | BinaryIO
 SnapshotSource: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
+# As PNG's: a copy that was made as text, with other line ends, is refused at once.
 _MAGIC = b"\x89KVI\r\n\x1a\n"
 _HEAD = struct.Struct("<8sH16s")
 _RANK = struct.Struct("<IqIQ")

@@ -199,6 +199,7 @@ def _unpack(payload: bytes | bytearray | memoryview, size: int) -> Any:
 def _size(payload: bytes | bytearray | memoryview) -> int:
     try:
         return memoryview(payload).nbytes
+    # What is no buffer is refused where it is read, by an error that says so.
     except TypeError:
         return 0
 
@@ -259,8 +260,11 @@ def _named_stored(raw: list[Any]) -> dict[str, Any]:
     # Dynamo's TensorRT-LLM wrapper writes images where vLLM writes the group, and the group after
     # them. Taken out, the rest stands as vLLM's does.
     images = None
-    if len(values) > _MM_INFOS and _has_mm_infos(values):
-        images = values.pop(_MM_INFOS)
+    if len(values) > _MM_INFOS:
+        here = values[_MM_INFOS]
+        after = values[_MM_INFOS + 1] if len(values) > _MM_INFOS + 1 else None
+        if type(here) is list or (here is None and type(after) is int):
+            images = values.pop(_MM_INFOS)
     fields = dict(zip(_STORED_FIELDS, values, strict=False))
     if images is not None:
         fields["block_mm_infos"] = images
@@ -269,13 +273,6 @@ def _named_stored(raw: list[Any]) -> dict[str, Any]:
         fields["lora_name"] = None
         fields["cache_salt"] = metadata.get("cache_salt")
     return fields
-
-
-def _has_mm_infos(values: list[Any]) -> bool:
-    """True if Dynamo's TensorRT-LLM wrapper put images before group_idx."""
-    here = values[_MM_INFOS]
-    after = values[_MM_INFOS + 1] if len(values) > _MM_INFOS + 1 else None
-    return type(here) is list or (here is None and type(after) is int)
 
 
 def _required(raw: dict[str, Any], name: str) -> Any:

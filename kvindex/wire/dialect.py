@@ -248,17 +248,6 @@ def _event(event: object, dialect: Dialect, shapes: _Shapes) -> Any:
 
 
 def _stored(event: BlockStored, dialect: Dialect, shapes: _Shapes) -> Any:
-    _check_stored(event, dialect)
-    values: Sequence[Any] = shapes.stored_fields(event)
-    if dialect.bigrams:
-        values = list(values)
-        values[dialect.stored.index("token_ids")] = _bigrams(event)
-    if shapes.salted is not None and event.cache_salt is not None:
-        return shapes.salted(*values, {"cache_salt": event.cache_salt})
-    return shapes.stored(*values)
-
-
-def _check_stored(event: BlockStored, dialect: Dialect) -> None:
     _check_hashes(block_hashes(event.block_hashes), dialect)
     parent = optional_hash(event.parent_block_hash, "parent_block_hash")
     _check_hashes([] if parent is None else [parent], dialect)
@@ -271,6 +260,13 @@ def _check_stored(event: BlockStored, dialect: Dialect) -> None:
     optional_text(event.cache_salt, "cache_salt")
     tokens_per_block(event.lookahead_token_ids)
     extra_keys(event.extra_keys)
+    values: Sequence[Any] = shapes.stored_fields(event)
+    if dialect.bigrams:
+        values = list(values)
+        values[dialect.stored.index("token_ids")] = _bigrams(event)
+    if shapes.salted is not None and event.cache_salt is not None:
+        return shapes.salted(*values, {"cache_salt": event.cache_salt})
+    return shapes.stored(*values)
 
 
 def _check_place(event: BlockStored | BlockRemoved) -> None:

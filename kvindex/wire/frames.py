@@ -220,6 +220,7 @@ class _Reader:
 
     def _number(self, what: str, limit: int) -> int:
         number = int.from_bytes(self._exactly(4), "big")
+        # Before so much is read: of a damaged file any number may stand here.
         if number > limit:
             raise self._error(f"{number} {what} claimed, at most {limit} allowed")
         return number

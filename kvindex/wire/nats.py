@@ -161,6 +161,8 @@ def _check_options(options: NatsOptions) -> None:
     for name, value in options.items():
         if not isinstance(value, str) or not value:
             raise ConfigurationError(f"{name} must be text, not {value!r:.100}")
+        # Whether it can be opened: a wrong path is to be refused here, not by the thread that
+        # connects. What is in it is read, and checked, at each connection.
         if name.endswith("_file"):
             _read(name, value, 0)
     ways = [n for n in ("user", "token", "nkey_file", "credentials_file") if n in options]

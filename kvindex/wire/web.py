@@ -202,6 +202,7 @@ class Stream:
         while line := self._reading(self._response.readline, limit + 1):
             if len(line) > limit:
                 raise self._web.error(self.path, "content", f"sends a line above {limit} bytes")
+            # Between events there are empty ones, and empty is what the end looks like.
             if line := line.strip():
                 return line
         return b""

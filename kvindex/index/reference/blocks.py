@@ -242,6 +242,7 @@ class Blocks:
         self._prompts.clear()
         self._budget.used -= self._size
         self._size = 0
+        # Places stay known: the bound on their number is on all that a rank has ever named.
         self.resident = dict.fromkeys(self.resident, 0)
 
     def namespaces(self) -> set[Namespace]:
@@ -513,20 +514,15 @@ class Placing:
             if held is not None:
                 self.add_copies(block_hash, block, held.copies)
             for child_hash, orphan in self.orphans.pop_children(block_hash):
-                child = self._attach_child(child_hash, orphan, block)
-                if child is not None:
-                    placed.append((child_hash, child))
-
-    def _attach_child(self, block_hash: BlockHash, orphan: Orphan, parent: Block) -> Block | None:
-        if orphan.namespace != parent.namespace:
-            self.ignore("parent_namespace", 1)
-            return None
-        (block,) = self.blocks.extend(parent, orphan.namespace, [orphan.content])
-        if not self.add_copies(block_hash, block, orphan.copies):
-            self.blocks.prune(block)
-            return None
-        self.counters["orphans_attached"] += 1
-        return block
+                if orphan.namespace != block.namespace:
+                    self.ignore("parent_namespace", 1)
+                    continue
+                (child,) = self.blocks.extend(block, orphan.namespace, [orphan.content])
+                if not self.add_copies(child_hash, child, orphan.copies):
+                    self.blocks.prune(child)
+                    continue
+                self.counters["orphans_attached"] += 1
+                placed.append((child_hash, child))
 
     def add_copies(self, block_hash: BlockHash, block: Block, copies: dict[Place, int]) -> bool:
         """Make a block resident at these places as far as there is room; return if it is at any."""

@@ -84,6 +84,7 @@ class Index(BaseIndex):
 
     def rename(self, names: Mapping[Rank, Rank]) -> None:
         with self._lock, self._changes:
+            # All are taken before any is placed: two ranks may change names with each other.
             moved = {new: self._ranks.pop(old) for old, new in names.items() if old in self._ranks}
             for rank in moved.keys() & self._ranks:
                 self._ranks.pop(rank).clear()

@@ -243,6 +243,7 @@ def proven_places(
     hashes: Sequence[BlockHash], steps: Sequence[Step], scale: int
 ) -> list[int] | None:
     """Return which blocks of a chain, each of `scale` steps, labels name; None if unsure."""
+    # One pass over the steps for all labels: an event names its blocks in their order.
     places: list[int] = []
     ends = enumerate(steps[scale - 1 :: scale])
     for block_hash in hashes:
@@ -266,6 +267,7 @@ def _is_plain(event: BlockStored, unit: int) -> bool:
     """Whether all that an event's labels cover is known, besides the chain before."""
     if unit > _MAX_UNIT or stored_namespace(event, unit) != Namespace(unit, None, 0):
         return False
+    # Others are pickled in a longer form, which the native index, with a writer of its own, lacks.
     if not all(0 <= token < 1 << 31 for token in event.token_ids):
         return False
     first, *others = event.extra_keys or [None]

@@ -378,10 +378,12 @@ class RankBlocks:
         hashes = [fold_hash(block_hash) for block_hash in event.block_hashes]
         self._clear_looks += _CLEAR_LOOKS_A_BLOCK * len(hashes)
         self._clear_looks = min(self._clear_looks, _CLEAR_LOOKS)
-        place = self._place(event)
-        if place is None:
-            self._placing.ignore("too_many_media", max(1, len(hashes)))
-            return
+        place = Place(fold_medium(event.medium), event.group_idx or 0, self.groups.chunk_of(event))
+        if place not in self.blocks.resident:
+            if len(self.blocks.resident) >= _MAX_PLACES:
+                self._placing.ignore("too_many_media", max(1, len(hashes)))
+                return
+            self.blocks.resident[place] = 0
         if not event.token_ids:
             self._placing.relocate(hashes, place)
             return
@@ -434,16 +436,6 @@ class RankBlocks:
             self._placing.ignore("parent_ambiguous", len(hashes))
         else:
             self._placing.place(parent, chain)
-
-    def _place(self, event: BlockStored) -> Place | None:
-        """Return the place of what an event stores, or None if the rank has too many."""
-        chunk = self.groups.chunk_of(event)
-        place = Place(fold_medium(event.medium), event.group_idx or 0, chunk)
-        if place not in self.blocks.resident:
-            if len(self.blocks.resident) >= _MAX_PLACES:
-                return None
-            self.blocks.resident[place] = 0
-        return place
 
     def _store_at_root(self, event: BlockStored, chain: StoredChain) -> None:
         if event.parent_block_hash is None and _hashes_content_only(event):
