@@ -384,6 +384,7 @@ class Predictions:
         name = hash(request.lora)
         for block, extra in enumerate(extras):
             content = bytes(data[block * step : (block + 1) * step])
+            # By its text: extra keys may contain what cannot be hashed.
             name = hash((name, content, repr(extra))) & _MASK
             names.append(name)
         stored = BlockStored(

@@ -165,6 +165,7 @@ class Fleet:
     def follow(self, standing: Standing) -> Fleet:
         """Return the fleet as it is now: the same object if nothing has changed, in O(1)."""
         before = self._standing
+        # By identity: a source replaces these objects when they change, and never changes them.
         if (
             standing.index.ranks is self.ranks
             and standing.live is before.live
@@ -237,6 +238,7 @@ def _values_of(rank: Rank, table: ByRank[_Value]) -> list[_Value]:
     return [entries[name] for name in _names(rank) if name in entries]
 
 
+# Filters ask for the names of each rank at each request, under the router's lock.
 @lru_cache(maxsize=4_096)
 def _names(rank: Rank) -> tuple[str, str, Rank]:
     return rank.worker, str(rank), rank
@@ -420,6 +422,7 @@ _FALSITY: Final = bytes([1] + 255 * [0])
 
 def _narrow(rows: bytearray, reason: str, keeps: Iterable[object]) -> tuple[bytearray, int]:
     """Return 1 in each row where both have it, and how many rows of the first are lost by that."""
+    # A filter's bytes may have any value that is true; below, each row is one bit of its byte.
     if isinstance(keeps, (bytes, bytearray)):
         mask: bytes | bytearray = keeps.translate(_TRUTH)
     else:

@@ -185,6 +185,7 @@ class CostPolicy:
 
     def choose(self, candidates: Candidates) -> Choice:
         _, prompt_tokens, hits, loads, usable, _, _, chance = candidates
+        # New ones for each choice: the decision keeps them, to show its reasons.
         costs = _ZERO * len(usable)
         row, attainable = _choose(prompt_tokens, hits, loads, usable, self.weights, chance, costs)
         return Choice(row, costs, "", attainable)
@@ -325,6 +326,7 @@ class Decision:
         """Return the decision for another of `ranks`, which serves the request instead."""
         row = self._candidates.ranks.index(rank)
         usable = bytearray(map(bool, self._candidates.usable))
+        # Whatever the filters said: it serves the request.
         usable[row] = 1
         return replace(
             self,

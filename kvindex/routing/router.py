@@ -229,6 +229,7 @@ class Router:
             fleet, now = self._refresh(look(self._source))
             tokens = array("q", bytes(8 * len(fleet.ranks)))
             tokens[fleet.row(rank)] = prompt_tokens - new_tokens
+            # On which tier they are does not matter here: no cost is weighed any more.
             hits = Hits(tokens, tokens, tokens, tokens)
             candidates = self._candidates(prompt_tokens, hits, fleet, now)
             placed = _placed(OTHER_ROUTER, rank, candidates, fleet, hits, reads_cache=True)
@@ -254,6 +255,7 @@ class Router:
             candidates = candidates._replace(usable=usable)
         choice = self.policy.choose(candidates)
         name = self.policy.name
+        # It may be a user's own policy.
         if not (0 <= choice.row < len(usable) and usable[choice.row]):
             raise ConfigurationError(f"policy {name!r} chose row {choice.row}, which is not usable")
         self._decisions += 1

@@ -346,6 +346,7 @@ class SharedBoard(LocalLoadBoard):
             rank = (worker, dp_rank)
             place = places.get(rank)
             given = 0.0 if place is None else tokens * weight
+            # Out, and in again at the end: the rows that were not renewed for longest stay first.
             was_queued, was_open, was_decode, was_given, unit, _ = other.rows.pop(rank, _NO_ROW)
             if queued or opened or decode or given:
                 other.rows[rank] = (queued, opened, decode, given, origin, now)
@@ -359,6 +360,7 @@ class SharedBoard(LocalLoadBoard):
             queued_column[place] += more[0]
             open_column[place] += more[1]
             decode_column[place] += more[2]
+            # Under another origin the sums began anew since: they have nothing of that row.
             given += given_column[place] - (was_given if unit == origin else 0.0)
             # Sums of fractions may fall below what they should be.
             given_column[place] = given if given > own_given[place] else own_given[place]
@@ -555,6 +557,7 @@ class _Courier:
                         self._sent += 1
                 if is_whole and client.is_connected:
                     self._trouble = ""  # such as messages that were dropped since the last time
+            # Without a connection nobody got these rows: all go again as soon as there is one.
             if is_whole:
                 whole_at, self._send_all = now() + WHOLE_SECONDS, not self._is_connected
             if now() >= expire_at:

@@ -140,7 +140,11 @@ class KVAwareCallback(CustomLogger):
             ranks=None if len(ranks) == len(self.router.ranks) else ranks,
         )
         request["litellm_call_id"] = call_id
-        _cancel_with(call_id, booking)
+        # Python frees the id with its call: also one that was cancelled, or whose stream was left.
+        # Some calls it frees at once, and others when it next collects garbage, even in the middle
+        # of the router's own work. So the event loop cancels later, and not the finalizer at once.
+        finalizer = weakref.finalize(call_id, _cancel_soon, asyncio.get_running_loop(), booking)
+        finalizer.atexit = False
         self.counts["routed"] += 1
         return booking.rank
 
@@ -169,16 +173,6 @@ def _booking_of(request: Mapping[str, Any], router: Router) -> Booking | None:
     with suppress(UnknownBookingError):
         return router.booking(request.get("litellm_call_id") or "")
     return None
-
-
-def _cancel_with(call_id: _CallId, booking: Booking) -> None:
-    """Cancel a booking when its call is freed: if it was cancelled, or its stream left.
-
-    Python frees some calls at once, and others when it next collects garbage, even in the middle
-    of the router's own work. So the event loop cancels later, and not this call at once.
-    """
-    finalizer = weakref.finalize(call_id, _cancel_soon, asyncio.get_running_loop(), booking)
-    finalizer.atexit = False
 
 
 def _cancel_soon(loop: asyncio.AbstractEventLoop, booking: Booking) -> None:

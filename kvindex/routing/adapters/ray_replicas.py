@@ -79,6 +79,7 @@ class Replicas:
                 every = [publisher.dp_rank for publisher in worker.publishers()]
                 numbers = every if dp_rank is None else [dp_rank]
                 ranks[replica.replica_id] = frozenset(Rank(worker.name, n) for n in numbers)
+        # Before any is added: an engine that has moved leaves its name to its new address.
         for name in [name for name, worker in self._followed.items() if wanted.get(name) != worker]:
             del self._followed[name]
             self._client.remove(name)
@@ -152,6 +153,7 @@ class RequestBookings:
         else:
             request_id = request.metadata.internal_request_id
             request.future.add_done_callback(lambda done: self._place(done, prompt, request_id))
+        # None spares the router a mask over all ranks.
         ranks = None if all(rank in among for rank in self._router.ranks) else among
         booking = self._chosen[request.future] = self._router.reserve(ranks=ranks, **prompt)
         return booking
@@ -193,10 +195,7 @@ class RequestBookings:
         # A chain of calls has one id, and a request that was refused may come back to its replica.
         sent = self._sent.setdefault((replica.replica_id, request_id), deque())
         sent.append((booking, timer))
-        self._forget_expired()
-
-    def _forget_expired(self) -> None:
-        """Forget requests of which Ray reported nothing for too long: at most the oldest two."""
+        # Of some requests Ray reports no end. Two for each new one: they never get ahead.
         for key in list(islice(self._sent, 2)):
             if all(booking.stage is Stage.EXPIRED for booking, _ in self._sent[key]):
                 del self._sent[key]

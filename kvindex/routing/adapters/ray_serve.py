@@ -43,12 +43,6 @@ def token_ids_of(request: PendingRequest) -> Any:
     return getattr(body, "token_ids", default)
 
 
-def _body_of(request: PendingRequest) -> Mapping[str, Any]:
-    """Return a request's options beside its tokens, if they are in a mapping."""
-    body = request.args[0] if request.args else None
-    return body if isinstance(body, Mapping) else request.kwargs
-
-
 class KVIndexRouter(RequestRouter):
     """Sends each request where `kvindex.routing` chooses, and books it until Ray completes it.
 
@@ -121,7 +115,10 @@ class KVIndexRouter(RequestRouter):
             if inspect.isawaitable(prompt):
                 prompt = await prompt
             arguments = dict(prompt) if isinstance(prompt, Mapping) else {"token_ids": prompt}
-            arguments.setdefault("reads_cache", reads_cache(_body_of(pending_request)))
+            # They lie in the request's body; a call without one has them by name.
+            body = pending_request.args[0] if pending_request.args else None
+            options = body if isinstance(body, Mapping) else pending_request.kwargs
+            arguments.setdefault("reads_cache", reads_cache(options))
             # A replica that is known to be full would refuse it, whatever its blocks.
             free = self.select_available_replicas(candidate_replicas) or candidate_replicas
             by_rank = self.engines.by_rank(free)

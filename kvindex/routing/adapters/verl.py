@@ -63,7 +63,13 @@ class KVAwareBalancer:
             raise RuntimeError("No available servers in load balancer")
         home = self._homes.pop(request_id, None)
         reads = not isinstance(sampling_params, Mapping) or reads_cache(sampling_params)
-        booking = self._book(() if prompt_ids is None else prompt_ids, home, reads)
+        token_ids = () if prompt_ids is None else prompt_ids
+        lora, ranks = self._config.get("lora"), home if home in self._servers else None
+        try:
+            booking = self._router.reserve(token_ids, lora=lora, ranks=ranks, reads_cache=reads)
+        except TokenError:
+            self._unread += 1
+            booking = self._router.reserve((), ranks=ranks)
         server_id = booking.rank.worker
         self._open[server_id].setdefault(request_id, []).append(booking)
         if self._config.get("sticky", True):
@@ -92,7 +98,14 @@ class KVAwareBalancer:
         """Subscribe to more servers' events, and send requests there."""
         self.remove_servers(servers)  # those that return
         for server_id, handle in servers.items():
-            self._client.add(self._worker_of(server_id, handle))
+            if named := self._config.get("worker_of"):
+                worker = replace(pkgutil.resolve_name(named)(server_id, handle), name=server_id)
+            else:
+                host = server_id.rpartition(":")[0]
+                options = dict(self._config["worker"])
+                texts = {k: v.format(host=host) for k, v in options.items() if isinstance(v, str)}
+                worker = Worker(server_id, **{**options, **texts})
+            self._client.add(worker)
             self._servers[server_id] = handle
             self._open[server_id] = {}
 
@@ -133,20 +146,3 @@ class KVAwareBalancer:
 
     def _loads(self) -> dict[str, int]:
         return {name: sum(map(len, requests.values())) for name, requests in self._open.items()}
-
-    def _book(self, token_ids: Any, home: str | None, reads: bool) -> Booking:
-        lora, ranks = self._config.get("lora"), home if home in self._servers else None
-        try:
-            return self._router.reserve(token_ids, lora=lora, ranks=ranks, reads_cache=reads)
-        except TokenError:
-            self._unread += 1
-            return self._router.reserve((), ranks=ranks)
-
-    def _worker_of(self, server_id: str, handle: Any) -> Worker:
-        if named := self._config.get("worker_of"):
-            worker: Worker = pkgutil.resolve_name(named)(server_id, handle)
-            return replace(worker, name=server_id)
-        host = server_id.rpartition(":")[0]
-        options = dict(self._config["worker"])
-        texts = {k: v.format(host=host) for k, v in options.items() if isinstance(v, str)}
-        return Worker(server_id, **{**options, **texts})
