@@ -13,7 +13,6 @@ from tests.gateway.lives import (
     DONE,
     JSON,
     ROLE,
-    USAGE,
     WHOLE,
     LoggedAnswer,
     LoggedReservation,
@@ -69,19 +68,6 @@ def test_a_stream_without_events_is_forwarded_once_it_is_long() -> None:
     assert exchange.received(comments, 2.0) == comments
 
 
-def test_the_first_content_is_the_first_token_and_the_usage_ends_the_booking() -> None:
-    life = forwarded()
-    exchange = life.exchange
-    assert life.log == []
-    assert exchange.received(event("x"), 3.5) == event("x")
-    assert life.log == [("first_token", RANKS[0])]
-    exchange.received(event("y") + USAGE + DONE, 4.0)
-    assert exchange.completed(5.0) == b""
-    assert life.log[1:] == [("finish", RANKS[0], 7)]
-    assert (exchange.end, exchange.first_token, exchange.waited) == (End.WHOLE, 3.5, 1.0)
-    assert (exchange.output_tokens, exchange.ended_at) == (3, 5.0)
-
-
 def test_a_place_receives_its_tokens_each_second_or_each_64() -> None:
     life = forwarded()
     for _ in range(129):
@@ -90,26 +76,6 @@ def test_a_place_receives_its_tokens_each_second_or_each_64() -> None:
     life.exchange.received(event("x"), 3.9)
     life.exchange.received(event("x"), 4.0)
     assert life.log[3:] == [("touch", RANKS[0], 131)]
-
-
-def test_a_whole_answer_is_forwarded_once_it_is_complete_and_its_usage_is_read() -> None:
-    life = Life(stream=False)
-    exchange = life.begin(headers=JSON)
-    assert exchange.received(WHOLE[:30], 3.0) == b""
-    assert exchange.received(WHOLE[30:], 3.0) == b""
-    assert exchange.completed(3.0) == WHOLE
-    assert life.log == [("first_token", RANKS[0]), ("finish", RANKS[0], 7)]
-    assert (exchange.end, exchange.status) == (End.WHOLE, 200)
-
-
-def test_a_long_whole_answer_is_forwarded_as_it_comes_and_its_usage_is_read() -> None:
-    life = Life(stream=False)
-    exchange = life.begin(headers=JSON)
-    pad = b" " * 70_000
-    assert exchange.received(pad, 3.0) == pad
-    assert exchange.received(WHOLE, 3.0) == WHOLE
-    assert exchange.completed(3.0) == b""
-    assert life.log[-1] == ("finish", RANKS[0], 7)
 
 
 def test_the_usage_of_an_endless_answer_is_not_read_and_its_body_not_kept() -> None:
@@ -123,91 +89,11 @@ def test_the_usage_of_an_endless_answer_is_not_read_and_its_body_not_kept() -> N
     assert life.log[-1] == ("finish", RANKS[0], None)
 
 
-@pytest.mark.parametrize("status", [400, 404, 413, 422, 429, 500])
-def test_an_engines_other_statuses_pass_through_and_are_not_tried_again(status: int) -> None:
-    life = Life()
-    exchange = life.begin(status, JSON)
-    assert exchange.received(b"{}", 3.0) == b""
-    assert exchange.completed(3.0) == b"{}"
-    assert (exchange.end, exchange.status, exchange.tries) == (End.STATUS, status, 1)
-    assert life.log == [("cancel", RANKS[0])]
-
-
-@pytest.mark.parametrize("status", [502, 503])
-def test_an_engine_that_is_not_available_is_closed_and_another_rank_is_tried(status: int) -> None:
-    life = Life()
-    exchange = life.begin(status, JSON)
-    assert life.log == [("close",), ("cancel", RANKS[0])]
-    assert exchange.stage is Stage.WAITING
-    assert exchange.excluded == [RANKS[0]]
-    life.reserve(RANKS[1])
-    life.answer()
-    assert exchange.received(ROLE, 3.0) == ROLE
-    assert (exchange.tries, exchange.waited) == (2, 1.0)
-
-
-def test_an_engine_that_dies_between_head_and_first_event_is_tried_on_another_rank() -> None:
-    life = Life()
-    exchange = life.begin()
-    exchange.received(ROLE[:-1], 2.0)
-    assert exchange.failed("reset", 2.0) == b""
-    assert life.log == [("close",), ("cancel", RANKS[0])]
-    life.reserve(RANKS[1])
-    life.answer()
-    assert exchange.received(ROLE, 3.0) == ROLE, "nothing of the first answer is left"
-
-
-def test_an_engine_that_dies_amid_a_whole_answer_that_is_kept_is_tried_on_another_rank() -> None:
-    life = Life(stream=False)
-    exchange = life.begin(headers=JSON)
-    exchange.received(WHOLE[:-1], 2.0)
-    exchange.failed("reset", 2.0)
-    assert exchange.first_token is None
-    life.reserve(RANKS[1])
-    life.answer(headers=JSON)
-    exchange.received(WHOLE, 3.0)
-    assert exchange.completed(3.0) == WHOLE
-    assert life.log[-2:] == [("first_token", RANKS[1]), ("finish", RANKS[1], 7)]
-
-
-def test_after_the_first_event_nothing_is_tried_again_and_the_client_receives_an_error() -> None:
-    life = forwarded()
-    exchange = life.exchange
-    assert exchange.received(event("x")[:10], 3.0) == b""
-    last = exchange.failed("reset", 3.0)
-    assert last.startswith(b'data: {"error":{"message":"the engine broke off')
-    assert last.endswith(b"\n\n")
-    assert (exchange.stage, exchange.end, exchange.status) == (Stage.ENDED, End.BROKEN, 200)
-    assert life.log == [("close",), ("cancel", RANKS[0])]
-
-
 def test_messages_end_with_an_error_event_of_their_own_form() -> None:
     life = Life(path="/v1/messages", max_tokens=3)
     life.begin().received(b'event: ping\ndata: {"type": "ping"}\n\n', 2.0)
     last = life.exchange.failed("reset", 3.0)
     assert last.startswith(b'event: error\ndata: {"type":"error","error":{"type":"api_error"')
-
-
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        ("refused", 503),
-        ("timeout_head", 503),
-        ("status_503", 503),
-        ("silent", 503),
-        ("status_502", 502),
-        ("reset", 502),
-        ("garbage", 502),
-    ],
-)
-def test_after_the_last_try_there_is_no_answer(reason: str, status: int) -> None:
-    life = Life()
-    for rank in RANKS[:MOST_TRIES]:
-        assert life.exchange.stage is Stage.WAITING
-        life.reserve(rank)
-        life.exchange.failed(reason, 2.0)
-    assert (life.exchange.end, life.exchange.status) == (End.NO_ANSWER, status)
-    assert life.log == [("cancel", rank) for rank in RANKS[:MOST_TRIES]]
 
 
 def test_an_error_event_of_the_engine_passes_through_and_ends_without_an_answer() -> None:
@@ -217,31 +103,6 @@ def test_an_error_event_of_the_engine_passes_through_and_ends_without_an_answer(
     life.exchange.completed(3.0)
     assert life.exchange.end is End.EVENT
     assert life.log == [("cancel", RANKS[0])]
-
-
-def test_a_client_that_leaves_ends_the_engines_answer_first_and_then_the_booking() -> None:
-    life = forwarded()
-    life.exchange.left(3.0)
-    assert life.log == [("close",), ("cancel", RANKS[0])]
-    assert (life.exchange.end, life.exchange.status) == (End.LEFT, 200)
-    assert life.exchange.received(event("x"), 3.0) == b""
-
-
-def test_a_client_that_leaves_after_the_last_event_has_the_whole_answer() -> None:
-    life = forwarded()
-    life.exchange.received(event("x") + USAGE + DONE, 3.0)
-    life.exchange.left(3.0)
-    assert life.exchange.end is End.WHOLE
-    assert life.log[-2:] == [("close",), ("finish", RANKS[0], 7)]
-
-
-def test_a_place_or_an_answer_that_comes_after_the_end_is_ended_at_once() -> None:
-    life = Life()
-    life.exchange.left(0.5)
-    life.reserve()
-    life.answer()
-    assert life.log == [("cancel", RANKS[0]), ("close",)]
-    assert (life.exchange.status, life.exchange.tries) == (499, 0)
 
 
 def stage_of(name: str) -> Life:

@@ -11,7 +11,7 @@ import pytest
 
 from kvindex.gateway.routing import NoRankError, ShedError, UnknownModelError
 from tests.gateway.fronts import STREAM, Engine, fronted
-from tests.gateway.lives import HEAD, JSON, ROLE, WHOLE
+from tests.gateway.lives import DONE, HEAD, JSON, ROLE, USAGE, WHOLE, event
 
 pytestmark = pytest.mark.unit
 
@@ -53,30 +53,45 @@ async def test_a_long_whole_answer_streams_with_its_length() -> None:
         status, headers, body = await served.ask(stream=False)
         await served.ended()
         assert (status, body, headers[b"content-length"]) == (200, long, b"%d" % len(long))
-        assert served.scripted.log[-1] == ("finish", served.scripted.ranks[0], 7)
+        rank = served.scripted.ranks[0]
+        expected = [("reserve", rank), ("first_token", rank), ("complete",), ("finish", rank, 7)]
+        assert served.scripted.log == expected
 
 
-@pytest.mark.parametrize("status", [400, 429, 500, 529])
+@pytest.mark.parametrize("status", [400, 404, 413, 422, 429, 500, 529])
 async def test_an_engines_refusal_passes_through(status: int) -> None:
     engine = Engine([b'{"error":{}}'], status, (*JSON, (b"retry-after", b"9")))
     async with fronted(engine) as served:
         answer = await served.ask()
         assert (answer[0], answer[2]) == (status, b'{"error":{}}')
         assert answer[1][b"retry-after"] == b"9"
-        assert len(served.scripted.sent) == 1
+        await served.ended()
+        assert served.access.statistics()["requests"][0][1:3] == (status, "status")
+        rank = served.scripted.ranks[0]
+        assert served.scripted.log == [("reserve", rank), ("complete",), ("cancel", rank)]
 
 
-async def test_engines_that_fail_before_the_first_event_are_tried_on_other_ranks() -> None:
-    cut = Engine([ROLE[:9], "reset"])
-    async with fronted(Engine(fails="refused"), cut, Engine()) as served:
+@pytest.mark.parametrize(
+    ("failing", "ending"),
+    [
+        (Engine(fails="refused"), []),
+        (Engine([ROLE[:9], "reset"]), [("close",)]),
+        (Engine([], 502, JSON), [("close",)]),
+        (Engine([], 503, JSON), [("close",)]),
+    ],
+    ids=["refused", "half an event", "502", "503"],
+)
+async def test_engines_that_fail_before_the_first_event_are_tried_on_other_ranks(
+    failing: Engine, ending: list[Any]
+) -> None:
+    async with fronted(failing, failing, Engine()) as served:
         status, _, body = await served.ask(b"x-request-id: mine")
         assert (status, body) == (200, b"".join(STREAM))
         first, second, third = served.scripted.ranks[:3]
-        assert served.scripted.log[:6] == [
-            *(("reserve", first), ("cancel", first)),
-            *(("reserve", second), ("close",), ("cancel", second)),
-            ("reserve", third),
-        ]
+        tried = [[("reserve", rank), *ending, ("cancel", rank)] for rank in (first, second)]
+        last = [("reserve", third), ("first_token", third), ("complete",), ("finish", third, 7)]
+        await served.ended()
+        assert served.scripted.log == [*tried[0], *tried[1], *last]
         assert [each["exclude"] for each in served.scripted.reserved] == [
             *([], [first]),
             [first, second],
@@ -88,8 +103,8 @@ async def test_engines_that_fail_before_the_first_event_are_tried_on_other_ranks
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        (Engine(fails="refused"), 503),
-        (Engine(fails="reset"), 502),
+        *((Engine(fails=reason), 503) for reason in ("refused", "timeout_head", "silent")),
+        *((Engine(fails=reason), 502) for reason in ("reset", "garbage")),
         (Engine([], 503, JSON), 503),
         (Engine([], 502, JSON), 502),
         (Engine(["reset"]), 502),
@@ -263,7 +278,8 @@ async def test_the_access_log_has_one_line_a_request_and_no_prompt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "kvindex.gateway.access")
-    async with fronted(Engine(fails="reset"), Engine()) as served:
+    two_events = Engine([ROLE, event("x"), event("y") + USAGE, DONE])  # of three tokens
+    async with fronted(Engine(fails="reset"), two_events) as served:
         await served.ask(b"x-request-id: chat-1")
         await served.ended()
     (record,) = caplog.records

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.fronts import STREAM, Engine, Fronted, Hang, body_of, fronted
-from tests.gateway.lives import JSON, event
+from tests.gateway.lives import JSON, WHOLE, event
 
 pytestmark = pytest.mark.faults
 
@@ -26,9 +26,9 @@ async def left_at(served: Fronted, hang: Hang, *, resets: bool = False) -> dict[
     return served.access.statistics()
 
 
-def ended_as_left(counted: dict[str, Any]) -> bool:
-    ((_, _, end, number),) = counted["requests"]
-    return (end, number, counted["open"]) == ("client_left", 1, 0)
+def ended_as_left(counted: dict[str, Any], status: int = 499) -> bool:
+    asked = ("/v1/chat/completions", status, "client_left", 1)
+    return (counted["requests"], counted["open"]) == ([asked], 0)
 
 
 @pytest.mark.parametrize("stage", ["tokenizing", "queue"])
@@ -55,7 +55,8 @@ async def test_a_client_that_leaves_amid_the_answer_closes_it_and_then_ends_the_
 ) -> None:
     hang = Hang()
     async with fronted(Engine([*STREAM[:pieces], hang])) as served:
-        assert ended_as_left(await left_at(served, hang, resets=resets))
+        counted = await left_at(served, hang, resets=resets)
+        assert ended_as_left(counted, 200 if pieces else 499)
         assert served.scripted.log[-2:] == [("close",), ("cancel", served.scripted.ranks[0])]
 
 
@@ -164,5 +165,11 @@ async def test_a_bug_of_the_gateway_is_an_answer_and_leaves_no_place(
 
 
 async def test_a_small_whole_answer_that_breaks_off_is_tried_again() -> None:
-    async with fronted(Engine([b'{"a"', "reset"], headers=JSON), Engine()) as served:
-        assert (await served.ask())[0] == 200
+    engines = Engine([WHOLE[:-1], "reset"], headers=JSON), Engine([WHOLE], headers=JSON)
+    async with fronted(*engines) as served:
+        assert (await served.ask(stream=False))[::2] == (200, WHOLE)
+        await served.ended()
+        second = served.scripted.ranks[1]
+        assert served.scripted.log[-3:] == [
+            *(("first_token", second), ("complete",), ("finish", second, 7)),
+        ]

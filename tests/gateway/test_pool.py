@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvindex.testing import FakeEngine, HttpEngine
 from tests.gateway.picker.envoys import binary
-from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, live_ranks, port_of
+from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, gateway_of, live_ranks
 from tests.live import until
 from tests.nats_server import NatsServer
-from tests.tools.commands import started
+from tests.tools.commands import http_engines, started
 
 pytestmark = pytest.mark.service
 
@@ -26,18 +25,14 @@ pytestmark = pytest.mark.service
 def two_gateways(folder: Path) -> Iterator[tuple[list[Gateway], NatsServer]]:
     with ExitStack() as opened:
         server = opened.enter_context(NatsServer(folder))
-        engines = [
-            opened.enter_context(HttpEngine(opened.enter_context(FakeEngine(worker))))
-            for worker in ("a", "b")
-        ]
+        engines = opened.enter_context(http_engines("a", "b"))
         urls = [engine.url for engine in engines]
         small = ("--max-bytes", "16m")
         opened.enter_context(started("relay", server.url, "--pool", "p", *small, *urls))
         gateways = []
         for front in ((), ENVOY if binary() else ()):
-            options = ("--port", "0", "--from", f"{server.url}/p", *front)
-            process = opened.enter_context(started("gateway", *options, *urls))
-            gateways.append(Gateway(process, port_of(process), engines))
+            command = ("--from", f"{server.url}/p", *front, *urls)
+            gateways.append(opened.enter_context(gateway_of(engines, *command)))
         until(lambda: [live_ranks(gateway) for gateway in gateways] == [2, 2])
         for gateway in gateways:
             assert json.loads(gateway.ask("/v1/models")[1])["data"]

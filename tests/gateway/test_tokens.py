@@ -19,6 +19,7 @@ pytestmark = pytest.mark.unit
 
 MESSAGES_OF_CHAT = [{"role": "user", "content": "Once"}]
 VLLM, OTHER = Serving("a", "http://a", "vllm", "0.33.0"), Serving("b", "http://b", "vllm", "0.33.0")
+CALL = read_call(CHAT, json.dumps({"messages": MESSAGES_OF_CHAT}).encode())
 SGLANG = Serving("c", "http://c", "sglang", "0.5.23")
 
 
@@ -117,9 +118,8 @@ async def test_what_is_no_text_has_no_tokens() -> None:
 async def test_an_engine_without_a_usable_answer_is_left_alone_for_a_while(answer: Any) -> None:
     engines = Engines(render=404, tokenize=answer)
     tokenizing = Tokenizing(engines)
-    call = read_call(CHAT, json.dumps({"messages": MESSAGES_OF_CHAT}).encode())
     for _ in range(3):
-        assert await tokenizing.tokens(call, [VLLM, OTHER]) in (
+        assert await tokenizing.tokens(CALL, [VLLM, OTHER]) in (
             (None, "refused"),
             (None, "no_source"),
         )
@@ -132,18 +132,16 @@ async def test_an_engine_without_a_usable_answer_is_left_alone_for_a_while(answe
 async def test_a_request_that_an_engine_refuses_does_not_silence_the_engine() -> None:
     engines = Engines(render=400, tokenize=400)
     tokenizing = Tokenizing(engines)
-    call = read_call(CHAT, json.dumps({"messages": MESSAGES_OF_CHAT}).encode())
     for _ in range(2):
-        assert await tokenizing.tokens(call, [VLLM]) == (None, "refused")
+        assert await tokenizing.tokens(CALL, [VLLM]) == (None, "refused")
     assert len(engines.asked) == 4
 
 
 async def test_engines_are_asked_in_turn() -> None:
     engines = Engines(render={"token_ids": [1]})
     tokenizing = Tokenizing(engines)
-    call = read_call(CHAT, json.dumps({"messages": MESSAGES_OF_CHAT}).encode())
     for _ in range(4):
-        await tokenizing.tokens(call, [VLLM, OTHER])
+        await tokenizing.tokens(CALL, [VLLM, OTHER])
     assert [url for url, *_ in engines.asked] == ["http://b", "http://a"] * 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -40,11 +40,15 @@ async def body_of(answer: Answer) -> bytes:
     return bytes(body)
 
 
-async def failure(upstream: Upstream, served: ScriptedServer, within: float = PATIENCE) -> str:
-    """The reason for which a request has no whole answer."""
+async def reason_of(failing: Awaitable[object]) -> str:
+    """The reason for which there is no whole answer."""
     with pytest.raises(UpstreamError) as caught:
-        await body_of(await sent(upstream, served, within))
+        await failing
     return caught.value.reason
+
+
+async def whole(upstream: Upstream, served: ScriptedServer, within: float = PATIENCE) -> bytes:
+    return await body_of(await sent(upstream, served, within))
 
 
 async def test_an_answer_has_status_fields_and_body() -> None:
@@ -85,13 +89,13 @@ async def test_a_clients_key_is_kept_and_a_get_has_no_body() -> None:
 )
 async def test_each_form_of_a_body_is_read(script: list[bytes], body: bytes) -> None:
     async with connected(script) as (upstream, served):
-        assert await body_of(await sent(upstream, served)) == body
+        assert await whole(upstream, served) == body
 
 
 async def test_a_connection_is_kept_and_used_again() -> None:
     async with connected([WHOLE], [WHOLE], [WHOLE]) as (upstream, served):
         for _ in range(3):
-            assert await body_of(await sent(upstream, served)) == b"hello"
+            assert await whole(upstream, served) == b"hello"
         assert served.connections == 1
         assert upstream.statistics() == {
             "opened": 1,
@@ -104,8 +108,8 @@ async def test_a_connection_is_kept_and_used_again() -> None:
 
 async def test_a_kept_connection_that_the_engine_closes_just_then_fails_no_request() -> None:
     async with connected([WHOLE], [CLOSE], [WHOLE]) as (upstream, served):
-        assert await body_of(await sent(upstream, served)) == b"hello"
-        assert await body_of(await sent(upstream, served)) == b"hello"
+        assert await whole(upstream, served) == b"hello"
+        assert await whole(upstream, served) == b"hello"
         assert served.connections == 2
         assert upstream.statistics()["sent_again"] == 1
 
@@ -137,28 +141,22 @@ async def test_an_engine_that_breaks_off_or_sends_garbage_is_a_failure(
     script: list[bytes], reason: str
 ) -> None:
     async with connected(script) as (upstream, served):
-        assert await failure(upstream, served) == reason
+        assert await reason_of(whole(upstream, served)) == reason
 
 
 async def test_an_engine_that_hangs_is_a_failure_once_its_time_is_over() -> None:
     async with connected([], []) as (upstream, served):
-        assert await failure(upstream, served, within=0.01) == "timeout_head"
+        assert await reason_of(whole(upstream, served, within=0.01)) == "timeout_head"
         await served.closed.wait()
-        with pytest.raises(UpstreamError) as caught:
-            await upstream.ask(served.url, "/x", within=0.01)
-        assert caught.value.reason == "timeout_head"
+        assert await reason_of(upstream.ask(served.url, "/x", within=0.01)) == "timeout_head"
 
 
 async def test_an_engine_that_is_not_there_is_a_failure() -> None:
     upstream = Upstream()
     async with scripted() as served:
         url = served.url
-    with pytest.raises(UpstreamError) as caught:
-        await upstream.send(url, "/x", head_within=PATIENCE)
-    assert caught.value.reason == "refused"
-    with pytest.raises(UpstreamError) as caught:
-        await upstream.send("http://no.such.host.invalid", "/x", head_within=PATIENCE)
-    assert caught.value.reason == "unreachable"
+    for there, reason in ((url, "refused"), ("http://no.such.host.invalid", "unreachable")):
+        assert await reason_of(upstream.send(there, "/x", head_within=PATIENCE)) == reason
     assert upstream.statistics()["failures"] == {"refused": 1, "unreachable": 1}
 
 
@@ -186,9 +184,8 @@ async def test_an_endless_answer_is_held_back_and_ends_when_it_is_closed() -> No
 
 async def test_a_whole_answer_that_is_too_long_is_a_failure() -> None:
     async with connected([WHOLE]) as (upstream, served):
-        with pytest.raises(UpstreamError) as caught:
-            await upstream.ask(served.url, "/x", within=PATIENCE, most=4)
-        assert caught.value.reason == "too_long"
+        asked = upstream.ask(served.url, "/x", within=PATIENCE, most=4)
+        assert await reason_of(asked) == "too_long"
 
 
 async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
@@ -204,6 +201,6 @@ async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
 
 async def test_what_comes_on_an_idle_connection_closes_it() -> None:
     async with connected([WHOLE + WHOLE], [WHOLE]) as (upstream, served):
-        assert await body_of(await sent(upstream, served)) == b"hello"
-        assert await body_of(await sent(upstream, served)) == b"hello"
+        assert await whole(upstream, served) == b"hello"
+        assert await whole(upstream, served) == b"hello"
         assert served.connections == 2

@@ -6,10 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import IO, Any, NamedTuple
 
-from kvindex.testing import FakeEngine, FaultyLink
+from kvindex.testing import FakeEngine, FaultyLink, HttpEngine
 from tests.children import ENVIRONMENT, Program
 from tests.live import PATIENCE
 
@@ -35,6 +36,17 @@ Run = Callable[..., Ran]
 def at(source: FakeEngine | FaultyLink, name: str = "vllm-0") -> tuple[str, str]:
     """Name an engine, or the link before it, to a command."""
     return "--worker", f"{name}={source.endpoint},replay={source.replay_endpoint}"
+
+
+@contextmanager
+def http_engines(*workers: str, ranks: int = 1) -> Iterator[list[HttpEngine]]:
+    """Run engines of these names that answer over HTTP, each with so many DP ranks."""
+    with ExitStack() as opened:
+        engines = []
+        for worker in workers:
+            own = [opened.enter_context(FakeEngine(worker, dp_rank=rank)) for rank in range(ranks)]
+            engines.append(opened.enter_context(HttpEngine(own)))
+        yield engines
 
 
 def started(*argv: str, code: Sequence[str] = ("-m", "kvindex")) -> Running:

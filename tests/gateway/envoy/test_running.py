@@ -21,12 +21,12 @@ from kvindex.gateway.envoy.config import bootstrap, engines_file
 from kvindex.gateway.envoy.running import envoy_binary
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.service.http import Limits, Listening
-from kvindex.testing import FakeEngine, HttpEngine, HttpFaults
+from kvindex.testing import HttpEngine, HttpFaults
 from kvindex.testing.ports import reserve_port
 from tests.gateway.picker.envoys import binary
-from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, gateway, port_of
+from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, gateway, gateway_of
 from tests.live import PATIENCE, until
-from tests.tools.commands import output_of, started
+from tests.tools.commands import http_engines, output_of, started
 
 pytestmark = [
     pytest.mark.service,
@@ -212,12 +212,12 @@ def test_with_a_token_only_admitted_clients_get_in_and_engines_do_not_see_it(
     tokens, key = tmp_path / "tokens", tmp_path / "key"
     tokens.write_text(f"{TOKEN}\nanother-{TOKEN}\n")
     key.write_text("the-engines-key")
-    with ExitStack() as opened:
-        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
-        received = heads(engine)
-        options = ("--port", "0", "--token-file", str(tokens), "--engine-token-file", str(key))
-        process = opened.enter_context(started("gateway", *ENVOY, *options, engine.url))
-        served = Gateway(process, port_of(process), [engine])
+    options = ("--token-file", str(tokens), "--engine-token-file", str(key))
+    with (
+        http_engines("a") as engines,
+        gateway_of(engines, *ENVOY, *options, engines[0].url) as served,
+    ):
+        received = heads(engines[0])
         for wrong in ({}, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}):
             for path, body in ((CHAT, chat()), ("/v1/models", None)):
                 status, answer = served.ask(path, body, **wrong)
@@ -290,29 +290,25 @@ def test_without_an_engine_the_answer_is_a_503_in_the_form_of_openai() -> None:
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:
-    with ExitStack() as opened:
-        taken = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        process = opened.enter_context(
-            started("gateway", *ENVOY, "--port", port, "http://127.0.0.1:1")
-        )
-        _, err = process.process.communicate(timeout=PATIENCE)
-        assert f"cannot listen at 127.0.0.1 port {port}" in err
-        assert process.process.returncode == 1
+        with started("gateway", *ENVOY, "--port", port, "http://127.0.0.1:1") as process:
+            assert f"cannot listen at 127.0.0.1 port {port}" in process.finish()[1]
+            assert process.process.returncode == 1
 
 
-@pytest.mark.parametrize("url", ["http://engine-0:8000", "https://127.0.0.1:8000"])
-def test_engines_without_an_address_are_refused(url: str) -> None:
-    with started("gateway", *ENVOY, url) as process:
-        _, err = process.process.communicate(timeout=PATIENCE)
-        assert url in err
-        assert "http://ADDRESS:PORT" in err
-
-
-def test_threads_without_envoy_are_refused() -> None:
-    with started("gateway", "--threads", "2", "http://127.0.0.1:8000") as process:
-        _, err = process.process.communicate(timeout=PATIENCE)
-        assert "add --proxy envoy" in err
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ((*ENVOY, "http://engine-0:8000"), "http://ADDRESS:PORT"),
+        ((*ENVOY, "https://127.0.0.1:8000"), "http://ADDRESS:PORT"),
+        (("--threads", "2", "http://127.0.0.1:8000"), "add --proxy envoy"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(argv: tuple[str, ...], reason: str) -> None:
+    with started("gateway", *argv) as process:
+        _, err = process.finish()
+        assert reason in err
 
 
 def test_the_configuration_is_printed_without_the_token_and_is_valid(tmp_path: Path) -> None:
@@ -356,8 +352,7 @@ def test_two_gateways_do_not_share_a_port() -> None:
         gateway(*ENVOY, "--port", str(port), ranks=1),
         started("gateway", *ENVOY, "--port", str(port), "http://127.0.0.1:1") as second,
     ):
-        _, err = second.process.communicate(timeout=PATIENCE)
-        assert f"cannot listen at 127.0.0.1 port {port}" in err
+        assert f"cannot listen at 127.0.0.1 port {port}" in second.finish()[1]
 
 
 def running(pid: int) -> bool:

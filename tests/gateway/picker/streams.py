@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -12,9 +12,9 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 
 from kvindex.gateway.picker import messages
-from kvindex.testing import FakeEngine, HttpEngine
+from kvindex.testing import HttpEngine
 from tests.live import PATIENCE
-from tests.tools.commands import Running, started
+from tests.tools.commands import Running, http_engines, started
 
 STREAMED, BUFFERED, DUPLEX = 1, 2, 4  # ProcessingMode.BodySendMode
 CHAT = "/v1/chat/completions"
@@ -23,8 +23,9 @@ CHAT = "/v1/chat/completions"
 class Picker:
     """A picker, its engines, and a channel to it."""
 
-    def __init__(self, process: Running, port: int, urls: Sequence[str]) -> None:
-        self.process, self.port = process, port
+    def __init__(self, process: Running, printed: Sequence[str], urls: Sequence[str]) -> None:
+        self.process, self.printed = process, printed
+        self.port = port = int(printed[0].rpartition(":")[2])
         self.engines: Sequence[HttpEngine] = ()
         self._logged: dict[str, dict[str, Any]] = {}
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
@@ -51,20 +52,9 @@ class Picker:
 
 
 @contextmanager
-def fake_engines(ranks: int = 1) -> Iterator[list[HttpEngine]]:
-    """Run two engines."""
-    with ExitStack() as opened:
-        engines = []
-        for worker in ("a", "b"):
-            own = [opened.enter_context(FakeEngine(worker, dp_rank=rank)) for rank in range(ranks)]
-            engines.append(opened.enter_context(HttpEngine(own)))
-        yield engines
-
-
-@contextmanager
 def picker(*options: str, ranks: int = 1, is_plain: bool = True) -> Iterator[Picker]:
     """Run a picker in front of two engines."""
-    with fake_engines(ranks) as engines:
+    with http_engines("a", "b", ranks=ranks) as engines:
         with picker_of([engine.url for engine in engines], *options, is_plain=is_plain) as served:
             served.engines = engines
             yield served
@@ -76,10 +66,9 @@ def picker_of(urls: Sequence[str], *options: str, is_plain: bool = True) -> Iter
     listening = ["--host", "127.0.0.1", "--port", "0", "--access-log", "--endpoints=3"]
     listening += ["--plain"] if is_plain else []
     with started("epp", *listening, *options, *urls) as process:
-        port = int(process.out.readline().rpartition(":")[2])
-        for _ in urls:
-            process.out.readline()  # the engines that it has found
-        served = Picker(process, port, urls)
+        # Where it listens, where its metrics are, and the engines that it has found.
+        number = 1 + ("--metrics-port" in options) + len(urls)
+        served = Picker(process, [process.out.readline() for _ in range(number)], urls)
         try:
             yield served
         finally:

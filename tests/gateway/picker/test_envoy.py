@@ -19,8 +19,9 @@ pytest.importorskip("grpc")
 
 from kvindex.testing import HttpFaults
 from tests.gateway.picker.envoys import Envoy, Options, Pool, binary, envoy
-from tests.gateway.picker.streams import Picker, chat, fake_engines, picker, picker_of
+from tests.gateway.picker.streams import Picker, chat, picker, picker_of
 from tests.live import PATIENCE, until
+from tests.tools.commands import http_engines
 
 pytestmark = [
     pytest.mark.service,
@@ -105,7 +106,7 @@ def test_rules_2_and_4_a_body_in_several_pieces_arrives_whole(tmp_path: Path, mo
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rule_3_trailers_of_requests_and_of_answers_pass(tmp_path: Path, mode: str) -> None:
-    with fake_engines() as engines, ExitStack() as opened:
+    with http_engines("a", "b") as engines, ExitStack() as opened:
         fronts = [opened.enter_context(trailing(engine.url)) for engine in engines]
         picked = opened.enter_context(picker_of([front.url for front in fronts]))
         # Envoy 1.40 with a policy to retry would send the body twice.
@@ -202,7 +203,8 @@ def test_rule_6_only_endpoints_of_the_subset_serve(both: Both, form: str) -> Non
     proxy, picked = both
     for number in range(6):
         endpoint = picked.endpoints[number % 2]
-        fields = {form: f"10.9.9.9:1,{endpoint}", "x_request_id": f"{form}-{number}"}
+        subset = f"10.9.9.9:1,{' ' * (form == 'test_subset')}{endpoint}"
+        fields = {form: subset, "x_request_id": f"{form}-{number}"}
         assert proxy.ask(chat(TEXT), **fields)[0] == 200
         assert proxy.sent(f"{form}-{number}")["upstream"] == endpoint
 
@@ -299,7 +301,7 @@ def test_rule_12_each_pool_asks_its_own_picker(tmp_path: Path) -> None:
 
 
 def test_rule_12_engines_may_speak_http_2(tmp_path: Path) -> None:
-    with fake_engines() as engines, ExitStack() as opened:
+    with http_engines("a", "b") as engines, ExitStack() as opened:
         # An Envoy before each engine speaks HTTP/2 for it.
         fronts = [Pool(None, [engine.url.removeprefix("http://")]) for engine in engines]
         ports = [opened.enter_context(envoy(tmp_path, front)).port for front in fronts]

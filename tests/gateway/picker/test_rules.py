@@ -8,7 +8,6 @@ import signal
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -22,7 +21,6 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvindex.gateway.picker import messages
-from kvindex.testing import FakeEngine, HttpEngine
 from tests.gateway.picker.streams import (
     BUFFERED,
     STREAMED,
@@ -35,11 +33,12 @@ from tests.gateway.picker.streams import (
     fields_of,
     head,
     picker,
+    picker_of,
     streamed,
     trailers,
 )
 from tests.live import PATIENCE
-from tests.tools.commands import started
+from tests.tools.commands import http_engines, started
 
 pytestmark = pytest.mark.service
 
@@ -155,19 +154,6 @@ def test_trailers_may_end_an_answer_and_nothing_of_it_is_lost(served: Picker) ->
     assert (line["end"], line["output_tokens"]) == ("whole", 2)
 
 
-@pytest.mark.parametrize("form", ["list", "text", "host"])
-def test_only_endpoints_of_the_subset_are_picked(served: Picker, form: str) -> None:
-    for endpoint in served.endpoints:
-        asked = head()
-        named: Any = {"list": [endpoint, "10.9.9.9:1"], "text": f"10.9.9.9:1, {endpoint}"}
-        named["host"] = "127.0.0.1"
-        fields = asked.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE]
-        fields[messages.SUBSET] = named[form]
-        first, *_ = served.process_all([asked, body(chat())])
-        picked = endpoint_in(first)
-        assert picked in served.endpoints if form == "host" else picked == endpoint
-
-
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"], ""])
 def test_an_empty_subset_is_refused_with_503(served: Picker, subset: Any) -> None:
     for asked, *rest in ([head(), body(chat())], [head("/v1/models", "GET", end=True)]):
@@ -194,22 +180,6 @@ def test_a_bad_request_has_an_answer_in_the_form_of_openai(
     (answer,) = served.process_all(requests)
     assert answer.immediate_response.status.code == status
     assert json.loads(answer.immediate_response.body)["error"]["message"]
-
-
-def test_without_room_the_answer_is_429(tmp_path: Any) -> None:
-    with picker("--max-open-requests", "1", "--wait-within", "0.1") as served:
-        held = []
-        for _ in served.engines:
-            requests = iter_open([head(), body(chat())])
-            stream = served.stub.Process(requests, timeout=PATIENCE)
-            endpoint_in(next(stream))
-            held.append(stream)
-        (answer,) = served.process_all([head(), body(chat())])
-        assert answer.immediate_response.status.code == 429
-        names = [each.header.key for each in answer.immediate_response.headers.set_headers]
-        assert "retry-after" in names
-        for stream in held:
-            stream.cancel()
 
 
 def iter_open(requests: list[Any]) -> Iterator[Any]:
@@ -327,28 +297,20 @@ def test_requests_name_endpoints_only_in_conformance_tests(served: Picker) -> No
 
 
 def test_by_default_it_serves_with_a_certificate_of_its_own() -> None:
-    with ExitStack() as opened:
-        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
-        process = opened.enter_context(started("epp", "--port", "0", engine.url))
-        port = int(process.out.readline().rpartition(":")[2])
-        pem = ssl.get_server_certificate(("127.0.0.1", port), timeout=PATIENCE).encode()
+    with picker(is_plain=False) as served:
+        pem = ssl.get_server_certificate(("127.0.0.1", served.port), timeout=PATIENCE).encode()
         credentials = grpc.ssl_channel_credentials(pem)
-        channel = grpc.secure_channel(f"localhost:{port}", credentials)
-        opened.callback(channel.close)
         request = health_pb2.HealthCheckRequest(service="liveness")
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True)
+        with grpc.secure_channel(f"localhost:{served.port}", credentials) as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_engines_that_are_named_without_an_address_are_refused() -> None:
-    with ExitStack() as opened:
-        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
-        url = engine.url.replace("127.0.0.1", "localhost")
-        command = ("epp", "--host", "127.0.0.1", "--port", "0", "--plain", url)
-        process = opened.enter_context(started(*command))
-        served = Picker(process, int(process.out.readline().rpartition(":")[2]), [])
-        opened.callback(served.channel.close)
-        process.out.readline()
+    with (
+        http_engines("a") as (engine,),
+        picker_of([engine.url.replace("127.0.0.1", "localhost")]) as served,
+    ):
         (answer,) = served.process_all([head(), body(chat())])
         assert answer.immediate_response.status.code == 503
         assert b"named without an address" in answer.immediate_response.body
@@ -364,14 +326,8 @@ def test_other_body_modes_are_refused_with_the_reason(served: Picker, part: str)
 
 
 def test_metrics_show_requests_and_ranks() -> None:
-    with ExitStack() as opened:
-        engine = opened.enter_context(HttpEngine(opened.enter_context(FakeEngine())))
-        command = ("epp", "--host", "127.0.0.1", "--port", "0", "--plain", "--metrics-port", "0")
-        process = opened.enter_context(started(*command, engine.url))
-        served = Picker(process, int(process.out.readline().rpartition(":")[2]), [engine.url])
-        opened.callback(served.channel.close)
-        url = process.out.readline().split()[-1]
-        process.out.readline()
+    with picker("--metrics-port", "0") as served:
+        url = served.printed[1].split()[-1]
         served.process_all([head(), body(chat())])
         with urlopen(url, timeout=PATIENCE) as answer:
             text = answer.read().decode()
@@ -390,10 +346,9 @@ def status_of(url: str) -> int:
 
 
 def test_metrics_may_listen_at_another_address() -> None:
-    with ExitStack() as opened:
-        addresses = ("--host", "127.0.0.2", "--metrics-host", "127.0.0.1")
-        ports = ("--port", "0", "--plain", "--metrics-port", "0")
-        process = opened.enter_context(started("epp", *addresses, *ports, "http://127.0.0.1:1"))
+    addresses = ("--host", "127.0.0.2", "--metrics-host", "127.0.0.1")
+    ports = ("--port", "0", "--plain", "--metrics-port", "0")
+    with started("epp", *addresses, *ports, "http://127.0.0.1:1") as process:
         assert "127.0.0.2:" in process.out.readline()
         url = process.out.readline().split()[-1]
         assert url.startswith("http://127.0.0.1:")
