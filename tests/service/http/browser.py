@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("playwright")
 
-from playwright.sync_api import Browser, Locator
+from playwright.sync_api import Browser, FloatRect, Locator
 from playwright.sync_api import Page as Tab
 
 from kvindex.service.page import Page
@@ -52,6 +52,13 @@ def shown(page: Page) -> Iterator[str]:
 
 def tiles(tab: Tab) -> Locator:
     return tab.get_by_role("listbox").get_by_role("option")
+
+
+def box_of(shown: Locator) -> FloatRect:
+    """Where something is drawn, and how large."""
+    box = shown.bounding_box()
+    assert box is not None
+    return box
 
 
 def names(options: Locator) -> list[str]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import re
-import select
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,10 +33,10 @@ from kvindex.service.page import Page
 from kvindex.service.service import Service
 from kvindex.service.traffic import Traffic
 from kvindex.testing import FakeEngine
+from tests.children import ENVIRONMENT, Program
 from tests.live import PATIENCE, worker_of
 from tests.service.test_fleet_overview import Source, status_of
 
-ROOT = Path(__file__).parents[3]
 BLOCK = 4
 MODEL = Partition("llama")
 
@@ -47,21 +44,20 @@ MODEL = Partition("llama")
 # In this process, without sockets
 
 
-class _Answer(NamedTuple):
-    status_code: int
-    headers: Mapping[str, str]
-    content: bytes
-
-
-class Answer(_Answer):
+class Answer(NamedTuple):
     """The response to a request."""
 
-    @cached_property
-    def text(self) -> str:
-        return self.content.decode()
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
 
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    @property
     def json(self) -> Any:
-        return json.loads(self.content)
+        return json.loads(self.body)
 
 
 def request(
@@ -149,7 +145,7 @@ class Asker:
 
 def _read(answer: Answer) -> tuple[int, Any]:
     is_json = answer.headers.get("content-type") == "application/json"
-    return answer.status_code, answer.json() if is_json else answer.text
+    return answer.status, answer.json if is_json else answer.text
 
 
 def body_of(engine: FakeEngine, **fields: Any) -> dict[str, Any]:
@@ -404,23 +400,13 @@ def paged(*engines: FakeEngine, **details: Any) -> Iterator[tuple[Page, Client, 
 # A process of its own
 
 
-class Response(NamedTuple):
-    """One response."""
+class Served(Program):
+    """A running `kvindex serve`, at a port that the system chooses."""
 
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-class Served:
-    """A running `kvindex serve`."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, *argv: object, env: Mapping[str, str] | None = None) -> None:
+        command = ("-m", "kvindex", "serve", "--port", "0", *map(str, argv))
+        given = {**ENVIRONMENT, **(env or {})}
+        super().__init__(*command, stdin=subprocess.DEVNULL, env=given)
         self.said: list[str] = []  # on stderr
         self.errors = threading.Thread(target=self._read_errors, daemon=True)
         self.errors.start()
@@ -432,10 +418,8 @@ class Served:
 
     @cached_property
     def port(self) -> int:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
-        line = self.process.stdout.readline() if ready else ""
-        printed = re.search(r"at (https?)://[^ ]*:(\d+)$", line.strip())
+        line = self.line().strip()
+        printed = re.search(r"at (https?)://[^ ]*:(\d+)$", line)
         if printed is None:
             code = self.process.wait(PATIENCE)
             self.errors.join(PATIENCE)
@@ -452,7 +436,7 @@ class Served:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
         via: http.client.HTTPConnection | None = None,
-    ) -> Response:
+    ) -> Answer:
         """Return the response to one request, on a connection of its own unless one is given."""
         connection = via or self.connection()
         sent = dict(headers or {})
@@ -462,7 +446,7 @@ class Served:
         try:
             connection.request(method, path, body, sent)
             response = connection.getresponse()
-            return Response(
+            return Answer(
                 response.status,
                 {name.lower(): value for name, value in response.getheaders()},
                 response.read(),
@@ -471,10 +455,10 @@ class Served:
             if via is None:
                 connection.close()
 
-    def get(self, path: str, **headers: str) -> Response:
+    def get(self, path: str, **headers: str) -> Answer:
         return self.ask("GET", path, headers={k.replace("_", "-"): v for k, v in headers.items()})
 
-    def post(self, path: str, body: Any, **headers: str) -> Response:
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
         return self.ask(
             "POST", path, body, headers={k.replace("_", "-"): v for k, v in headers.items()}
         )
@@ -487,27 +471,15 @@ class Served:
 
 @contextmanager
 def serving(*argv: object, env: Mapping[str, str] | None = None) -> Iterator[Served]:
-    """Run `kvindex serve` at a port that the system chooses."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvindex", "serve", "--port", "0", *map(str, argv)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-    )
-    served = Served(process)
-    try:
-        assert served.port
-        yield served
-    finally:
-        process.kill()
-        process.wait()
-        served.errors.join(PATIENCE)
-        assert not served.errors.is_alive(), "a process that it started has not ended"
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
+    """Run `kvindex serve`."""
+    with Served(*argv, env=env) as served:
+        try:
+            assert served.port
+            yield served
+        finally:
+            served.process.kill()
+            served.errors.join(PATIENCE)
+            assert not served.errors.is_alive(), "a process that it started has not ended"
 
 
 @contextmanager
@@ -517,18 +489,11 @@ def engine(name: str = "1", **options: Any) -> Iterator[FakeEngine]:
         yield running
 
 
-def register(served: Served, fake: FakeEngine, **fields: Any) -> Response:
+def register(served: Served, fake: FakeEngine, **fields: Any) -> Answer:
     """Register an engine's rank, as Dynamo's clients do."""
     headers = fields.pop("headers", {})
-    body = {
-        "instance_id": int(fake.worker),
-        "endpoint": fake.endpoint,
-        "replay_endpoint": fake.replay_endpoint,
-        "model_name": "m",
-        "block_size": BLOCK,
-        **fields,
-    }
-    return served.ask("POST", "/register", body, headers)
+    own = {"instance_id": int(fake.worker), "block_size": BLOCK, **fields}
+    return served.ask("POST", "/register", body_of(fake, **own), headers)
 
 
 def matched(served: Served, tokens: list[int], instance: str = "1", **headers: str) -> int:

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, expect
 
 from kvindex.testing import FakeEngine
 from tests.live import caught_up
-from tests.service.http.browser import SHARED, tab_of, tiles
+from tests.service.http.browser import SHARED, box_of, tab_of, tiles
 from tests.service.http.scenes import BLOCK, paged, register, serving
 
 pytestmark = pytest.mark.service
@@ -91,13 +91,10 @@ def test_prefixes_are_zoomed_by_keyboard_and_tell_who_holds_them(
             tab.keyboard.press("ArrowRight")
             second = tree.get_by_role("treeitem", name="2 blocks, 1 rank")
             expect(second).to_be_focused()
-            whole = tree.bounding_box()
-            assert whole is not None
+            whole = box_of(tree)
             tab.keyboard.press("Enter")
             expect(tree.get_by_role("treeitem")).to_have_count(3)  # what leads there, and itself
-            box = second.bounding_box()
-            assert box is not None
-            assert box["width"] == pytest.approx(whole["width"], abs=2)
+            assert box_of(second)["width"] == pytest.approx(whole["width"], abs=2)
             tab.keyboard.press("Escape")
             expect(tree.get_by_role("treeitem")).to_have_count(5)
             tab.get_by_role("button", name="Table").click()

@@ -20,7 +20,7 @@ from kvindex.service.timeline import Timeline
 from kvindex.service.traffic import Trends
 from kvindex.testing import FakeEngine
 from tests.index.index_events import apply, stored
-from tests.service.http.browser import READ_AGAIN, names, shown, tab_of, tiles
+from tests.service.http.browser import READ_AGAIN, box_of, names, shown, tab_of, tiles
 from tests.service.http.scenes import MODEL, ManyRanks, page_of, paged
 from tests.service.test_fleet_overview import status_of
 
@@ -112,9 +112,7 @@ def test_equal_reasons_are_told_once_and_so_are_engines_that_were_not_found(
         expect(wrong.last).to_contain_text("nothing listens at its publisher, or its host")
         expect(wrong.last).not_to_contain_text("is it up?")
         row = tab.get_by_role("row").filter(has_text="vllm-7/3")
-        box = row.bounding_box()
-        assert box is not None
-        assert box["height"] < 40  # one line
+        assert box_of(row)["height"] < 40  # one line
         wrong.last.get_by_role("button").click()
         expect(tab.get_by_role("complementary")).to_contain_text("is it up?")  # the details
 
@@ -234,9 +232,8 @@ def test_prefixes_of_512_ranks_are_shaded_by_share_say_their_units_and_use_the_h
         expect(cells.nth(2)).to_contain_text("60 tokens")
         for row, shade in ((1, "h5"), (2, "h4"), (3, "h1")):
             expect(cells.nth(row)).to_have_class(re.compile(rf"\b{shade}\b"))
-        box = tab.get_by_role("tree").bounding_box()
-        assert box is not None
-        assert box["height"] > 400  # of 720, though there are three lines only
+        # Of 720, though there are three lines only.
+        assert box_of(tab.get_by_role("tree"))["height"] > 400
         expect(tab.locator(".legend")).to_contain_text(re.compile(r"75 % or more\s+of 512 ranks"))
 
 
@@ -256,10 +253,7 @@ def test_a_timeline_says_what_it_left_out_and_paints_what_is_not_known(browser: 
         lanes = tab.locator(".lane:not(.axis)")
         widths = {}
         for name in ("old/0", "new/0"):
-            unknown = lanes.filter(has_text=name).locator("i.unknown")
-            box = unknown.bounding_box()
-            assert box is not None
-            widths[name] = box["width"]
+            widths[name] = box_of(lanes.filter(has_text=name).locator("i.unknown"))["width"]
         assert widths["old/0"] >= widths["new/0"] > 0  # the new one was not there yet
         expect(tab.locator(".lanes .legend")).to_contain_text("not known")
 
@@ -271,9 +265,7 @@ def test_ranks_that_hold_nothing_of_a_prompt_are_one_line(browser: Browser, many
         answers = tab.locator(".answers > li")
         expect(answers).to_have_count(1)
         expect(answers).to_contain_text("512 ranks hold nothing of it")
-        box = answers.bounding_box()
-        assert box is not None
-        assert box["height"] < 60
+        assert box_of(answers)["height"] < 60
         answers.locator("summary").click()
         expect(answers).to_contain_text("vllm-0/0")
 
@@ -297,6 +289,4 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, many: str
             expect(tab.locator("nav [aria-current=page]")).to_have_attribute("href", f"#{view}")
             expect(tab.get_by_role("main")).not_to_contain_text("Reading")
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390, view
-            header = tab.get_by_role("banner").bounding_box()
-            assert header is not None
-            assert header["height"] < 100, view  # two lines
+            assert box_of(tab.get_by_role("banner"))["height"] < 100, view  # two lines

@@ -207,7 +207,7 @@ def replay(client: Client, engines: Engines, asker: Asker) -> dict[str, Replayed
             text = text.replace(f"127.0.0.1:{actual}", f"127.0.0.1:{port}")
         is_json = response.headers.get("content-type") == "application/json"
         answers[name] = Replayed(
-            response.status_code, json.loads(text) if is_json else text, dict(response.headers)
+            response.status, json.loads(text) if is_json else text, dict(response.headers)
         )
     return answers
 

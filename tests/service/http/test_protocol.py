@@ -110,14 +110,6 @@ def test_pipelined_requests_are_answered_in_order_whoever_answers_them(served: L
     ]
 
 
-def test_a_body_may_come_in_chunks_and_in_pieces(served: Listening) -> None:
-    head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-    trailer = b"content-type: x/y\r\n\r\n"  # which counts for nothing
-    pieces = [head, b"3\r\nabc\r\n", b"2\r\nd", b"e\r\n0\r\n", trailer]
-    with served.raw(*pieces) as connection:
-        assert responses(connection, 1) == [(200, b"none  5")]
-
-
 @pytest.mark.parametrize(("body", "answer"), [(b"abc", b"none  3"), (b"unknown", b"app /query 7")])
 def test_a_client_that_expects_100_gets_it_once_before_it_sends(
     served: Listening, body: bytes, answer: bytes
