@@ -457,24 +457,6 @@ def message(number: int) -> list[bytes]:
     return [b"topic", number.to_bytes(8, "big"), b"\x93payload"]
 
 
-def test_a_lane_without_faults_changes_nothing() -> None:
-    plain, counters = lane()
-    assert [plain.push(message(i), 0.0) for i in range(5)] == [[message(i)] for i in range(5)]
-    assert counters == {"live.forwarded": 5}
-
-
-def test_a_lane_drops_and_duplicates() -> None:
-    dropping, counters = lane(drop=0.5)
-    passed = sum(len(dropping.push(message(i), 0.0)) for i in range(100))
-    assert passed == counters["live.forwarded"] == 100 - counters["live.dropped"]
-    assert 0 < passed < 100
-    doubling, _ = lane(duplicate=1.0)
-    assert doubling.push(message(1), 0.0) == [message(1), message(1)]
-    counted, _ = lane()
-    counted.drop_next(2)
-    assert [len(counted.push(message(i), 0.0)) for i in range(3)] == [0, 0, 1]
-
-
 def test_a_lane_reorders_without_losing() -> None:
     swapping, counters = lane(reorder=0.3)
     out = [m for i in range(200) for m in swapping.push(message(i), 0.0)] + swapping.flush()

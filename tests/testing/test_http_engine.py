@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -46,11 +46,17 @@ def ask(url: str, body: object = None, headers: Mapping[str, str] | None = None)
 
 
 def refused(url: str, body: object = None, headers: Mapping[str, str] | None = None) -> int:
+    return refusal(url, body, headers)[0]
+
+
+def refusal(url: str, *asked: Any) -> tuple[int, Any]:
+    """The status and the error with which a request is refused."""
     with pytest.raises(HTTPError) as raised:
-        ask(url, body, headers)
+        ask(url, *asked)
     with raised.value:
-        assert json.loads(raised.value.read())["error"]["message"]
-    return raised.value.code
+        error = json.loads(raised.value.read())["error"]
+    assert error["message"]
+    return raised.value.code, error
 
 
 def cached(server: HttpEngine, body: dict[str, Any], **headers: str) -> int:
@@ -59,15 +65,20 @@ def cached(server: HttpEngine, body: dict[str, Any], **headers: str) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
+def connected(server: HttpEngine) -> http.client.HTTPConnection:
+    """A connection of a client, open and served."""
+    client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)
+    client.request("GET", "/health")
+    client.getresponse().read()
+    return client
+
+
 def test_an_engine_listens_at_its_port_again_at_once() -> None:
-    with FakeEngine() as engine:
-        with HttpEngine(engine) as server:
-            port = int(server.url.rpartition(":")[2])
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-            client.request("GET", "/health")
-            client.getresponse().read()
+    with serving() as (server, engine):
+        client = connected(server)
+        server.close()
         client.close()  # after the server: the address is kept for a while
-        with HttpEngine(engine, port=port) as again:
+        with HttpEngine(engine, port=int(server.url.rpartition(":")[2])) as again:
             assert ask(again.url + "/version")
 
 
@@ -110,11 +121,8 @@ def test_every_route_reads_a_prompt_as_the_same_tokens() -> None:
 def test_render_is_refused_unless_asked_for_as_vllm_does() -> None:
     with serving() as (server, _):
         for path in ("/v1/completions/render", "/v1/chat/completions/render"):
-            with pytest.raises(HTTPError) as raised:
-                ask(server.url + path, {"prompt": "x", "messages": MESSAGES})
-            with raised.value:
-                error = json.loads(raised.value.read())["error"]
-            assert raised.value.code == error["code"] == 403
+            code, error = refusal(server.url + path, {"prompt": "x", "messages": MESSAGES})
+            assert code == error["code"] == 403
             assert error["type"] == "PermissionDeniedError"
             assert "Restart vllm serve with --enable-scale-out" in error["message"]
 
@@ -135,11 +143,10 @@ def test_event_sources_come_in_all_three_shapes(shape: Any) -> None:
 
 
 def test_an_engine_without_events_names_no_sources() -> None:
-    with FakeEngine(publish=False) as engine:
-        with HttpEngine(engine) as server:
-            assert ask(server.url + "/kv_event_sources") == {}
-        with HttpEngine(engine, options=HttpOptions(sources=None)) as server:
-            assert refused(server.url + "/kv_event_sources") == 404
+    with serving() as (server, _):
+        assert ask(server.url + "/kv_event_sources") == {}
+    with serving(HttpOptions(sources=None)) as (server, _):
+        assert refused(server.url + "/kv_event_sources") == 404
 
 
 def test_sglang_describes_itself_and_its_publishers() -> None:
@@ -195,13 +202,12 @@ def test_salts_and_adapters_are_namespaces_of_their_own() -> None:
 
 
 def test_a_hit_may_be_a_block_short_and_stay_unreported() -> None:
-    with FakeEngine(block_size=4, publish=False) as engine:
-        prompt = {"prompt": list(range(1, 14)), "max_tokens": 1}
-        with HttpEngine(engine, options=HttpOptions(drops_blocks=1)) as server:
-            assert [cached(server, prompt) for _ in range(2)] == [0, 8]
-        with HttpEngine(engine, options=HttpOptions(cached_tokens=False)) as server:
-            usage = ask(server.url + "/v1/completions", prompt)["usage"]
-            assert usage["prompt_tokens_details"] is None
+    prompt = {"prompt": list(range(1, 14)), "max_tokens": 1}
+    with serving(HttpOptions(drops_blocks=1)) as (server, _):
+        assert [cached(server, prompt) for _ in range(2)] == [0, 8]
+    with serving(HttpOptions(cached_tokens=False)) as (server, _):
+        usage = [ask(server.url + "/v1/completions", prompt)["usage"] for _ in range(2)][-1]
+        assert usage["prompt_tokens_details"] is None
 
 
 @pytest.mark.parametrize(
@@ -239,12 +245,8 @@ def test_a_key_that_is_wrong_is_refused_but_for_health() -> None:
 
 
 def test_closing_cuts_open_connections_and_may_be_repeated() -> None:
-    with FakeEngine(publish=False) as engine:
-        server = HttpEngine(engine)
-        host, port = server.url.removeprefix("http://").split(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)
-        connection.request("GET", "/health")
-        connection.getresponse().read()
+    with serving() as (server, _):
+        connection = connected(server)
         server.close()
         server.close()
         connection.auto_open = 0
@@ -277,13 +279,11 @@ def test_images_are_placeholders_and_distinguish_their_blocks() -> None:
 
 
 def test_an_engine_may_see_another_prompt_than_was_sent() -> None:
-    with FakeEngine(block_size=4, publish=False) as engine:
-        with HttpEngine(engine, options=HttpOptions(prepends=True)) as server:
-            usage = ask(server.url + "/v1/completions", NINE)["usage"]
-            assert usage["prompt_tokens"] == 10
-        with HttpEngine(engine, options=HttpOptions(salt="s")) as server:
-            assert [cached(server, NINE) for _ in range(2)] == [0, 8]
-            assert [engine.hit(range(1, 10), salt=salt) for salt in ("s", None)] == [8, 0]
+    with serving(HttpOptions(prepends=True)) as (server, _):
+        assert ask(server.url + "/v1/completions", NINE)["usage"]["prompt_tokens"] == 10
+    with serving(HttpOptions(salt="s")) as (server, engine):
+        assert [cached(server, NINE) for _ in range(2)] == [0, 8]
+        assert [engine.hit(range(1, 10), salt=salt) for salt in ("s", None)] == [8, 0]
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", ""])
@@ -291,11 +291,8 @@ def test_an_engine_may_see_another_prompt_than_was_sent() -> None:
 def test_a_body_that_is_not_declared_as_json_is_refused_as_vllm_does(kind: str, path: str) -> None:
     body = {"prompt": "x", "messages": MESSAGES}
     with serving() as (server, _):
-        with pytest.raises(HTTPError) as raised:
-            ask(server.url + path, body, {"content-type": kind})
-        with raised.value:
-            error = json.loads(raised.value.read())["error"]
-        assert raised.value.code == error["code"] == 400
+        code, error = refusal(server.url + path, body, {"content-type": kind})
+        assert code == error["code"] == 400
         assert "Only 'application/json' is allowed" in error["message"]
         body = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
         assert ask(server.url + path, body, {"content-type": "Application/JSON; charset=utf-8"})
@@ -327,15 +324,12 @@ def engine() -> Iterator[HttpEngine]:
 
 
 def post(engine: HttpEngine, body: dict[str, Any], **headers: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(engine.url.removeprefix("http://"), timeout=120)
-    try:
+    with closing(connected(engine)) as connection:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         names["content-type"] = "application/json"
         connection.request("POST", "/v1/chat/completions", json.dumps(body), names)
         answer = connection.getresponse()
         return answer.status, answer.read()
-    finally:
-        connection.close()
 
 
 def events(data: bytes) -> list[Any]:
