@@ -6,10 +6,10 @@ from queue import SimpleQueue
 
 import pytest
 
-from kvindex import Client, Rank, RankStatus, State, Worker, connect
-from kvindex.testing import FakeEngine, FaultyLink
+from kvindex import Client, Rank, RankStatus, State, connect
+from kvindex.testing import FakeEngine
 from tests.docs.pages import DOCS
-from tests.live import until
+from tests.live import link_to, until, worker_of
 
 pytestmark = pytest.mark.e2e
 
@@ -26,13 +26,8 @@ def test_a_crashed_engine_goes_through_the_states_of_the_table() -> None:
     with (
         FakeEngine("vllm-0") as engine,
         FakeEngine("other") as other,
-        FaultyLink(engine.endpoint, engine.replay_endpoint) as link,
-        connect(
-            [
-                Worker("vllm-0", link.endpoint, replay=link.replay_endpoint),
-                Worker("other", other.endpoint, replay=other.replay_endpoint),
-            ]
-        ) as client,
+        link_to(engine) as link,
+        connect([worker_of(engine, link), worker_of(other)]) as client,
     ):
         engine.serve(PROMPT)
         other.serve(PROMPT[:50])

@@ -65,35 +65,37 @@ def engines() -> Iterator[list[FakeEngine]]:
         engine.close()
 
 
+@pytest.fixture
+def names() -> Iterator[dict[str, Any]]:
+    """What an example finds, and what it leaves for the next one; closed at the end."""
+    names: dict[str, Any] = {"token_ids": PROMPT}
+    yield names
+    for thing in names.values():
+        if isinstance(thing, CLOSED):
+            thing.close()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_python_examples_of_a_page_run_and_print_what_it_says(
     page: Path,
     engines: list[FakeEngine],
+    names: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", in_the_cluster(socket.getaddrinfo))
-    names: dict[str, Any] = {"token_ids": PROMPT}
     left_out: set[str] = set()
-    shown = fences(page)
-    try:
-        for fence, after in pairwise([*shown, Fence("", "", 0)]):
-            if fence.language != "python":
-                continue
-            left_out |= not_installed(fence)
-            if left_out:  # and what follows, which may use it
-                continue
-            capsys.readouterr()
-            run(page, fence, engines, names)
-            printed = capsys.readouterr().out
-            if after.language == "text":
-                assert equal(printed, after.text), f"{name_of(page)}:{after.line}: got {printed}"
-    finally:
-        for thing in names.values():
-            if isinstance(
-                thing, Client | replicas.FanOut | replicas.Replica | HttpEngine | ExitStack
-            ):
-                thing.close()
+    for fence, after in pairwise([*fences(page), Fence("", "", 0)]):
+        if fence.language != "python":
+            continue
+        left_out |= not_installed(fence)
+        if left_out:  # and what follows, which may use it
+            continue
+        capsys.readouterr()
+        run(page, fence, engines, names)
+        printed = capsys.readouterr().out
+        if after.language == "text":
+            assert equal(printed, after.text), f"{name_of(page)}:{after.line}: got {printed}"
     if left_out:
         pytest.skip(f"left out from the first example on that needs {', '.join(sorted(left_out))}")
 
@@ -124,22 +126,18 @@ def gateway(engines: list[FakeEngine], names: dict[str, Any]) -> str:
 
 @needs_ring
 def test_the_hooks_for_servers_join_and_leave(
-    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+    engines: list[FakeEngine], names: dict[str, Any]
 ) -> None:
     page = DOCS / "how-to" / "many-processes.md"
-    names: dict[str, Any] = {"token_ids": PROMPT}
-    examples = [fence for fence in fences(page) if fence.language == "python"]
-    try:
-        for fence in examples[: 1 + next(n for n, e in enumerate(examples) if "exit" in e.text)]:
-            run(page, fence, engines, names)
-        gunicorn = SimpleNamespace(pid=7)
-        names["post_fork"](None, gunicorn)
-        assert names["joined"][7].match(PROMPT).best.tokens == 96
-        names["worker_exit"](None, gunicorn)
-        assert not names["joined"]
-        assert asyncio.run(asked_in(names["lifespan"])) == 96
-    finally:
-        names["server"].close()
+    examples = fences_in(page, "python")
+    for fence in examples[: 1 + next(n for n, e in enumerate(examples) if "exit" in e.text)]:
+        run(page, fence, engines, names)
+    gunicorn = SimpleNamespace(pid=7)
+    names["post_fork"](None, gunicorn)
+    assert names["joined"][7].match(PROMPT).best.tokens == 96
+    names["worker_exit"](None, gunicorn)
+    assert not names["joined"]
+    assert asyncio.run(asked_in(names["lifespan"])) == 96
 
 
 async def asked_in(lifespan: Any) -> int:
@@ -253,14 +251,9 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def test_the_readme_example_finds_the_rank_that_holds_the_prompt(
-    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+    engines: list[FakeEngine], names: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names: dict[str, Any] = {"token_ids": PROMPT}
-    first = next(fence for fence in fences(README) if fence.language == "python")
-    try:
-        run(README, first, engines, names)
-    finally:
-        names["client"].close()
+    run(README, fences_in(README, "python")[0], engines, names)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "vllm-0/0 96 True"
     assert "vllm-0/0: 96 of 100 tokens: every whole block of the prompt is resident" in printed
@@ -268,30 +261,23 @@ def test_the_readme_example_finds_the_rank_that_holds_the_prompt(
 
 def test_the_readme_and_the_command_line_name_the_same_fake_engine() -> None:
     # Whoever copies the first example beside `kvindex fake-engine` must meet it.
-    shown = next(fence for fence in fences(README) if fence.language == "python").text
-    assert WORKER.search(shown)
+    assert WORKER.search(fences_in(README, "python")[0].text)
     assert "kvindex fake-engine" in commands(README)
 
 
 def test_the_router_of_the_quickstart_sends_nothing_to_a_dead_engine(
-    engines: list[FakeEngine],
+    engines: list[FakeEngine], names: dict[str, Any]
 ) -> None:
-    names: dict[str, Any] = {}
     page = DOCS / "quickstart.md"
     wanted = [fence for fence in fences_in(page, "python") if "client.close" not in fence.text]
-    try:
-        for fence in wanted:
-            run(page, fence, engines, names)
-        busy = Counter({engines[1].rank: 10_000})
-        assert names["choose"](PROMPT, busy) == engines[0].rank
-        for engine, left in ((engines[0], engines[1].rank), (engines[1], None)):
-            engine.close()
-            until(
-                partial(names["client"].status, engine.rank), lambda now: now.state == "connecting"
-            )
-            assert names["choose"](PROMPT, busy) == left
-    finally:
-        names["client"].close()
+    for fence in wanted:
+        run(page, fence, engines, names)
+    busy = Counter({engines[1].rank: 10_000})
+    assert names["choose"](PROMPT, busy) == engines[0].rank
+    for engine, left in ((engines[0], engines[1].rank), (engines[1], None)):
+        engine.close()
+        until(partial(names["client"].status, engine.rank), lambda now: now.state == "connecting")
+        assert names["choose"](PROMPT, busy) == left
 
 
 def test_no_line_installs_kvindex_by_a_name_that_is_on_no_index() -> None:
