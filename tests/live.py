@@ -51,8 +51,11 @@ def within(timeout: float, look: Callable[[], _T], done: Callable[[_T], object] 
 
 
 @contextmanager
-def meanwhile(change: Callable[[], object]) -> Iterator[None]:
-    """Have another thread call a function again and again, at least once; raise what it raises."""
+def meanwhile(change: Callable[[], object], pause: float = 0.0) -> Iterator[None]:
+    """Have another thread call a function again and again, at least once; raise what it raises.
+
+    Between two calls it pauses for so many seconds.
+    """
     begun, done = threading.Event(), threading.Event()
 
     def repeat() -> None:
@@ -60,6 +63,7 @@ def meanwhile(change: Callable[[], object]) -> Iterator[None]:
             while not done.is_set():
                 change()
                 begun.set()
+                done.wait(pause)
         finally:
             begun.set()
 

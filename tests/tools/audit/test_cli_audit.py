@@ -93,19 +93,6 @@ def test_a_cut_off_recording_is_reported_as_far_as_it_goes(recordings: list[str]
     assert run("audit", "--json", *recordings, code=1).json["tokens"]["computed"] > 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        ([], "no engine named"),
-        (["no-such-file"], "cannot read"),
-        ([__file__, "--endpoint", "tcp://127.0.0.1:1"], "not both"),
-        ([__file__, "--html", "/no/such/directory/x.html"], "no such directory"),
-    ],
-)
-def test_what_cannot_work_ends_with_two(argv: list[str], reason: str, run: Run) -> None:
-    assert reason in run("audit", *argv, code=2).err
-
-
 @pytest.mark.parametrize("path", sorted(CAPTURES.glob("vllm-0.[23]*.frames")), ids=lambda p: p.stem)
 def test_what_real_engines_hold_at_the_end_is_what_the_audit_reports(path: Path, run: Run) -> None:
     mode = ["--report-mode", "full"] if path.stem.endswith("full") else []

@@ -16,7 +16,7 @@ from kvindex.testing.ports import reserve_port
 from kvindex.tools.audit import Auditor
 from kvindex.tools.cli.audit import Listening
 from kvindex.tools.cli.engines import parse_worker
-from tests.live import PATIENCE, worker_of
+from tests.live import PATIENCE, within, worker_of
 from tests.tools.commands import Run, started
 
 pytestmark = pytest.mark.e2e
@@ -37,9 +37,7 @@ def test_what_live_engines_computed_and_held_is_what_the_audit_reports() -> None
             listener.start()
             second.serve(PROMPT)
             first.serve([*PROMPT, *range(1000, 1032)])
-            until = time.monotonic() + PATIENCE
-            while auditor.computed < 192 and time.monotonic() < until:
-                interrupted.wait(0.01)
+            within(PATIENCE, lambda: auditor.computed, lambda computed: computed >= 192)
             interrupted.set()
             listener.join()
     report = auditor.report(time.time())

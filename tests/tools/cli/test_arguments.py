@@ -89,25 +89,47 @@ def test_both_forms_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "reason"),
+    ("line", "reason"),
     [
-        ([], "no engine named"),
-        (["--worker", "a=tcp://h:1", "--worker", "a=tcp://h:2"], "two workers are called 'a'"),
-        (["--worker", "a=tcp://h:1", "--dp-size", "2"], "--dp-size belongs to --endpoint"),
-        (["--replay-endpoint", "tcp://h:1"], "--replay-endpoint belongs to --endpoint"),
-        (["--bind"], "--bind belongs to --endpoint"),
-        (["--endpoint", "nowhere"], "expected tcp://HOST:PORT"),
-        (["--endpoint", "tcp://*:5557"], "give its host, or --bind"),
+        ("", "usage: kvindex"),
+        ("serve-tea", "usage: kvindex"),
+        ("demo --seconds 0", "usage: kvindex"),
+        ("match", "usage: kvindex"),
+        ("tail", "no engine named"),
+        ("tail --worker a=tcp://h:1 --worker a=tcp://h:2", "two workers are called 'a'"),
+        ("tail --worker a=tcp://h:1 --dp-size 2", "--dp-size belongs to --endpoint"),
+        ("tail --replay-endpoint tcp://h:1", "--replay-endpoint belongs to --endpoint"),
+        ("tail --bind", "--bind belongs to --endpoint"),
+        ("tail --endpoint nowhere", "expected tcp://HOST:PORT"),
+        ("tail --endpoint tcp://*:5557", "give its host, or --bind"),
         (
-            ["--worker", "a=tcp://h:5557,dp=2", "--worker", "b=tcp://h:5558"],
+            "tail --worker a=tcp://h:5557,dp=2 --worker b=tcp://h:5558",
             "the workers 'a' and 'b' are both at tcp://h:5558",
         ),
-        (["--engine", "engine:8000"], "write http://HOST:PORT"),
-        (["--engine", "http://h:1", "--engine", "http://h:1"], "is given twice"),
+        ("tail --engine engine:8000", "write http://HOST:PORT"),
+        ("tail --engine http://h:1 --engine http://h:1", "is given twice"),
+        # Only what matches has settings of caches.
+        ("tail --endpoint tcp://h:1 --eagle", "unrecognized arguments: --eagle"),
+        ("record frames --endpoint tcp://h:1 --eagle", "unrecognized arguments: --eagle"),
+        ("audit", "no engine named"),
+        ("audit no-such-file", "cannot read"),
+        ("audit FILE --endpoint tcp://127.0.0.1:1", "not both"),
+        ("audit FILE --html /no/such/directory/x.html", "no such directory"),
+        ("doctor", "name an engine"),
+        ("doctor vllm-0", "'vllm-0': expected http://HOST:PORT, tcp://HOST:PORT, or NAME="),
+        ("doctor http://", "names no host"),
+        ("doctor http://h:1 --engine http://h:2", "--engine belongs to one TARGET"),
+        ("doctor http://h:1 --prompt @/nowhere", "cannot read a prompt"),
+        ("doctor http://h:1 --seconds 9999", "up to 3600 s"),
+        ("doctor https://h:1 --cacert /nowhere", "--cacert /nowhere: "),
+        *(
+            (f"fake-engine --rate={rate}", "is not a number of requests per second, from 0")
+            for rate in ("-1", "x", "inf", "nan")
+        ),
     ],
 )
-def test_engines_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
-    assert reason in run("tail", *argv, code=2).err
+def test_a_command_that_cannot_work_exits_2_with_why(line: str, reason: str, run: Run) -> None:
+    assert reason in run(*line.replace("FILE", __file__).split(), code=2).err
 
 
 @pytest.mark.parametrize(
@@ -294,9 +316,3 @@ def test_options_of_settings_have_their_types_defaults_and_meanings(
         with pytest.raises(SystemExit):
             parser.parse_args(argv)
     assert "limit" not in help_ + capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [["tail"], ["record", "frames"]], ids=" ".join)
-def test_commands_that_do_not_match_have_no_cache_settings(command: list[str], run: Run) -> None:
-    ran = run(*command, "--endpoint", "tcp://h:1", "--eagle", code=2)
-    assert "unrecognized arguments: --eagle" in ran.err

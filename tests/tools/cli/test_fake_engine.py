@@ -75,12 +75,6 @@ def test_fake_engines_serve_one_model_whatever_their_names() -> None:
     assert models == ["fake-model", "fake-model", "llama"]
 
 
-@pytest.mark.parametrize("rate", ["-1", "x", "inf", "nan"])
-def test_a_bad_rate_names_its_unit(rate: str, run: Run) -> None:
-    wrong = "is not a number of requests per second, from 0"
-    assert wrong in run("fake-engine", f"--rate={rate}", code=2).err
-
-
 def test_a_fake_engine_whose_port_is_taken_exits_2(run: Run, engine: FakeEngine) -> None:
     assert "kvindex fake-engine: " in run("fake-engine", "--endpoint", engine.endpoint, code=2).err
 

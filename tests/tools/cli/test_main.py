@@ -66,11 +66,6 @@ def test_the_help_lists_every_command(run: Run) -> None:
     assert all(f"\n    {command} " in out for command in COMMANDS)
 
 
-@pytest.mark.parametrize("argv", [[], ["serve-tea"], ["demo", "--seconds", "0"], ["match"]])
-def test_arguments_that_cannot_be_parsed_exit_2(argv: list[str], run: Run) -> None:
-    assert "usage: kvindex" in run(*argv, code=2).err
-
-
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt(), 130), (DecodeError("broken"), 1), (OSError("no"), 1)]
 )

@@ -59,14 +59,8 @@ def test_a_service_that_does_not_answer_is_reported_in_words() -> None:
 
 @pytest.mark.parametrize("answer", [b"[]", b"{", b'{"\xff": 1}', b'{"x": ' + b"[" * 10_000])
 def test_a_service_that_answers_something_else_is_reported_in_words(answer: bytes) -> None:
-    def other(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(answer)))
-        handler.end_headers()
-        handler.wfile.write(answer)
-
     with (
-        CannedServer({"/api/fleet": other}) as server,
+        CannedServer({"/api/fleet": (200, answer)}) as server,
         pytest.raises(ServiceError, match="something else than kvindex serve"),
     ):
         ServiceFleet(server.url).read()

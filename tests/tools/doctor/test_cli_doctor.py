@@ -122,22 +122,6 @@ def test_the_routers_tokens_are_compared(
     assert report["findings"][0]["evidence"]["position"] == 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        ([], "name an engine"),
-        (["vllm-0"], "target 'vllm-0': expected http://HOST:PORT, tcp://HOST:PORT, or NAME="),
-        (["http://"], "names no host"),
-        (["http://h:1", "--engine", "http://h:2"], "--engine belongs to one TARGET"),
-        (["http://h:1", "--prompt", "@/nowhere"], "cannot read a prompt"),
-        (["http://h:1", "--seconds", "9999"], "up to 3600 s"),
-        (["https://h:1", "--cacert", "/nowhere"], "--cacert /nowhere: "),
-    ],
-)
-def test_arguments_that_cannot_work_exit_2_with_why(argv: list[str], reason: str, run: Run) -> None:
-    assert reason in run("doctor", *argv, code=2).err
-
-
 def test_names_from_the_network_cannot_steer_a_terminal(run: Run) -> None:
     with FakeEngine(topic="kv@pod@\x1b[2Jm") as engine, HttpEngine(engine) as server:
         ran = run("doctor", at(engine)[1], "--engine", server.url, code=1)

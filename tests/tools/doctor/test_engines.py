@@ -72,6 +72,9 @@ STATED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "the same of SGLang": ({"num_blocks": 200, **SGLANG}, {}, ["cache-small"]),
     "only decodes": (SGLANG, {"role": "decode"}, ["decode-only"]),
     "bigrams": ({"dialect": "sglang-0.5.20-eagle"}, {}, ["speculates-bigrams"]),
+    "prefix caching is off": ({}, {"prefix_caching": False}, ["prefix-caching-off"]),
+    "it is off in SGLang": (SGLANG, {"prefix_caching": False}, ["prefix-caching-off"]),
+    "no replay endpoint": ({"replay": False}, {}, ["replay-missing"]),
     "hits in a cache without events": ({}, {"external_hits": 320}, ["offload-unseen"]),
 }
 VERSIONS = [
@@ -124,13 +127,6 @@ def test_what_a_prefill_engine_sent_is_no_cache_without_events(
     with FakeEngine() as engine, HttpEngine(engine) as server:
         report = finds(["offload-unseen"] * found, server.url, passive=True)
         assert all(finding.evidence["external"] == 412 for finding in report.findings)
-
-
-@pytest.mark.parametrize("dialect", ["vllm-0.33.0", "sglang-0.5.22"])
-def test_prefix_caching_that_is_off_is_found(dialect: str) -> None:
-    off = HttpOptions(prefix_caching=False)
-    with FakeEngine(dialect=dialect) as engine, HttpEngine(engine, options=off) as server:
-        assert ids(look_at(server.url)) == ["prefix-caching-off"]
 
 
 def test_ranks_behind_one_port_are_pointed_out() -> None:

@@ -180,11 +180,6 @@ def test_ports_that_collide_between_ranks_are_found() -> None:
 # Replay ----------------------------------------------------------------------------------------
 
 
-def test_a_replay_endpoint_that_is_missing_is_pointed_out() -> None:
-    with FakeEngine(replay=False) as engine, HttpEngine(engine) as server:
-        assert ids(look_at(server.url, passive=True, limits=LIVE)) == ["replay-missing"]
-
-
 def test_a_replay_endpoint_that_was_not_named_is_not_said_to_be_missing_in_the_engine() -> None:
     with FakeEngine() as engine:
         report = finds(["replay-not-named"], Worker("a", engine.endpoint), limits=LIVE)

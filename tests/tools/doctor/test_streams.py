@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -38,6 +38,7 @@ from kvindex.wire.errors import EncodeError
 from kvindex.wire.web import Web
 from tests.index.index_events import prompt
 from tests.index.test_proofs import sparse
+from tests.live import meanwhile as repeating
 from tests.live import worker_of
 from tests.tools.doctor.doctored import (
     HEARING,
@@ -57,24 +58,10 @@ pytestmark = pytest.mark.e2e
 PROBED = msgspec.structs.replace(PATIENT, listen=1.0)  # replay brings what is not received
 
 
-@contextmanager
-def meanwhile(do: Callable[[int], object]) -> Iterator[None]:
+def meanwhile(do: Callable[[int], object]) -> AbstractContextManager[None]:
     """Do something over and over in another thread, with 0, 1, 2, ..."""
-    done = threading.Event()
-
-    def repeat() -> None:
-        for number in itertools.count():
-            do(number)
-            if done.wait(0.005):
-                return
-
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    numbers = itertools.count()
+    return repeating(lambda: do(next(numbers)), pause=0.005)
 
 
 def stored(block_hash: int | bytes, parent: int | None = None) -> BlockStored:
@@ -212,8 +199,7 @@ def test_an_engine_that_serves_and_publishes_nothing_is_found() -> None:
             web = Web(server.url)
             body = msgspec.json.encode({"prompt": list(range(1, 40)), "max_tokens": 1})
             with meanwhile(lambda _: web.post("/v1/completions", body, 10.0)):
-                report = look_at(server.url, passive=True, limits=HEARING)
-    assert ids(report) == ["silent-while-serving"]
+                finds(["silent-while-serving"], server.url, passive=True, limits=HEARING)
 
 
 def test_numbers_without_messages_are_found() -> None:
@@ -235,8 +221,7 @@ def test_a_cache_that_evicts_what_comes_again_is_found() -> None:
     with FakeEngine(num_blocks=8, block_size=4) as engine:
         prompts = [[number] * 25 for number in range(1, 4)]
         with meanwhile(lambda number: engine.serve(prompts[number % 3])):
-            report = look_at(worker_of(engine), limits=HEARING)
-    assert ids(report) == ["evicted-before-reuse"]
+            finds(["evicted-before-reuse"], worker_of(engine), limits=HEARING)
 
 
 @contextmanager
