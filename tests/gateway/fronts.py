@@ -209,6 +209,7 @@ class Fronted:
     def __init__(self, scripted: Scripted, options: dict[str, Any]) -> None:
         self.scripted = scripted
         self.port = 0
+        self.clients: list[Client] = []
         self.access = Access()
         given: Any = scripted
         self.front = Front(given, given, given, access=self.access, **options)
@@ -216,7 +217,15 @@ class Fronted:
         self.site = Site(self.front.routes(), guard, otherwise=self.front.not_found)
 
     async def connect(self) -> Client:
-        return Client(*await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20))
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
+        self.clients.append(Client(reader, writer))
+        return self.clients[-1]
+
+    async def begin(self, *, version: bytes = b"1.1", **fields: Any) -> Client:
+        """Send a request, and leave its answer unread."""
+        client = await self.connect()
+        client.post("/v1/chat/completions", body_of(**fields), version=version)
+        return client
 
     async def ask(
         self, *headers: bytes, path: str = "/v1/chat/completions", **fields: Any
@@ -224,9 +233,7 @@ class Fronted:
         """Send a request, that of a stream by default; return its whole answer."""
         client = await self.connect()
         client.post(path, body_of(**fields), *headers)
-        answer = await client.answer()
-        client.writer.close()
-        return answer
+        return await client.answer()
 
     async def until(self, is_so: Callable[[], object]) -> None:
         """Run the loop until something is so. A bug ends in the time-out of the run."""
@@ -257,6 +264,8 @@ async def fronted(*engines: Engine, **options: Any) -> AsyncIterator[Fronted]:
         await fronted.ended()
     finally:
         server.close()
+        for client in fronted.clients:
+            client.writer.close()
         for connection in list(fronted.site.connections):
             connection.abort()
         await fronted.until(lambda: not fronted.site.connections)

@@ -6,7 +6,6 @@ import json
 import logging
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvindex.gateway.routing import NoRankError, ShedError, UnknownModelError
@@ -130,11 +129,7 @@ async def test_the_only_engine_that_fails_is_named_by_its_failure_not_as_no_rank
 
 async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_whole() -> None:
     async with fronted(Engine([*STREAM[:2], b"data: {", "reset"])) as served:
-        client = await served.connect()
-        client.post(
-            "/v1/chat/completions",
-            msgspec.json.encode({"model": "m", "messages": [{}], "stream": True}),
-        )
+        client = await served.begin()
         await client.head()
         body, is_whole = await client.chunks()
         start, _, rest = body.partition(b'data: {"error"')
@@ -143,18 +138,15 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_whole() ->
         assert not is_whole
         await served.ended()
         assert served.scripted.log[-2:] == [("close",), ("cancel", served.scripted.ranks[0])]
-        client.writer.close()
 
 
 async def test_a_whole_answer_that_breaks_off_is_shorter_than_its_length() -> None:
     fields = (*JSON, (b"content-length", b"100000"))
     async with fronted(Engine([b" " * 70_000, "reset"], headers=fields)) as served:
-        client = await served.connect()
-        client.post("/v1/chat/completions", msgspec.json.encode({"model": "m", "messages": [{}]}))
+        client = await served.begin(stream=False)
         _, headers = await client.head()
         assert headers[b"content-length"] == b"100000"
         assert len(await client.reader.read()) == 70_000
-        client.writer.close()
 
 
 @pytest.mark.parametrize(
@@ -236,7 +228,6 @@ async def test_paths_and_methods_that_are_not_served_and_bodies_that_are_too_lon
         status, _, body = await client.answer()
         assert status == 400
         error_of(body)
-        client.writer.close()
 
 
 async def test_models_health_and_readiness() -> None:
@@ -262,7 +253,6 @@ async def test_models_health_and_readiness() -> None:
         served.front.drain()
         assert (await get(b"/ready"))[0] == 503
         assert (await get(b"/health"))[0] == 200
-        client.writer.close()
 
 
 async def test_tokenize_is_passed_to_an_engine_and_to_the_next_if_it_fails() -> None:

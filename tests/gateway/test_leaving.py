@@ -15,8 +15,7 @@ pytestmark = pytest.mark.faults
 
 async def left_at(served: Fronted, hang: Hang, *, resets: bool = False) -> dict[str, Any]:
     """Leave once `hang` is waited for; return the counters after the request has ended."""
-    client = await served.connect()
-    client.post("/v1/chat/completions", body_of())
+    client = await served.begin()
     await hang.begun.wait()
     if resets:
         client.writer.transport.abort()
@@ -71,8 +70,7 @@ async def test_a_client_that_leaves_after_the_last_event_counts_as_answered() ->
 async def test_a_client_that_leaves_at_once_leaves_no_request_behind() -> None:
     async with fronted(*[Engine()] * 20) as served:
         for _ in range(20):
-            client = await served.connect()
-            client.post("/v1/chat/completions", body_of())
+            client = await served.begin()
             await client.writer.drain()
             client.writer.transport.abort()
         await served.until(lambda: not served.site.connections)
@@ -110,8 +108,7 @@ async def test_an_engine_that_is_silent_before_its_first_event_is_tried_on_anoth
 async def test_a_client_that_leaves_as_its_engine_falls_silent_is_sent_to_no_other_engine() -> None:
     hang = Hang()
     async with fronted(Engine([hang]), Engine()) as served:
-        client = await served.connect()
-        client.post("/v1/chat/completions", body_of())
+        await served.begin()
         await hang.begun.wait()
         (connection,) = served.site.connections
         connection.transport.abort()
@@ -122,34 +119,29 @@ async def test_a_client_that_leaves_as_its_engine_falls_silent_is_sent_to_no_oth
         assert ended_as_left(counted)
         assert counted["failures"] == {}
         assert len(served.scripted.sent) == 1
-        client.writer.close()
 
 
 async def test_an_engine_that_falls_silent_amid_its_answer_is_cut_off_with_an_error() -> None:
     async with fronted(Engine([*STREAM[:2], Hang()]), silent_within=0.01) as served:
-        client = await served.connect()
-        client.post("/v1/chat/completions", body_of())
+        client = await served.begin()
         await client.head()
         body, is_whole = await client.chunks()
         assert b"(silent)" in body
         assert not is_whole
         await served.ended()
         assert served.scripted.log[-2:] == [("close",), ("cancel", served.scripted.ranks[0])]
-        client.writer.close()
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 async def test_a_break_off_never_looks_like_a_whole_answer(version: bytes) -> None:
     async with fronted(Engine([*STREAM[:2], "reset"])) as served:
-        client = await served.connect()
-        client.post("/v1/chat/completions", body_of(), version=version)
+        client = await served.begin(version=version)
         await client.head()
         if version == b"1.0":  # the end of the connection would be the end of the answer
             with pytest.raises(ConnectionResetError):
                 await client.reader.read()
         else:
             assert not (await client.chunks())[1]
-        client.writer.close()
 
 
 async def test_a_bug_of_the_gateway_is_an_answer_and_leaves_no_place(

@@ -112,7 +112,7 @@ def test_rule_3_trailers_of_requests_and_of_answers_pass(tmp_path: Path, mode: s
         # Envoy 1.40 with a policy to retry would send the body twice.
         options = Options(mode, retries=False)
         proxy = opened.enter_context(envoy(tmp_path, pool(picked), options=options))
-        body = chat(TEXT)
+        body = chat(TEXT, max_tokens=9)
         chunked = b"%x\r\n%s\r\n0\r\nx-asked: yes\r\n\r\n" % (len(body), body)
         fields = "transfer-encoding: chunked\r\nx-request-id: trailed\r\nconnection: close\r\n"
         with asked(proxy, chunked, fields) as connection, connection.makefile("rb") as received:
@@ -120,7 +120,8 @@ def test_rule_3_trailers_of_requests_and_of_answers_pass(tmp_path: Path, mode: s
         assert answer.startswith(b"HTTP/1.1 200"), answer
         assert answer.endswith(b"\r\nx-served: yes\r\n\r\n")
         assert [line for front in fronts for line in front.trailers] == [b"x-asked: yes\r\n"]
-        assert picked.line("trailed")["end"] == "whole"
+        line = picked.line("trailed")
+        assert (line["end"], line["output_tokens"]) == ("whole", 9)
 
 
 class Trailing(ThreadingHTTPServer):
@@ -323,6 +324,7 @@ def test_rule_13_conformance_tests_steer_a_request_and_see_who_has_served_it(
                 path = "/v1/chat/completions" if body else "/v1/models"
                 status, headers, _ = proxy.ask(body, path, **steered)
                 assert (status, headers["x-conformance-test-served-endpoint"]) == (200, endpoint)
+        assert proxy.ask(chat(TEXT), test_epp_endpoint_selection="10.9.9.9")[0] == 503
 
 
 def test_rule_14_clients_name_no_destination_and_no_rank(both: Both) -> None:

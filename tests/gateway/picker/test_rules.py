@@ -137,23 +137,6 @@ def test_the_answer_passes_byte_for_byte_without_the_usage_nobody_asked_for(
     assert line["output_tokens"] == 1
 
 
-def test_trailers_may_end_an_answer_and_nothing_of_it_is_lost(served: Picker) -> None:
-    whole = b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}'
-    requests = [head(x_request_id="trailed"), body(chat()), answer_head()]
-    requests += [body(whole, end=False, kind="response_body"), trailers("response_trailers")]
-    answers = served.process_all(requests)
-    pieces = [
-        answer.response_body.response.body_mutation.streamed_response
-        for answer in answers
-        if answer.WhichOneof("response") == "response_body"
-    ]
-    assert b"".join(piece.body for piece in pieces) == whole
-    assert not any(piece.end_of_stream for piece in pieces)
-    assert answers[-1].WhichOneof("response") == "response_trailers"
-    line = served.line("trailed")
-    assert (line["end"], line["output_tokens"]) == ("whole", 2)
-
-
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"], ""])
 def test_an_empty_subset_is_refused_with_503(served: Picker, subset: Any) -> None:
     for asked, *rest in ([head(), body(chat())], [head("/v1/models", "GET", end=True)]):
@@ -276,24 +259,6 @@ def test_other_paths_go_to_any_engine(served: Picker) -> None:
     first, *others = served.process_all([head("/v1/audio"), body(b"sound")])
     assert endpoint_in(first) in served.endpoints
     assert streamed(others) == b"sound"
-
-
-def test_requests_name_endpoints_only_in_conformance_tests(served: Picker) -> None:
-    steered: Any = {"test_epp_endpoint_selection": "10.9.9.9"}
-    first, *_ = served.process_all([head(**steered), body(chat())])
-    assert endpoint_in(first) in served.endpoints, "which is ignored"
-    with picker("--conformance") as tested:
-        for endpoint in tested.endpoints:
-            answered = answer_head()
-            fields = answered.metadata_context.filter_metadata[messages.NAMESPACE]
-            fields[messages.SERVED] = endpoint
-            asked = head("/", "GET", end=True, test_epp_endpoint_selection=endpoint)
-            first, last = tested.process_all([asked, answered])
-            assert endpoints_in(first) == [endpoint]
-            said = fields_of(last, "response_headers")
-            assert said == {"x-conformance-test-served-endpoint": endpoint.encode()}
-        (answer,) = tested.process_all([head(end=True, **steered)])
-        assert answer.immediate_response.status.code == 503
 
 
 def test_by_default_it_serves_with_a_certificate_of_its_own() -> None:
