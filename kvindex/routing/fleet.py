@@ -320,6 +320,7 @@ class Capacity:
         self._limits = [limit if limit is not None else float("inf") for limit in limits]
 
     def keeps(self, request: FilterRequest) -> Iterable[object]:
+        # This request would be one more; its tokens and its blocks are not counted.
         queued, opened, decode = self._limits
         columns = zip(*request.loads[:3], strict=True)
         return (q <= queued and o < opened and d <= decode for q, o, d in columns)

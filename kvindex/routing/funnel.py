@@ -146,6 +146,7 @@ class Funnel:
             "attainable": decision.attainable,
             "chosen": decision.tokens,
         }
+        # Before the cap: that an engine reports more than the prompt has is what makes it suspect.
         self._recent[decision.rank].count(decision, delivered)
         if delivered is not None and delivered > decision.prompt_tokens:
             self.longer += 1
@@ -188,6 +189,7 @@ class PrefillRate:
 
     def __init__(self) -> None:
         self.tokens_per_second = _FIRST_GUESS
+        # As if two short waits had shown it: real ones soon outweigh the guess.
         self._tokens = 2.0 * _LEAST_TOKENS
         self._seconds = self._tokens / _FIRST_GUESS
 

@@ -182,6 +182,7 @@ def encode_batch(batch: EventBatch, dialect: Dialect = LATEST) -> bytes:
         raise EncodeError(f"ts is {batch.ts!r}, not a finite number of seconds")
     shapes = _shapes(dialect)
     events = [_event(event, dialect, shapes) for event in batch.events]
+    # A whole number of seconds, too, as engines write it: msgpack has other bytes for an int.
     raw: list[Any] = [float(batch.ts), events]
     try:
         if dialect.has_dp_rank:

@@ -183,6 +183,7 @@ class Blocks:
     def add(self, block_hash: BlockHash, block: Block, place: Place, copies: int = 1) -> bool:
         """Count copies of a block; False, and nothing counted, if the budget has no room for it."""
         label = self._labels.get(block_hash) or _Label()
+        # On a further medium it takes no room: counted are labels, blocks and groups.
         if place.group_idx not in label.groups_of(block):
             if self.full() or not self._budget.lets_grow():
                 return False

@@ -65,6 +65,7 @@ def tiered_hit(
             on_device = hit
         if tier <= 1:
             on_host = hit
+    # Beyond the device whole chunks are loaded: less than one more of them is nothing.
     if hit - on_device < cache.offload_chunk:
         hit = on_device
     if on_host - on_device < cache.offload_chunk:
@@ -92,6 +93,7 @@ def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> in
     if len(groups) < 2:
         return _find(groups[0], cache, length, drop=groups[0].eagle) if groups else 0
     groups = sorted(groups, key=lambda group: not group.spec.needs_all)
+    # Of two groups the first, which needs all blocks, has all of whatever the second one leaves.
     one_round = len(groups) == 2 and groups[0].spec.needs_all
     reached: dict[int, int] = {}  # by groups that need all blocks: one look-up each
     dropped: set[int] = set()  # groups that have dropped their block for the present length
@@ -110,6 +112,7 @@ def engine_hit(cache: Cache, length: int, groups: Sequence[GroupCoverage]) -> in
             reach = _find(group, cache, limit, drop=drop)
             if drop:
                 dropped.add(number)
+            # A shorter hit is another one: each group drops the last block of that.
             elif reach < current:
                 dropped.clear()
             current = reach
@@ -167,6 +170,7 @@ def _find_chunk(group: GroupCoverage, cache: Cache, length: int) -> int:
     assert group.spec.attention_chunk_size is not None
     size = group.block_size
     start = length - length % group.spec.attention_chunk_size
+    # A chunk may begin within a block, which is needed as a whole then.
     return _reach(group, cache, start - start % size, length)
 
 

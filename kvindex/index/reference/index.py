@@ -113,6 +113,7 @@ class Index(BaseIndex):
     # Queries ---------------------------------------------------------------------------------
 
     def _answer(self, token_ids: TokenIds, question: Question, trust: Trusts | None) -> Match:
+        # Within one lock: the sizes are those of the time of the answer.
         with self._lock:
             match, _ = self._find(token_ids, question, trust)
             if not match:
@@ -226,6 +227,7 @@ class Index(BaseIndex):
             return largest_loras(blocks.blocks.by_lora()), list(blocks.salts)
 
     def _view_walk(self, rank: Rank) -> Iterator[ResidentBlock]:
+        # A copy: events may be applied while the caller iterates.
         with self._lock:
             return iter(list(self._known(rank).blocks.walk()))
 

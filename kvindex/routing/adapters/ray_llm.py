@@ -146,6 +146,7 @@ class SelectionService:
             await asyncio.to_thread(self._follow, name, worker)
 
     def _follow(self, name: str, worker: Worker | None) -> None:
+        # First: a worker that Ray reports once more may publish elsewhere by now.
         with suppress(UnknownRankError):  # it is new
             self.client.remove(name)
         if worker is not None:

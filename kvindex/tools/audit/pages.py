@@ -165,6 +165,7 @@ def _ranks(ranks: Sequence[RankReport]) -> Section:
 
 
 def _histogram(title: str, bars: Sequence[Bar], css: str, unit: str, **details: Any) -> Section:
+    # Eight bars in each doubling make sums exact enough, and are too many to look at.
     columns = [(duration(bar.up_to), bar.weight) for bar in doublings(bars)]
     return _columns(title, ("up to", unit), columns, css, unit=unit, **details)
 
