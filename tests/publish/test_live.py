@@ -46,8 +46,9 @@ def test_a_live_message_is_topic_seq_payload_however_long_the_topic(peers: Peers
     assert decode_batch(payload).data_parallel_rank == 3
 
 
-def test_batches_arrive_in_order_with_numbers_without_a_hole(peers: Peers) -> None:
-    publisher = peers.publisher()
+@pytest.mark.parametrize("room", [100_000, 2], ids="{} may wait".format)
+def test_batches_arrive_in_order_with_numbers_without_a_hole(peers: Peers, room: int) -> None:
+    publisher = peers.publisher(max_queue_size=room)
     live, first = peers.joined(publisher)
     publish_many(publisher, 2000)
     received = [live.receive() for _ in range(2000)]
