@@ -110,20 +110,6 @@ def test_live_workload_in_an_old_and_a_new_dialect_equals_the_engine(dialect: st
             assert_true(client, engine)
 
 
-def test_dp_ranks_are_found_at_port_plus_rank(publisher: Publish) -> None:
-    first = publisher()
-    port = int(first.endpoint.rpartition(":")[2])
-    replay_port = int(str(first.replay_endpoint).rpartition(":")[2])
-    worker = Worker(
-        "engine",
-        f"tcp://127.0.0.1:{port - 3}",
-        replay=f"tcp://127.0.0.1:{replay_port - 3}",
-        dp_size=4,
-    )
-    assert worker.publishers()[3].endpoint == first.endpoint
-    assert worker.publishers()[3].replay == first.replay_endpoint
-
-
 def test_the_whole_path_in_one_process_over_inproc() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoints = "inproc://kv", "inproc://kv-replay"
@@ -205,10 +191,12 @@ def test_workers_are_added_and_removed_while_others_run() -> None:
         assert client.match(PROMPT)[Rank("b", 0)].tokens == 64
 
 
-def test_dp_rank_in_the_batches_wins_over_the_ports(publisher: Publish) -> None:
+def test_dp_rank_in_the_batches_wins_over_the_ports_and_is_waited_for(publisher: Publish) -> None:
     published = publisher(5)
     published.publish(batch())
     with client_of(worker_at(published)) as client:
+        client.wait_live(PATIENCE, ranks=[client.ranks[0]])  # by the port's name
+        assert client.status(RANK).state is State.LIVE
         wait_status(client, Rank("engine", 5), seq=0)
         assert client.ranks == (Rank("engine", 5),)
         assert client.match(list(range(16)))[Rank("engine", 5)].tokens == 16
@@ -225,17 +213,6 @@ def test_swapped_ports_are_sorted_out_by_the_batches(publisher: Publish) -> None
         assert client.status(Rank("engine", 1)).endpoint == publishers[0].endpoint
         first = client.match(list(range(16)))
         assert [first[Rank("engine", rank)].tokens for rank in (0, 1)] == [0, 16]
-
-
-def test_two_publishers_that_claim_one_dp_rank_stay_apart(publisher: Publish) -> None:
-    publishers = publisher(0), publisher(0)
-    for number, published in enumerate(publishers):
-        published.publish(batch(number))
-    with client_of(worker_at(*publishers)) as client:
-        for rank in client.ranks:
-            wait_status(client, rank, seq=0)
-        counters = [client.status(rank).counters for rank in client.ranks]
-        assert sum(c.get("dp_rank_conflicts", 0) for c in counters) == 1
 
 
 def test_message_over_the_maximum_size_is_refused_and_the_rank_recovers(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,12 +12,11 @@ import zmq
 
 from kvindex import Index, Rank, Worker
 from kvindex.wire import read_recording, replay_request
+from tests.captures import CAPTURES, NAMES
 from tests.live import PATIENCE, client_of, wait_status
 
 pytestmark = pytest.mark.conformance
 
-CAPTURES = Path(__file__).parents[2] / "data" / "captures"
-NAMES = sorted(path.stem for path in CAPTURES.glob("*.frames"))
 RANK = Rank("engine", 0)
 
 

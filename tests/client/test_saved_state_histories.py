@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from kvindex import BlockStored, Client, EventBatch, Index, Rank, Worker
 from kvindex.index import Fingerprints
 from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
-from kvindex.subscribe.resumption import SavedCursor
-from kvindex.subscribe.sequencer import Cursor
 from tests.examples import examples
+from tests.subscribe.peers import saved_cursor
 
 pytestmark = pytest.mark.property
 
@@ -32,19 +31,7 @@ STEPS = st.one_of(
 
 
 def cursor_of(rank: Rank) -> bytes:
-    stands = Cursor(
-        epoch=0,
-        seq=1,
-        ts=1.0,
-        next_seq=2,
-        complete=True,
-        oldest_ts=0.0,
-        kept_losses=False,
-        recent={1: 5},
-    )
-    identity = Fingerprints(SEED).identity
-    saved = SavedCursor(cursor=stands, dp_rank=rank.dp_rank, named=None, fingerprints=identity)
-    return saved.encode()
+    return saved_cursor(rank.dp_rank, fingerprints=Fingerprints(SEED).identity)
 
 
 def blocks_of(rank: Rank) -> int:

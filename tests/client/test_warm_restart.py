@@ -428,6 +428,8 @@ def test_a_cursor_that_cannot_be_read_is_a_restart(
         writer.finish()
     with client_of(worker_of(engine), resume=path) as client:
         caught_up(client, engine)
+        dropped = {"unreadable_cursor": 1}
+        assert resumed(client) == {"aside": 0, "restored": 0, "dropped": dropped}
         assert client.status(RANK).counters["refused_unreadable_cursor"] == 1
         assert client.status(RANK).epoch == 1
         assert_true(client, engine)
@@ -438,6 +440,8 @@ def test_a_file_without_positions_is_of_no_use_and_counted(path: Path, resume: R
         engine.run(BEFORE)
         with followed(engine) as client:
             client.index.save(path)  # not `Client.save`
+        with client_of(resume=path) as client:
+            assert resumed(client) == {"aside": 0, "restored": 0, "dropped": {"no_cursor": 1}}
         with resume(worker_of(engine)) as client:
             caught_up(client, engine)
             assert resumed(client) == {"aside": 0, "restored": 0, "dropped": {"no_cursor": 1}}

@@ -9,6 +9,8 @@ import zmq
 
 from kvindex import BlockStored, Client, EventBatch, Rank, RankStatus
 from kvindex.subscribe import RankBatch, StreamItem
+from kvindex.subscribe.resumption import SavedCursor
+from kvindex.subscribe.sequencer import Cursor
 from kvindex.wire import live_frames
 from tests.live import PATIENCE, within
 from tests.publish.publish_peers import Context, Peer
@@ -25,6 +27,23 @@ def stored(number: int, dp_rank: int | None = None) -> EventBatch:
     """A batch that stores the first block of a prompt; its ts is later for a higher number."""
     block = BlockStored(block_hashes=[number + 1], token_ids=prompt(number)[:16], block_size=16)
     return EventBatch(1_000.0 + number, [block], dp_rank)
+
+
+def saved_cursor(dp_rank: int, *, named: int | None = None, fingerprints: str) -> bytes:
+    """A cursor of the publisher at this port, whose seq tells which one that is."""
+    stands = Cursor(
+        epoch=0,
+        seq=dp_rank,
+        ts=1.0,
+        next_seq=dp_rank + 1,
+        complete=True,
+        oldest_ts=0.0,
+        kept_losses=False,
+        recent={dp_rank: 5},
+    )
+    return SavedCursor(
+        cursor=stands, dp_rank=dp_rank, named=named, fingerprints=fingerprints
+    ).encode()
 
 
 def publish_until(

@@ -144,7 +144,7 @@ def test_when_one_of_two_that_claim_a_name_leaves_the_other_gets_it() -> None:
     with client_of() as client, named_publisher(client, 0, 1), named_publisher(client, 1, 1):
         until(
             client.statuses,
-            lambda statuses: any("dp_rank_conflicts" in s.counters for s in statuses.values()),
+            lambda all_: sum(s.counters.get("dp_rank_conflicts", 0) for s in all_.values()) == 1,
         )
         kept = client.status(ZERO).endpoint
         client.remove(ONE)

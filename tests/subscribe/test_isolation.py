@@ -389,16 +389,6 @@ def test_a_renamed_rank_keeps_what_it_holds() -> None:
             client.index.check()
 
 
-def test_waiting_for_a_rank_that_is_renamed_waits_for_it_under_its_new_name() -> None:
-    with publisher_of(3) as publisher:
-        publisher.publish(stored(1))
-        worker = Worker("engine", publisher.endpoint, replay=publisher.replay_endpoint)
-        with client_of(worker) as client:
-            client.wait_live(PATIENCE, ranks=[client.ranks[0]])
-            assert client.status(RANK).rank == Rank("engine", 3)
-            assert client.status(RANK).state is State.LIVE
-
-
 def test_a_hostile_topic_is_named_in_a_few_words(context: Context) -> None:
     publisher = RawPublisher(context)
     with client_of(Worker("engine", publisher.endpoint, topic="kv")) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import permutations
 
 import pytest
@@ -12,37 +13,23 @@ from hypothesis import strategies as st
 from kvindex.subscribe import subscriber_thread as roster
 from kvindex.subscribe.resumption import (
     Claim,
-    SavedCursor,
     SavedRanks,
     check_saved,
     plan_resumption,
     resume_ranks,
     settle,
 )
-from kvindex.subscribe.sequencer import Cursor
 from kvindex.testing import FakeEngine
 from kvindex.wire.rank import Rank
 from tests.live import caught_up, client_of, worker_of
+from tests.subscribe.peers import saved_cursor
 
 pytestmark = pytest.mark.unit
 
 MINE = "nh64:1"
 
 
-def cursor(dp_rank: int, *, named: int | None = None, fingerprints: str = MINE) -> bytes:
-    """A cursor of the publisher at this port."""
-    stands = Cursor(
-        epoch=0,
-        seq=dp_rank,
-        ts=1.0,
-        next_seq=dp_rank + 1,
-        complete=True,
-        oldest_ts=0.0,
-        kept_losses=False,
-        recent={dp_rank: 5},
-    )
-    saved = SavedCursor(cursor=stands, dp_rank=dp_rank, named=named, fingerprints=fingerprints)
-    return saved.encode()
+cursor = partial(saved_cursor, fingerprints=MINE)
 
 
 @pytest.mark.parametrize(
