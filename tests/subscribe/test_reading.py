@@ -178,16 +178,6 @@ def test_a_topic_is_open_until_a_message_confirms_it() -> None:
     assert check.deadline is None
 
 
-def test_only_other_topics_contradict_it_and_are_named() -> None:
-    check = connected(b"kv@")
-    assert not check.fits(b"")
-    assert not check.fits(b"load")
-    assert check.contradicted
-    assert check.filtered == 2
-    assert "'kv@'" in check.trouble()
-    assert "'load'" in check.trouble()
-
-
 def test_a_relay_with_several_topics_is_no_contradiction() -> None:
     check = connected(b"kv@a")
     assert not check.fits(b"kv@b")
