@@ -151,7 +151,7 @@ def _read_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_levels(fields: object) -> None:
-    """Refuse a value that engines' parsers, which recurse, may fail on. O(containers)."""
+    """Refuse a value that engines' parsers, which recurse, may fail on."""
     level: list[Any] = [fields]
     for _ in range(_MOST_LEVELS):
         inner: list[Any] = []

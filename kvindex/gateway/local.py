@@ -155,7 +155,7 @@ class ChatError(Exception):
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what the model wrote, for training. It renders its inside."""
+    """`{% generation %}`: marks what the model wrote, for training, and renders it."""
 
     tags: Final = {"generation"}  # type: ignore[misc]
 

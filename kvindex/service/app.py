@@ -82,7 +82,7 @@ def app_routes(
 
 
 class _Changes:
-    """Carries registrations out on threads of their own. Owner: the event loop."""
+    """Carries registrations out on threads of their own; owned by the event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -157,7 +157,7 @@ def _json_of(kind: Any) -> dict[str, Any]:
 
 
 class _Views:
-    """Shows what is registered, how it stands, and what it holds. Owner: the event loop."""
+    """Shows what is registered, how it stands, and what it holds; owned by the event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -201,15 +201,9 @@ class _Views:
 
 
 def _dump(service: Service, most_blocks: int) -> Iterator[bytes]:
-    """Yield pieces of lines: for each registered rank one line about it, then one for each block.
-
-    A block's line has its engine's own label (`block_hash`: an integer, or the hex of bytes), its
-    `depth` in its prompt, and where it is. `blocks` of the rank's line counts them all, `listed`
-    those that follow: at most `most_blocks`. It is not Dynamo's dump: that names blocks by the
-    hashes of their tokens, which kvindex does not keep.
-
-    Complexity: O(blocks of the ranks). Thread safety: any thread.
-    """
+    """Yield pieces of lines: one about each registered rank, then one for each of its blocks."""
+    # It is not Dynamo's dump: that names blocks by the hashes of their tokens, which kvindex does
+    # not keep. `block_hash` is the engine's own label, an integer or the hex of bytes.
 
     def line(block: msgspec.Struct) -> bytes:
         fields = msgspec.structs.asdict(block)

@@ -213,7 +213,7 @@ def parse_id(text: str) -> tuple[str, int] | None:
 
 
 class _RankNews:
-    """A rank's last status, and the highest of what it counts. Under the timeline's lock."""
+    """A rank's last status, and the highest of what it counts, under the timeline's lock."""
 
     __slots__ = ("_counts", "_failing", "status")
 

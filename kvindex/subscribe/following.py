@@ -171,10 +171,7 @@ class Following(ABC):
     def _obstacles(
         self, ranks: Iterable[RankName] | str | None, complete: bool, timeout: float
     ) -> Callable[[], Callable[[], KVIndexError] | None]:
-        """Return a function: what `wait_live` raises if time runs out now; None once all is live.
-
-        The error is made on request: the function is called at each change of a large fleet.
-        """
+        """Return a function for what `wait_live` raises at a timeout, or None once all is live."""
         names = [ranks] if isinstance(ranks, str) else None if ranks is None else list(ranks)
         wanted: list[Rank] | None = None
 
@@ -196,6 +193,7 @@ class Following(ABC):
             late = self._board.late(wanted, complete)
             if late is None and not missing:
                 return None
+            # Made on request: this is called at each change of a large fleet.
             return partial(NotLiveError, timeout, late or {}, missing)
 
         return obstacle

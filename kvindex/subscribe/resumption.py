@@ -127,7 +127,7 @@ _ANEW = Resumption(0, None, "no_cursor", False)
 
 
 class _Cursors(SavedRanks):
-    """Cursors alone: the sink has restored the contents by itself. Immutable."""
+    """Cursors alone: the sink has restored the contents by itself."""
 
     def __init__(self, cursors: Mapping[Rank, bytes]) -> None:
         self._cursors = cursors

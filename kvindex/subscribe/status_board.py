@@ -315,11 +315,7 @@ class StatusBoard:
         return late or None
 
     def _find(self, name: RankName) -> list[Rank]:
-        """Return the ranks that a name stands for, at least one; a port's own name finds its rank.
-
-        Raises:
-            UnknownRankError: there is none.
-        """
+        """Return the ranks of a name, perhaps a port's own; UnknownRankError: there is none."""
         if isinstance(name, str):
             named = find_ranks(name, {**dict.fromkeys(self._statuses), **self._names})
             ranks = [rank for rank in map(self._name, named) if rank in self._statuses]

@@ -198,7 +198,7 @@ class Server:
         task.add_done_callback(self._connections.discard)
 
     async def _converse(self, connection: socket.socket) -> None:
-        """Answer one connection's requests. The task ends when the connection does."""
+        """Answer one connection's requests, until it ends."""
         # A head beyond the limit ends the connection, as one that never ends must.
         reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_HEAD)
         try:

@@ -248,7 +248,7 @@ class _Deadline:
 
 
 class _Wire(io.RawIOBase):
-    """A socket as http.client needs it, within a deadline. `Web.open` or `Stream` closes it."""
+    """A socket as http.client needs it, within a deadline; `Web.open` or `Stream` closes it."""
 
     def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
         self._sock = sock

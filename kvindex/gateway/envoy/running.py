@@ -104,7 +104,7 @@ def wait_listening(address: tuple[str, int], is_over: threading.Event) -> bool:
 
 
 class _Child:
-    """A process that may be started again. Owner: the thread of `Processes.run`."""
+    """A process that may be started again, owned by the thread of `Processes.run`."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ def run_picker(
 
 
 class _PickerProcess:
-    """The picker, and the gateway's own server beside it. Owner: the thread that makes it."""
+    """The picker and the gateway's own server, owned by the thread that makes them."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ class _PickerProcess:
             await server.stop(0)
 
     def abandon(self) -> None:
-        """End all requests, since Envoy is started again. Any thread."""
+        """End all requests, from any thread, since Envoy is started again."""
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # it is closed

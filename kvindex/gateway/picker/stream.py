@@ -122,7 +122,9 @@ class Picker:
 
 
 class _PickedRequest:
-    """One stream. Messages out of order or twice change nothing but what they say themselves."""
+    """One stream."""
+
+    # Messages out of order or twice change nothing but what they say themselves.
 
     def __init__(self, picker: Picker) -> None:
         self.is_over = False  # the request has the picker's own answer

@@ -83,15 +83,13 @@ class Block:
 
 
 class _Label:
-    """The blocks of one engine hash, the newest last, and their physical copies at each place.
-
-    Nearly always it is one block. Engines that hash only a block's own tokens (SGLang 0.4.8-0.5.5)
-    use one hash for equal pages at several positions.
-    """
+    """The blocks of one engine hash, the newest last, and their physical copies at each place."""
 
     __slots__ = ("blocks", "copies")
 
     def __init__(self) -> None:
+        # Nearly always one. Engines that hash only a block's own tokens (SGLang 0.4.8-0.5.5) use
+        # one hash for equal pages at several positions.
         self.blocks: dict[Block, None] = {}
         self.copies: dict[Place, dict[Block, int]] = {}
 

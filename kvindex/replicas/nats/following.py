@@ -308,10 +308,7 @@ class LogMembership:
     # The log ----------------------------------------------------------------------------------
 
     async def _fill(self, timeout: float) -> None:
-        """Receive one body, if it is the next one; NatsError, DecodeError: the log ends here.
-
-        QueueTimeoutError: none came in time; the log was asked again from the next number.
-        """
+        """Receive one body, if it is the next one; NatsError, DecodeError: the log ends here."""
         message = await self._next(timeout)
         if message.seq < self._expected:  # nats-py may deliver again what it delivered
             return
@@ -373,10 +370,7 @@ class LogMembership:
         raise QueueTimeoutError(why, timeout=timeout)
 
     async def _read_again(self) -> Head:
-        """Ask for the log from the next number on; return its end.
-
-        NewEpochError, NoStreamError: it does not go on.
-        """
+        """Ask for the log from the next number on; return its end, or raise what ended it."""
         assert self._connection is not None
         # A log that began anew may stay below that number for long, so its end is looked at each
         # time: a connection that breaks each second leaves no time for a silence.

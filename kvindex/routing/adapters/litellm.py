@@ -165,7 +165,7 @@ class KVAwareCallback(CustomLogger):
 
 
 class _CallId(str):
-    """LiteLLM's id of a call. Only the call holds it, so Python frees it with the call."""
+    """LiteLLM's id of a call, which only the call holds, so that Python frees both together."""
 
 
 def _booking_of(request: Mapping[str, Any], router: Router) -> Booking | None:

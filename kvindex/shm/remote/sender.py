@@ -176,11 +176,7 @@ class RemoteSender(RemoteEnd):
         }
 
     def _close(self) -> None:
-        """Notify the readers that no message follows, and wait `linger` seconds until all is read.
-
-        A slower reader still reads the rest, if all of it has reached the reader's machine by then;
-        otherwise the reader gets an error.
-        """
+        """Notify the readers of the end, and wait at most `linger` seconds until all is read."""
         try:
             if not self._interrupted:  # else no reader may take what it has for the whole
                 self._send_to_all(protocol.Closing(self._window.next_seq))
@@ -192,6 +188,8 @@ class RemoteSender(RemoteEnd):
                         "closed while remote reader %d had not read %d messages", rank, unread
                     )
         finally:
+            # A slower reader still reads what has reached its machine by then, and gets an error
+            # if something is missing.
             self._close_socket(_FLUSH)
 
     # Sending -------------------------------------------------------------------------------------

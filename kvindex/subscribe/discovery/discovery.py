@@ -337,12 +337,7 @@ class Discovery:
 
 
 class _Askers:
-    """Runs calls, which must not raise, in up to `most` threads, started when there is work.
-
-    They are daemons: a name server that never answers does not delay the end of the process.
-
-    Thread safety: `run` and `close` from one thread.
-    """
+    """Runs one thread's calls, which must not raise, in up to `most` others, started for work."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -355,6 +350,7 @@ class _Askers:
         self._calls.put(call)
         # Each call that ends leaves a token: a thread that waits, or soon will.
         if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
+            # A daemon: a name server that never answers does not delay the end of the process.
             thread = threading.Thread(target=self._work, name="kvindex-ask", daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -307,10 +307,7 @@ class KubernetesSource:
         return selector, self.rules
 
     def _follow(self, selector: str, rules: PodRules, version: str, notify: Notify) -> str:
-        """Receive changes until the watch ends; return the last version received.
-
-        A broken watch is resumed at its last version.
-        """
+        """Receive changes until the watch ends; return the last version received."""
         reached = version  # also by bookmarks, which carry nothing else
         try:
             for kind, changed in self._api.watch(self._path, selector, version):

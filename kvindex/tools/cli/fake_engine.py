@@ -152,10 +152,9 @@ class _Traffic:
 
 
 class _Ending:
-    """Ends the command between two requests: a signal interrupts nothing but its waiting.
+    """Ends the command between two requests: a signal interrupts nothing but its waiting."""
 
-    In the middle of a request it would leave an engine whose cache is half changed.
-    """
+    # In the middle of a request it would leave an engine whose cache is half changed.
 
     def __init__(self) -> None:
         self.asked = False

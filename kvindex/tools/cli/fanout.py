@@ -200,14 +200,15 @@ def _add_subscriber_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _Signals:
-    """The signals that have arrived. Handlers set it only: they must wait for no lock."""
+    """The signals that have arrived: handlers only set it, since they must wait for no lock."""
 
     def __init__(self) -> None:
         self.tables_asked: list[int] = []
         self.has_ended = False
 
     def end(self, _: int) -> None:
-        """End as Ctrl-C does, once: later ones interrupt no saving. Ctrl-C itself does."""
+        """End as Ctrl-C does, once."""
+        # Later ones interrupt no saving; Ctrl-C itself does.
         if not self.has_ended:
             self.has_ended = True
             raise KeyboardInterrupt

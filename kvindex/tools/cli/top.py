@@ -345,17 +345,15 @@ def _totals_line(totals: Totals) -> str:
 
 
 def _reasons(fleet: Fleet, ranks: Iterable[RankView]) -> list[str]:
-    """Return a line for each engine that was not found, and for each reason of some ranks.
-
-    Reasons that differ in numbers and in the rank's own addresses only count as the same.
-    """
+    """Return a line for each engine that was not found, and for each reason of some ranks."""
     missing = [f"not found: {name}: {why}" for name, why in fleet.missing.items()]
     lines = missing[:_MOST_MISSING]
     if len(missing) > len(lines):
         lines.append(f"not found: {len(missing) - len(lines)} more")
     groups: dict[str, list[RankView]] = {}
     for rank in ranks:
-        # A fleet that is unreachable has one reason, in which each rank's address differs.
+        # Reasons that differ in numbers and in the rank's own addresses only are the same: a fleet
+        # that is unreachable has one.
         if rank.reason:
             common = rank.reason.replace(rank.endpoint, "").replace(
                 rank.replay_endpoint or "\0", ""

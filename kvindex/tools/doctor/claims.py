@@ -314,13 +314,9 @@ def _check_port(case: Case, rank: int, endpoint: str, kind: int) -> bool:
 
 
 def _peer_at(endpoint: str, timeout: float) -> tuple[str, str]:
-    """Return what answers at an endpoint, by its first bytes, and what else is known of it.
-
-    "zmq" and its security mechanism; "http", "tls" or "other"; "reset" if it hangs up and "silent"
-    if it sends nothing; "refused", "unreachable"; "unseen" where there is no socket (inproc).
-    """
+    """Return what answers at an endpoint, by its first bytes, and what else is known of it."""
     scheme, _, address = endpoint.partition("://")
-    if scheme not in ("tcp", "ipc"):
+    if scheme not in ("tcp", "ipc"):  # such as inproc
         return "unseen", ""
     try:
         connection = _dialled(scheme, address, timeout)
@@ -348,6 +344,7 @@ def _peer_at(endpoint: str, timeout: float) -> tuple[str, str]:
                     began += piece
             except OSError:
                 pass  # it broke off: the subscription will show why
+            # Its security mechanism.
             return "zmq", began[12:32].rstrip(b"\0").decode("ascii", "replace")
     if not began:
         return "reset", ""
@@ -419,10 +416,8 @@ def _handshakes(
 
 
 def _who_dials(context: Context, endpoint: str, timeout: float) -> str:
-    """Listen where nobody does, if the address is ours, and return the finding if somebody dials.
-
-    A publisher that was given a concrete host connects to it, and tries again ten times a second.
-    """
+    """Listen where nobody does, if the address is ours; return the finding if somebody dials."""
+    # A publisher that was given a concrete host connects to it, and tries again ten times a second.
     found, until = "", time.monotonic() + timeout
     try:
         for outcome in _handshakes(context, zmq.SUB, endpoint, timeout, binds=True):

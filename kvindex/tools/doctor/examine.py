@@ -203,10 +203,7 @@ def _listen_to(case: Case, stack: ExitStack) -> None:
 
 
 def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping[Rank, int | None]:
-    """Wait until all ranks are live, no batch arrives any more, or the time is over.
-
-    Returns each rank's last batch before the last wait: one that has another now gets on.
-    """
+    """Wait until all ranks are live, or none gets on, or time is over; return the last batches."""
     broken = {Rank(case.name, dp_rank) for case in cases for dp_rank in case.broken}
     until = time.monotonic() + limits.replay
     news = threading.Event()
@@ -236,7 +233,7 @@ def _wait_live(cases: Sequence[Case], client: Client, limits: Limits) -> Mapping
         }
         now = last_batches(client.statuses())
         if not now or now == before or time.monotonic() >= until:
-            return before
+            return before  # of the last wait: a rank that has another batch now gets on
 
 
 def _watch(case: Case) -> None:

@@ -174,14 +174,13 @@ def _check_index(case: Case, rank: int, index: Mapping[str, Any]) -> None:
 
 
 def _check_offload(case: Case, statistics: Mapping[str, Any]) -> None:
-    """Note hits in a store whose blocks no event names.
-
-    What a prefill engine sends to a decode engine is in no store, and is announced on the GPU.
-    """
+    """Note hits in a store whose blocks no event names."""
     external = case.metrics.total("vllm:external_prefix_cache_hits") or 0.0
     if sources := case.metrics.by_label("vllm:prompt_tokens_cached_by_source", "source"):
         external = sum(sources.get(name, 0.0) for name in ("host", "disk", "external_unspecified"))
-    if case.metrics.total("vllm:nixl_xfer_time_seconds_count"):  # the unspecified are transfers
+    # The unspecified are then transfers: what a prefill engine sends to a decode engine is in no
+    # store, and is announced on the GPU.
+    if case.metrics.total("vllm:nixl_xfer_time_seconds_count"):
         external = sources.get("host", 0.0) + sources.get("disk", 0.0)
     media = {
         medium
