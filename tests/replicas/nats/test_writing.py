@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given
@@ -221,16 +222,10 @@ class Scene:
             on_append=lambda size: None,
         )
 
-    async def run(self, story: Callable[[Scene], Any]) -> None:
-        writing = asyncio.ensure_future(self.writing.run())
-        try:
-            await asyncio.wait_for(story(self), PATIENCE)
-        finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-
     async def reach(self, wanted: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE
         while not wanted():
+            assert time.monotonic() < deadline
             await asyncio.sleep(0.001)
 
     def wake(self) -> None:
@@ -247,6 +242,20 @@ class Scene:
         self.queue.detach()
 
 
+@asynccontextmanager
+async def running(*troubles: Exception) -> AsyncIterator[Scene]:
+    """A scene whose first epoch has begun, or one after these troubles; its end is the writer's."""
+    scene = Scene()
+    scene.troubles += troubles
+    writing = asyncio.ensure_future(scene.writing.run())
+    try:
+        await scene.reach(lambda: scene.queue.is_attached)
+        yield scene
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts follow each other at once."""
@@ -254,24 +263,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_what_waits_is_appended_in_order_and_ends_with_the_epoch() -> None:
-    scene = Scene()
-
-    async def story(scene: Scene) -> None:
-        await scene.reach(lambda: scene.queue.is_attached)
+    async with running() as scene:
         for number in range(5):
             scene.queue.send(b"%d" % number)
             await asyncio.sleep(0)
         await scene.reach(lambda: len(scene.log.of("w-1")) == 5)
         assert scene.log.of("w-1") == [b"0", b"1", b"2", b"3", b"4"]
-
-    await scene.run(story)
     assert scene.events == ["begin w-1", "end"]
     assert not scene.queue.is_attached
 
 
 async def test_a_queue_that_overflows_begins_a_new_epoch_once_nats_answers() -> None:
-    async def story(scene: Scene) -> None:
-        await scene.reach(lambda: scene.queue.is_attached)
+    async with running() as scene:
         scene.log.is_away = True
         scene.queue.send(bytes(301))
         assert scene.queue.trouble
@@ -283,12 +286,9 @@ async def test_a_queue_that_overflows_begins_a_new_epoch_once_nats_answers() -> 
         await scene.reach(lambda: scene.log.of("w-2") == [b"again"])
         assert scene.events == ["begin w-1", "end", "begin w-2"]
 
-    await Scene().run(story)
-
 
 async def test_what_waits_while_nats_is_away_follows_in_the_same_epoch() -> None:
-    async def story(scene: Scene) -> None:
-        await scene.reach(lambda: scene.queue.is_attached)
+    async with running() as scene:
         scene.log.is_away = True
         for number in range(5):
             scene.queue.send(b"%d" % number)
@@ -297,35 +297,23 @@ async def test_what_waits_while_nats_is_away_follows_in_the_same_epoch() -> None
         await scene.reach(lambda: len(scene.log.of("w-1")) == 5)
         assert scene.events == ["begin w-1"]
 
-    await Scene().run(story)
-
 
 async def test_another_writer_detaches_the_queue() -> None:
-    async def story(scene: Scene) -> None:
-        await scene.reach(lambda: scene.queue.is_attached)
+    async with running() as scene:
         scene.log.messages.append(LogMessage(2, "other-1", 0, b""))
         scene.queue.send(b"late")
         await scene.reach(lambda: scene.writer.state is WriterState.STANDING_BY)
         await scene.reach(lambda: not scene.queue.is_attached)
         assert scene.log.of("w-1") == []
 
-    await Scene().run(story)
-
 
 async def test_a_subscriber_that_is_busy_as_an_epoch_begins_gets_another_one() -> None:
-    scene = Scene()
-    scene.troubles.append(BusyError(5.0))
-
-    async def story(scene: Scene) -> None:
-        await scene.reach(lambda: scene.queue.is_attached)
+    async with running(BusyError(5.0)) as scene:
         assert scene.events == ["begin w-1", "end", "begin w-2"]
-
-    await scene.run(story)
 
 
 async def test_a_body_that_a_server_no_longer_accepts_begins_a_new_epoch() -> None:
-    async def story(scene: Scene) -> None:
-        await scene.reach(lambda: scene.queue.is_attached)
+    async with running() as scene:
         scene.log.is_away = True
         scene.queue.send(bytes(200))
         await scene.reach(lambda: scene.writer.counters["failures"] > 1)
@@ -335,5 +323,3 @@ async def test_a_body_that_a_server_no_longer_accepts_begins_a_new_epoch() -> No
         scene.queue.send(bytes(200))
         await scene.reach(lambda: scene.log.of("w-2") == [bytes(200)])
         assert all(len(message.body) <= 100 for message in scene.log.messages)
-
-    await Scene().run(story)
