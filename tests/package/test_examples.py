@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvindex.testing import FakeEngine
-from tests.live import PATIENCE
+from tests.children import ROOT, Program
 from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SHOWN = {
     "01_apply_and_match": "after block 12 has left: 16 tokens",
@@ -46,16 +43,10 @@ def run(path: Path, *argv: str) -> str:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{path.name} shows kvindex in {name}, which is not installed")
     warnings = "default" if others else "error"
-    ended = subprocess.run(
-        [sys.executable, "-W", warnings, str(path), *argv],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    with Program("-W", warnings, str(path), *argv) as example:
+        out, err = example.finish()
+    assert example.process.returncode == 0, err
+    return out
 
 
 def packages(path: Path) -> set[str]:
@@ -127,12 +118,9 @@ def test_the_warm_restart_takes_a_file_and_endpoints(tmp_path: Path) -> None:
         for length in (32, 64, 96):
             engine.serve(range(length))
         argv = [str(path), engine.endpoint, _replay(engine)]
-        assert "6 blocks, 3 batches replayed" in run(
-            ROOT / "examples" / "07_warm_restart.py", *argv
-        )
-        assert "6 blocks, 0 batches replayed" in run(
-            ROOT / "examples" / "07_warm_restart.py", *argv
-        )
+        for replayed in (3, 0):
+            out = run(ROOT / "examples" / "07_warm_restart.py", *argv)
+            assert f"6 blocks, {replayed} batches replayed" in out
 
 
 def test_the_router_takes_endpoints() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.live import PATIENCE
+from tests.children import ENVIRONMENT, Program
 
 pytestmark = pytest.mark.unit
 
@@ -52,34 +51,24 @@ def test_others(number):
 """
 
 
-def run_tests(folder: Path) -> subprocess.CompletedProcess[str]:
+def run_tests(folder: Path) -> tuple[str, str]:
     command = ["-m", "pytest", "-p", "xdist", "-n2", "--dist=worksteal", "-c", os.devnull]
-    return subprocess.run(
-        [sys.executable, *command, f"--rootdir={folder}", "test_it.py"],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    env = {**ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command += [f"--rootdir={folder}", "test_it.py"]
+    with Program(*command, cwd=folder, env=env, stdin=subprocess.DEVNULL) as tests:
+        return tests.finish()
 
 
 def test_what_hangs_is_named_and_ended_and_the_others_run(tmp_path: Path) -> None:
     Path(tmp_path, "conftest.py").write_text(CONFTEST)
     Path(tmp_path, "test_it.py").write_text(TESTS)
-    ended = run_tests(tmp_path)
+    out, err = run_tests(tmp_path)
     for _ in range(4):
-        if "cannot send (already closed?)" not in ended.stdout:
+        if "cannot send (already closed?)" not in out:
             break
-        ended = run_tests(tmp_path)  # xdist ends when it sends to a worker that has just died
+        out, err = run_tests(tmp_path)  # xdist ends when it sends to a worker that has just died
     for name in ("test_waits", "test_waits_for_a_child", "test_fails_and_waits"):
-        assert f"crashed while running 'test_it.py::{name}'" in ended.stdout, ended.stdout
-    assert "4 failed, 20 passed" in ended.stdout  # one of them had failed before
+        assert f"crashed while running 'test_it.py::{name}'" in out, out
+    assert "4 failed, 20 passed" in out  # one of them had failed before
     for where in ("in test_waits\n", "in test_waits_for_a_child\n", "in stuck\n"):
-        assert where in ended.stderr, ended.stderr
+        assert where in err, err

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -21,44 +19,21 @@ from kvindex.tools.cli.signals import handled
 from kvindex.wire import EventBatch
 from kvindex.wire.errors import ClosedError, UnknownRankError
 from kvindex.wire.rank import Rank
+from tests.interrupts import interrupted
 from tests.subscribe.test_status_board import Followed
 
 pytestmark = pytest.mark.unit
 
 BATCH = EventBatch(ts=0.0, events=[])
 MOMENTS = 200  # more than any of these calls has
+WEAK_REFERENCES = weakref.WeakSet.add.__code__.co_filename
 Call = Callable[[], object]
 
 
-def interrupted(call: Call, moment: int) -> bool:
-    """Make a call; interrupt it when it has entered or left so many functions, if it gets there."""
-    left = moment
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal left
-        if event == "c_call":  # no signal is handled before a C function runs
-            return
-        # An object of others dies just now: what its weak references call cannot raise.
-        if frame.f_code.co_filename == weakref.WeakSet.add.__code__.co_filename:
-            return
-        left -= 1
-        if left == 0:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    # A collection would call functions of others (hypothesis notes its time), and interrupt those.
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    except (ClosedError, UnknownRankError):
-        pass
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return False
+def counts(frame: FrameType, event: str) -> bool:
+    """Whether it entered or left a function: no signal is handled before a C function runs."""
+    # An object of others dies just now: what its weak references call cannot raise.
+    return event != "c_call" and frame.f_code.co_filename != WEAK_REFERENCES
 
 
 def queue() -> tuple[Call, Call]:
@@ -93,7 +68,9 @@ def test_an_interrupt_at_any_moment_of_a_call_leaves_the_lock_free(
 ) -> None:
     for moment in range(1, MOMENTS):
         call, from_elsewhere = make()
-        came = interrupted(call, moment)
+        came = False
+        with suppress(ClosedError, UnknownRankError):
+            came = interrupted(call, moment, counts)
         other = threading.Thread(target=from_elsewhere, daemon=True)
         other.start()
         other.join(5.0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import kvindex
+from tests.children import Program
 
 pytestmark = pytest.mark.unit
 
@@ -155,9 +154,10 @@ print(*sorted(set(sys.modules) - before), file=sys.stderr)
 
 def loaded_by(code: str) -> set[str]:
     """Return the modules that a new process loads for this code."""
-    command = [sys.executable, "-c", LISTED.format(code=code)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(done.stderr.splitlines()[-1].split())
+    with Program("-c", LISTED.format(code=code)) as process:
+        _, err = process.finish()
+    assert process.process.returncode == 0, err
+    return set(err.splitlines()[-1].split())
 
 
 def test_importing_kvindex_loads_neither_asyncio_nor_tls_nor_parts_that_are_not_used() -> None:

@@ -6,8 +6,6 @@ import gc
 import os
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,20 +16,13 @@ from kvindex import BACKEND, ClosedError, ConfigurationError, State
 from kvindex.replicas import FanOut, Replica, join
 from kvindex.wire.errors import QueueTimeoutError
 from kvindex.wire.forks import FORKED
-from tests.children import in_child
+from tests.children import ENVIRONMENT, Program, in_child
 from tests.live import PATIENCE, caught_up, until, worker_of
 from tests.native_ring import needs_ring
-from tests.replicas.fanout_peers import (
-    BEFORE,
-    PROMPTS,
-    Site,
-    fan_out,
-)
+from tests.replicas.fanout_peers import BEFORE, PROMPTS, Site, fan_out
 from tests.shm.queue_peers import Running
 
 pytestmark = [pytest.mark.e2e, needs_ring]
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_there_is_nobody_to_join(site: Site) -> None:
@@ -114,16 +105,11 @@ def test_connections_that_come_while_it_closes_are_closed(site: Site) -> None:
 def test_the_other_kind_of_index_is_refused_with_what_to_do(site: Site) -> None:
     script = f"from kvindex.replicas import join; join({site.path!r})"
     site.serve()
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "KVINDEX_BACKEND": "python", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert "ConfigurationError" in done.stderr
-    assert f"KVINDEX_BACKEND={BACKEND}" in done.stderr
+    env = {**ENVIRONMENT, "KVINDEX_BACKEND": "python"}
+    with Program("-c", script, env=env) as joining:
+        _, err = joining.finish()
+    assert "ConfigurationError" in err
+    assert f"KVINDEX_BACKEND={BACKEND}" in err
 
 
 # Forked children ---------------------------------------------------------------------------------

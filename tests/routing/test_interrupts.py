@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 
 from kvindex import routing
 from kvindex.routing import LocalLoadBoard, Router
 from kvindex.routing.shared_load import SharedBoard
+from tests.interrupts import interrupted
 from tests.routing.fleet import NOTHING, PROMPT, A, B, C, Clock, Followed, fleet, hold
 
 pytestmark = pytest.mark.unit
 
 MOMENTS = 2_000  # more than any of these calls has
 ROUTING = Path(routing.__file__).parent  # an index is tested by itself
-Call = Callable[[], object]
 
 
 class Site:
@@ -66,32 +64,8 @@ CALLS: dict[str, Callable[[Site], object]] = {
 }
 
 
-def interrupted(moment: int, call: Call) -> bool:
-    """Make a call, and interrupt it at one of its moments; return whether it came so far."""
-    left = moment
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal left
-        if (
-            event not in ("call", "c_return")
-            or ROUTING not in Path(frame.f_code.co_filename).parents
-        ):
-            return
-        left -= 1
-        if left == 0:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    gc.disable()  # what is raised in a finalizer is not seen
-    sys.setprofile(count)
-    try:
-        call()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return left <= 0
+def counts(frame: FrameType, event: str) -> bool:
+    return event in ("call", "c_return") and ROUTING in Path(frame.f_code.co_filename).parents
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -99,7 +73,7 @@ def interrupted(moment: int, call: Call) -> bool:
 def test_an_interrupt_at_any_moment_leaves_the_load_whole(name: str, shared: bool) -> None:
     for moment in range(1, MOMENTS):
         site = Site(gauges=moment % 2 == 0, shared=shared)
-        if not interrupted(moment, lambda site=site: CALLS[name](site)):  # type: ignore[misc]
+        if not interrupted(partial(CALLS[name], site), moment, counts):
             return
         site.check()
     raise AssertionError("the call never came to its end")
