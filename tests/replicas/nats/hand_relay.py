@@ -79,7 +79,7 @@ class MemoryLog:
         self.closed = 0
         self.readers = 0  # that are open
 
-    def append(self, epoch: str, body: bytes) -> None:
+    def add(self, epoch: str, body: bytes) -> None:
         self.last += 1
         self.messages[self.last] = epoch, body
 
@@ -107,6 +107,7 @@ class MemoryLog:
             raise self.failure
 
     async def head(self) -> Head:
+        await asyncio.sleep(0)
         self._check()
         return Head(self.last, self.first, self.messages.get(self.last, (None,))[0])
 
@@ -239,7 +240,7 @@ class Scene:
         self.log = MemoryLog()
         self.notes: list[str] = []
         self.epoch = "e-1"
-        self.log.append(self.epoch, b"")
+        self.log.add(self.epoch, b"")
         self.relay.add(A)
         self.relay.store(A)
         self.relay.show(A)
@@ -254,7 +255,7 @@ class Scene:
         return name
 
     def turn(self) -> None:
-        self.log.append(self.epoch, self.relay.body())
+        self.log.add(self.epoch, self.relay.body())
 
     def store(self, rank: Rank = A) -> None:
         self.relay.store(rank)

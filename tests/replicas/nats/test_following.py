@@ -95,7 +95,7 @@ def test_a_message_that_is_gone_is_noticed(scene: Scene) -> None:
 
 def test_a_new_epoch_ends_it(scene: Scene) -> None:
     place = scene.joined()
-    scene.log.append("e-2", b"")
+    scene.log.add("e-2", b"")
     with pytest.raises(NewEpochError, match=f"e-2 begins at message {scene.log.last}"):
         receive(place)
 
@@ -106,7 +106,7 @@ def test_an_epoch_that_began_below_the_expected_number_is_seen_in_the_silence(
     scene.store()
     place = scene.joined()
     scene.log.last -= 1  # the server has forgotten it
-    scene.log.append("e-2", b"")
+    scene.log.add("e-2", b"")
     with pytest.raises(NewEpochError, match="e-2"):
         receive(place)
 
@@ -119,7 +119,7 @@ def test_messages_that_the_server_forgot_and_got_again_count_once(scene: Scene) 
     scene.log.last -= 1
     with pytest.raises(QueueTimeoutError, match=f"has lost its messages from {lost} on"):
         receive(place)
-    scene.log.append(*kept)
+    scene.log.add(*kept)
     scene.store()
     follow(scene, place)
 
@@ -179,7 +179,7 @@ def test_a_connection_that_breaks_each_second_does_not_hide_a_log_that_began_ane
     place = scene.joined()
     scene.log.messages.clear()
     scene.log.last = 0
-    scene.log.append("e-2", b"")
+    scene.log.add("e-2", b"")
     reads = len(scene.log.reads)
 
     def connect_again() -> None:
@@ -218,13 +218,13 @@ def test_a_foreign_message_in_its_epoch_ends_it_until_there_is_another_epoch(
     scene: Scene, body: bytes
 ) -> None:
     place = scene.joined()
-    scene.log.append(scene.epoch, body)
+    scene.log.add(scene.epoch, body)
     with pytest.raises(DecodeError):
         receive(place)
     with pytest.raises(DecodeError):  # amid a join
         scene.joined()
     scene.epoch = "e-2"
-    scene.log.append(scene.epoch, b"")
+    scene.log.add(scene.epoch, b"")
     scene.snapshot()
     scene.store()
     scene.assert_same(scene.joined())
@@ -282,7 +282,7 @@ def test_times_of_the_relay_become_times_of_this_machine(scene: Scene) -> None:
 
 
 def test_there_is_no_snapshot_of_the_epoch_yet(scene: Scene) -> None:
-    scene.log.append("e-2", b"")
+    scene.log.add("e-2", b"")
     with pytest.raises(NoSnapshotError, match="epoch e-2"):
         scene.joined()
 

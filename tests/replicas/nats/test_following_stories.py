@@ -63,7 +63,7 @@ class Story(Scene):
             self.log.last -= 1
             self.begin_epoch()
         elif what == "foreign":
-            self.log.append("nonsense", b"\xff")
+            self.log.add("nonsense", b"\xff")
             self.begin_epoch()
         elif what == "damage":
             for name, data in self.log.objects.items():
@@ -80,7 +80,7 @@ class Story(Scene):
         self.turn()
         self.epochs += 1
         self.epoch = f"e-{self.epochs}"
-        self.log.append(self.epoch, b"")
+        self.log.add(self.epoch, b"")
 
 
 @examples(100)

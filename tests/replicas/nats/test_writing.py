@@ -17,8 +17,6 @@ from kvindex.replicas.nats import log_writer
 from kvindex.replicas.nats.log import (
     AppendRefusedError,
     BodyReader,
-    Head,
-    LogMessage,
     NoStreamError,
     StreamSettings,
 )
@@ -26,6 +24,7 @@ from kvindex.replicas.nats.log_writer import LogWriter, WriterState
 from kvindex.replicas.nats.relay import LogDriver, LogQueue
 from kvindex.wire.errors import BusyError, NatsError
 from tests.live import PATIENCE
+from tests.replicas.nats.hand_relay import MemoryLog
 
 pytestmark = pytest.mark.unit
 
@@ -161,45 +160,29 @@ def test_closing_frees_a_thread_that_waits() -> None:
 # The driver -------------------------------------------------------------------------------------
 
 
-class MemoryLog:
-    """A log in memory, of a server that can be away."""
+class WritersLog(MemoryLog):
+    """A log in memory that takes appends; its stream is to be made first."""
 
     pool = "memory"
-    is_closed = False
 
     def __init__(self) -> None:
+        super().__init__()
         self.max_body_bytes = 1000
-        self.messages: list[LogMessage] = []
-        self.is_made = False
-        self.is_away = False
+        self.failure = NoStreamError("no stream")
 
     async def make(self, settings: StreamSettings) -> None:
-        self.is_made = True
-
-    async def head(self) -> Head:
-        await self._answer()
-        if not self.messages:
-            return Head(0, 0, None)
-        return Head(len(self.messages), 1, self.messages[-1].epoch)
+        self.failure = None
 
     async def append(self, epoch: str, expected: int, body: bytes) -> int:
-        await self._answer()
-        if len(self.messages) != expected:
+        if (await self.head()).seq != expected:
             raise AppendRefusedError("another number")
-        self.messages.append(LogMessage(expected + 1, epoch, 0, body))
-        return expected + 1
-
-    async def _answer(self) -> None:
-        await asyncio.sleep(0)
-        if self.is_away:
-            raise NatsError("no answer")
-        if not self.is_made:
-            raise NoStreamError("no stream")
+        self.add(epoch, body)
+        return self.last
 
     def of(self, epoch: str) -> list[bytes]:
         """The messages of an epoch."""
         reader = BodyReader()
-        bodies = [message.body for message in self.messages if message.epoch == epoch]
+        bodies = [body for its_epoch, body in self.messages.values() if its_epoch == epoch]
         return [bytes(part) for body in bodies for part in reader.split(body)]
 
 
@@ -207,7 +190,7 @@ class Scene:
     """A writer with its queue, which is attached and detached as a relay does it."""
 
     def __init__(self) -> None:
-        self.log = MemoryLog()
+        self.log = WritersLog()
         self.writer = LogWriter("w")
         self.events: list[str] = []
         self.troubles: list[Exception] = []  # that the next epochs meet as they begin
@@ -275,12 +258,12 @@ async def test_what_waits_is_appended_in_order_and_ends_with_the_epoch() -> None
 
 async def test_a_queue_that_overflows_begins_a_new_epoch_once_nats_answers() -> None:
     async with running() as scene:
-        scene.log.is_away = True
+        scene.log.failure = NatsError("no answer")
         scene.queue.send(bytes(301))
         assert scene.queue.trouble
         await scene.reach(lambda: scene.writer.counters["failures"])
         assert scene.events == ["begin w-1", "end"]
-        scene.log.is_away = False
+        scene.log.failure = None
         await scene.reach(lambda: scene.queue.is_attached)
         scene.queue.send(b"again")
         await scene.reach(lambda: scene.log.of("w-2") == [b"again"])
@@ -289,18 +272,18 @@ async def test_a_queue_that_overflows_begins_a_new_epoch_once_nats_answers() -> 
 
 async def test_what_waits_while_nats_is_away_follows_in_the_same_epoch() -> None:
     async with running() as scene:
-        scene.log.is_away = True
+        scene.log.failure = NatsError("no answer")
         for number in range(5):
             scene.queue.send(b"%d" % number)
         await scene.reach(lambda: scene.writer.counters["failures"] > 2)
-        scene.log.is_away = False
+        scene.log.failure = None
         await scene.reach(lambda: len(scene.log.of("w-1")) == 5)
         assert scene.events == ["begin w-1"]
 
 
 async def test_another_writer_detaches_the_queue() -> None:
     async with running() as scene:
-        scene.log.messages.append(LogMessage(2, "other-1", 0, b""))
+        scene.log.add("other-1", b"")
         scene.queue.send(b"late")
         await scene.reach(lambda: scene.writer.state is WriterState.STANDING_BY)
         await scene.reach(lambda: not scene.queue.is_attached)
@@ -314,12 +297,12 @@ async def test_a_subscriber_that_is_busy_as_an_epoch_begins_gets_another_one() -
 
 async def test_a_body_that_a_server_no_longer_accepts_begins_a_new_epoch() -> None:
     async with running() as scene:
-        scene.log.is_away = True
+        scene.log.failure = NatsError("no answer")
         scene.queue.send(bytes(200))
         await scene.reach(lambda: scene.writer.counters["failures"] > 1)
         scene.log.max_body_bytes = 100
-        scene.log.is_away = False
+        scene.log.failure = None
         await scene.reach(lambda: scene.writer.epoch == "w-2" and scene.queue.is_attached)
         scene.queue.send(bytes(200))
         await scene.reach(lambda: scene.log.of("w-2") == [bytes(200)])
-        assert all(len(message.body) <= 100 for message in scene.log.messages)
+        assert all(len(body) <= 100 for _, body in scene.log.messages.values())
