@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvindex import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    Index,
-    Rank,
-)
+import pytest
+
+from kvindex import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Index, Rank
+from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import Event
 
 SIZE = 4
 A, B, C = Rank("a"), Rank("b"), Rank("c", 3)
 CLEAR = AllBlocksCleared()
+both = pytest.mark.parametrize("kind", [Index, reference.Index], ids=["chosen", "python"])
 
 
 # Events

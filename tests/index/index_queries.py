@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from collections import Counter
+from collections import Counter, UserList
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +43,16 @@ def _numpy(kind: str) -> Callable[[list[int]], Any]:
     return lambda tokens: numpy.array(tokens, dtype=kind)
 
 
+def _view(code: str, tokens: list[int]) -> Any:
+    return memoryview(array(code, tokens))
+
+
+def _in_c(kind: Any, tokens: list[int]) -> Any:
+    if tokens != [kind(token).value for token in tokens]:
+        raise OverflowError
+    return (kind * len(tokens))(*tokens)
+
+
 def _range(tokens: list[int]) -> Any:
     if tokens != list(range(len(tokens))):
         raise ValueError("no range")
@@ -53,8 +64,15 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
     "tuple": tuple,
     "range": _range,
     **{f"array {code}": partial(array, code) for code in "iIlLqQ"},
+    "sequence": UserList,
     "view of bytes": lambda tokens: memoryview(array("I", tokens).tobytes()).cast("I"),
-    "memoryview": lambda tokens: memoryview(array("q", tokens)),
+    "view of a bytearray": lambda tokens: memoryview(bytearray(array("I", tokens))).cast("I"),
+    **{f"view {code}": partial(_view, code) for code in "iq"},
+    "read-only": lambda tokens: memoryview(array("i", tokens)).toreadonly(),
+    **{
+        f"ctypes {kind.__name__}": partial(_in_c, kind)
+        for kind in (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64)
+    },
     "unaligned": lambda tokens: memoryview(b"." + array("q", tokens).tobytes())[1:].cast("q"),
     **{f"numpy {kind}": _numpy(kind) for kind in ("int32", "uint32", "int64", "uint64")},
 }

@@ -17,10 +17,8 @@ from kvindex import (
     EventBatch,
     Index,
     Rank,
-    SnapshotError,
 )
 from kvindex.client.client import MAX_BLOCKS_PER_RANK
-from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import encode_batch
 from kvindex.wire.errors import ConfigurationError, DecodeError, UnknownRankError
@@ -29,6 +27,7 @@ from tests.index.index_events import (
     B,
     C,
     apply,
+    both,
     counts_of,
     index_of,
     located,
@@ -143,7 +142,7 @@ def test_ranks_are_known_from_their_first_event_or_by_name() -> None:
     assert index.match(prompt(1))[B].blocks == 0
 
 
-@pytest.mark.parametrize("kind", [Index, reference.Index])
+@both
 def test_the_known_ranks_are_one_tuple_until_they_change(kind: type[BaseIndex]) -> None:
     index = kind()
     index.add(B)
@@ -315,18 +314,6 @@ def test_one_rank_does_not_use_up_a_large_max_blocks() -> None:
     assert matched(index, prompt(2), B) == 2
     assert Index(max_blocks=20_000, max_blocks_per_rank=20_000).max_blocks_per_rank == 20_000
     assert Index(max_blocks=19_999).max_blocks_per_rank == 18_000
-
-
-@pytest.mark.skipif(BACKEND != "native", reason="the Python index has no snapshots")
-def test_a_section_beyond_max_blocks_per_rank_is_refused_whole() -> None:
-    index = index_of(stored(0, 1, 2))
-    small = Index(seed=index.seed, max_blocks_per_rank=2)
-    with pytest.raises(SnapshotError, match="max_blocks_per_rank leaves room for 2") as refused:
-        small.restore(A, index.dump(A))
-    assert (refused.value.reason, small.ranks) == ("room", ())
-    with pytest.raises(SnapshotError):
-        Index.from_bytes(index.to_bytes(), max_blocks_per_rank=2)
-    assert len(Index.from_bytes(index.to_bytes(), max_blocks_per_rank=3)) == 3
 
 
 def test_a_client_makes_an_index_with_a_bound_of_each_rank() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex import BlockRemoved, BlockStored, CacheSettings, EventBatch, Index, RankMatch
-from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import BlockHash, Event
 from tests.captures import CAPTURES
@@ -22,6 +20,7 @@ from tests.index.index_events import (
     SIZE,
     A,
     apply,
+    both,
     counts_of,
     located,
     prompt,
@@ -196,9 +195,9 @@ def test_chunks_that_come_first_count_as_if_they_came_later(story: Story, way: s
     story.run(way)
 
 
-@pytest.mark.parametrize("make", [Index, reference.Index])
-def test_of_what_comes_first_no_more_than_16_mib_is_kept(make: Callable[[], BaseIndex]) -> None:
-    index, tokens = make(), [0] * 2**20
+@both
+def test_of_what_comes_first_no_more_than_16_mib_is_kept(kind: type[BaseIndex]) -> None:
+    index, tokens = kind(), [0] * 2**20
     for label in range(5):
         apply(index, A, chunk(0, block_hashes=[label], token_ids=tokens, block_size=len(tokens)))
     apply(index, A, DEVICE)
@@ -328,13 +327,13 @@ def in_the_order_of_engines(made: list[Move]) -> list[Move]:
     return fitting
 
 
-@pytest.mark.parametrize("make", [Index, reference.Index])
+@both
 @examples(100)
 @given(made=st.lists(moves, max_size=40), ordered=st.booleans())
 def test_chunks_of_any_sizes_in_any_order_count_as_a_set_of_prefixes_does(
-    make: Callable[[], BaseIndex], made: list[Move], ordered: bool
+    kind: type[BaseIndex], made: list[Move], ordered: bool
 ) -> None:
-    index, kept = make(), Kept()
+    index, kept = kind(), Kept()
     exact = False  # until the device shows its size, smaller chunks than the first are left out
     for move in in_the_order_of_engines(made) if ordered else made:
         held = move.prefix in kept.prefixes[move.size]

@@ -63,6 +63,10 @@ LEARNED = {
     "a hit ends at the last cut whose window is whole": Story(
         HYBRID, removed(0, 1, 2, 4, group_idx=1), holds(6), holds(4, prompt(5))
     ),
+    "windows lower each other's hits until all fit": Story(
+        *(stored(*range(8), **group) for group in (IS_FULL, SWA, SWA | {"group_idx": 2})),
+        Scene(removed(4, 5, group_idx=1), removed(3, 6, 7, group_idx=2), holds(3)),
+    ),
     "a group removes a hash that another keeps": Story(
         stored(0, group_idx=0),
         stored(0, group_idx=1),

@@ -20,7 +20,7 @@ from kvindex import (
     RankRows,
     State,
 )
-from kvindex.index import Trust, reference
+from kvindex.index import Trust
 from kvindex.index.api import BaseIndex
 from kvindex.wire import GroupSpec
 from kvindex.wire.errors import ConfigurationError, UnknownRankError
@@ -30,6 +30,7 @@ from tests.index.index_events import (
     B,
     C,
     apply,
+    both,
     index_of,
     prompt,
     stored,
@@ -39,8 +40,6 @@ from tests.index.index_events import (
 from tests.index.index_stories import Scene, Story, answers, configured, holds, of, stories
 
 pytestmark = pytest.mark.unit
-
-both = pytest.mark.parametrize("kind", [Index, reference.Index], ids=["chosen", "python"])
 
 DEAD = {A: State.CONNECTING, B: State.CONNECTING, C: State.LIVE}
 

@@ -154,14 +154,18 @@ def test_text_of_any_code_points_comes_along() -> None:
 # Room
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+@pytest.mark.parametrize(("limit", "room"), [("max_blocks", 1), ("max_blocks_per_rank", 2)])
+def test_what_does_not_fit_is_refused_whole_and_changes_nothing(limit: str, room: int) -> None:
     index = two_ranks()
-    small = Index(seed=index.seed, max_blocks=2)
+    small = Index(seed=index.seed, **{limit: 2})
     apply(small, B, stored(0))
+    with pytest.raises(SnapshotError, match=f"{limit} leaves room for {room}"):
+        small.restore(A, index.dump(A))
     assert refused(lambda: small.restore(A, index.dump(A))) == "room"
     assert (small.ranks, len(small)) == ((B,), 1)
     small.check()
-    assert refused(lambda: Index.from_bytes(index.to_bytes(), max_blocks=2)) == "room"
+    assert refused(lambda: Index.from_bytes(index.to_bytes(), **{limit: 2})) == "room"
+    assert len(Index.from_bytes(index.to_bytes(), **{limit: 4})) == 4
 
 
 def test_a_rank_makes_room_for_itself() -> None:

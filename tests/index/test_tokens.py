@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections import UserDict, UserList
-from typing import TYPE_CHECKING, Any
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvindex import AllBlocksCleared, EventBatch, Index
-from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.index.reference.keys import KeyMaker
 from kvindex.index.tokens import Prompt, pack_tokens
@@ -22,6 +22,7 @@ from tests.index.index_events import (
     B,
     apply,
     apply_together,
+    both,
     counts_of,
     index_of,
     matched,
@@ -30,6 +31,7 @@ from tests.index.index_events import (
     restored,
     stored,
 )
+from tests.index.index_queries import FORMS
 
 pytestmark = pytest.mark.unit
 
@@ -50,40 +52,10 @@ class Tensor:
         return TOKENS
 
 
-FORMS: dict[str, Any] = {
-    "list": TOKENS,
-    "tuple": tuple(TOKENS),
-    "sequence": UserList(TOKENS),
-    "memoryview of bytes": memoryview(array("I", TOKENS).tobytes()).cast("I"),
-    "memoryview of a bytearray": memoryview(bytearray(array("I", TOKENS).tobytes())).cast("I"),
-    **{f"array {code}": array(code, TOKENS) for code in "iIlLqQ"},
-    **{f"memoryview {code}": memoryview(array(code, TOKENS)) for code in "iq"},
-    "memoryview read-only": memoryview(array("i", TOKENS)).toreadonly(),
-    **{
-        f"ctypes {kind.__name__}": (kind * len(TOKENS))(*TOKENS)
-        for kind in (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64)
-    },
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_every_form_of_the_same_tokens_matches_alike(name: str) -> None:
-    index = index_of(stored(0, 1, 2))
-    assert index.match(FORMS[name])[A].blocks == 3
-
-
-def test_arrays_of_numpy_match() -> None:
-    np = pytest.importorskip("numpy")
-    if TYPE_CHECKING:
-        import numpy as np
-    index = index_of(stored(0, 1, 2))
-    assert index.match(np.array(TOKENS))[A].blocks == 3
-    assert index.match(np.array(TOKENS, dtype=np.uint32))[A].blocks == 3
-
-
-def test_a_range_matches() -> None:
-    index = index_of(stored(0, token_ids=list(range(5, 9))))
-    assert index.match(range(5, 20))[A].blocks == 1
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_of_the_same_tokens_matches_alike(form: Callable[[list[int]], Any]) -> None:
+    index = index_of(stored(0, 1, 2, token_ids=list(range(12))))
+    assert index.match(form(list(range(16))))[A].blocks == 3
 
 
 @pytest.mark.parametrize("empty", [[], (), range(0), *(array(code) for code in "iIlLqQ")], ids=repr)
@@ -142,7 +114,7 @@ def test_what_is_no_prompt_is_refused_with_a_reason(refused: Any, why: str) -> N
 
 @pytest.mark.parametrize("item", [{"role": "user"}, "a whole prompt", [1, 2], 1.5, None])
 @pytest.mark.parametrize("recomputed", [0, 1, 5])
-@pytest.mark.parametrize("kind", [Index, reference.Index])
+@both
 def test_one_item_that_is_no_token_is_refused_though_it_takes_no_part(
     kind: type[BaseIndex], recomputed: int, item: Any
 ) -> None:

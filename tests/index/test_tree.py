@@ -7,17 +7,15 @@ from random import Random
 
 import pytest
 
-from kvindex import ConfigurationError, Index, Rank
+from kvindex import ConfigurationError, Rank
 from kvindex.index import reference
 from kvindex.index.api import BaseIndex
 from kvindex.wire import Event
 from kvindex.wire.errors import InvariantError
-from tests.index.index_events import CLEAR, A, B, apply, prompt, removed, stored
+from tests.index.index_events import CLEAR, A, B, apply, both, prompt, removed, stored
 from tests.index.index_stories import Action, Scene, Story, cleared, counts, of, stories, totals
 
 pytestmark = pytest.mark.unit
-
-both = pytest.mark.parametrize("kind", [Index, reference.Index], ids=["chosen", "python"])
 
 
 def shape(runs: int, blocks: int) -> Action:

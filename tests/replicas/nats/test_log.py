@@ -221,34 +221,7 @@ async def test_a_reader_may_be_closed_after_its_connection(pool: NatsPool) -> No
     await reader.close()
 
 
-# A server that forgets, or is gone --------------------------------------------------------------
-
-
-async def test_a_server_that_forgets_shows_an_older_head(tmp_path: Path) -> None:
-    with NatsServer(tmp_path) as server:
-        pool = parse_pool(server.url, "forgetful", {})
-        async with opened(pool) as log:
-            await log.make(StreamSettings(store="file", max_bytes=8 << 20))
-            await filled(log, 3)
-            server.copy_store(tmp_path / "copy")
-            await log.append("a-1", 3, b"3")
-            server.roll_back(tmp_path / "copy")
-        async with opened(pool) as log:
-            assert await log.head() == Head(3, 1, "a-1", b"2")
-            with pytest.raises(AppendRefusedError):
-                await log.append("a-1", 4, b"4")
-            assert await log.append("a-1", 3, b"3") == 4
-
-
-async def test_a_memory_store_forgets_the_stream(tmp_path: Path) -> None:
-    with NatsServer(tmp_path) as server:
-        async with opened(parse_pool(server.url, "forgetful", {})) as log:
-            await log.make(SMALL)
-        server.kill()
-        server.start()
-        async with opened(parse_pool(server.url, "forgetful", {})) as log:
-            with pytest.raises(NoStreamError):
-                await log.head()
+# A server that is gone --------------------------------------------------------------------------
 
 
 async def test_a_server_that_stands_still_is_no_answer_in_time(
