@@ -490,7 +490,10 @@ li { margin: 4px 0; }
 
 def html_of(report: AuditReport) -> str:
     """Return the report as an HTML page: light and dark, with a table beside each plot."""
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(max(0.0, report.began)))
+    try:
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(max(0.0, report.began)))
+    except (ValueError, OverflowError, OSError):
+        began = f"{report.began:g} s"  # a publisher's timestamp may be no time at all
     source = f"{report.source or 'audit'}, {duration(report.seconds)} from {began}"
     return "\n".join(
         [

@@ -233,7 +233,8 @@ class Case:
         # Nothing that an engine sends is trusted to have the form that it should.
         models = self.report.answers.get("/v1/models") if self.report else None
         data = models.get("data") if isinstance(models, Mapping) else None
-        first = data[0] if isinstance(data, list) and data else {}
+        listed = data if isinstance(data, list) else []
+        first = next((model for model in listed if isinstance(model, Mapping)), {})
         stated = (first.get("max_model_len"), self.info.get("max_req_input_len"))
         return next((x for x in stated if isinstance(x, int) and x > 0), None)
 

@@ -82,6 +82,15 @@ def test_the_page_is_well_formed_and_whole(recordings: list[str], tmp_path: Path
         assert plot.find("title") is not None
 
 
+def test_the_page_bears_a_time_that_is_none(tmp_path: Path, run: Run) -> None:
+    recording, page = tmp_path / "odd.frames", tmp_path / "report.html"
+    with recording.open("wb") as file:
+        batch = encode_batch(EventBatch(1e300, [], 0))
+        RecordingWriter(file).write("live", live_frames(b"", 0, batch))
+    run("audit", recording, "--html", page)
+    assert "from 1e+300 s" in page.read_text("utf-8")
+
+
 def test_tokens_can_be_left_out(recordings: list[str], run: Run) -> None:
     shared = run("audit", "--json", "--no-tokens", *recordings).json["shared"]
     assert {tuple(prefix["first_tokens"]) for prefix in shared} == {()}

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvindex import Worker
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
+from kvindex.testing.http_engine import Routes
 from kvindex.tools.doctor import Diagnosis, Limits, Target
 from kvindex.tools.doctor.engine import EngineHttp, EngineMetrics
 from tests.live import link_to, worker_of
@@ -101,6 +102,15 @@ def test_what_an_engine_states_is_judged_without_a_prompt(case: str) -> None:
     engine, options, expected = STATED[case]
     with FakeEngine(**engine) as fake, HttpEngine(fake, options=HttpOptions(**options)) as server:
         assert ids(look_at(server.url, passive=True)) == expected
+
+
+def test_an_odd_entry_among_an_engines_models_breaks_no_examination(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = Routes._models
+    monkeypatch.setattr(Routes, "_models", lambda engine: ["odd", *listed(engine)])
+    with FakeEngine() as engine, HttpEngine(engine) as server:
+        assert ids(look_at(server.url, passive=True)) == []
 
 
 EXTERNAL = "vllm:external_prefix_cache_hits_total 412.0"
