@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("playwright")
 
-from playwright.sync_api import Browser, FloatRect, Locator
+from playwright.sync_api import Browser, FloatRect, Locator, expect
 from playwright.sync_api import Page as Tab
 
 from kvindex.service.page import Page
@@ -52,6 +52,15 @@ def shown(page: Page) -> Iterator[str]:
 
 def tiles(tab: Tab) -> Locator:
     return tab.get_by_role("listbox").get_by_role("option")
+
+
+def each_view(tab: Tab, url: str) -> Iterator[str]:
+    """Open one view after the other, and yield its name once it is drawn."""
+    for view in ("fleet", "prefixes", "match", "timeline"):
+        tab.goto(f"{url}/#{view}")
+        expect(tab.locator("nav [aria-current=page]")).to_have_attribute("href", f"#{view}")
+        expect(tab.get_by_role("main")).not_to_contain_text("Reading")
+        yield view
 
 
 def box_of(shown: Locator) -> FloatRect:

@@ -35,11 +35,18 @@ def engines() -> Iterator[list[FakeEngine]]:
         engine.close()
 
 
-def test_the_fleet_is_shown_and_an_engine_that_is_killed_is_told_within_seconds(
-    browser: Browser, engines: list[FakeEngine]
-) -> None:
-    with paged(*engines) as (_, client, url), tab_of(browser, url) as tab:
+@pytest.fixture
+def url(engines: list[FakeEngine]) -> Iterator[str]:
+    """Where the page of the engines is, once all is known that they hold."""
+    with paged(*engines) as (_, client, url):
         caught_up(client, *engines)
+        yield url
+
+
+def test_the_fleet_is_shown_and_an_engine_that_is_killed_is_told_within_seconds(
+    browser: Browser, engines: list[FakeEngine], url: str
+) -> None:
+    with tab_of(browser, url) as tab:
         options = tab.get_by_role("listbox", name="Ranks of llama").get_by_role("option")
         expect(options).to_have_count(3)
         expect(options.first).to_have_accessible_name(
@@ -54,11 +61,8 @@ def test_the_fleet_is_shown_and_an_engine_that_is_killed_is_told_within_seconds(
         expect(row).to_contain_text("connection to its publisher lost")
 
 
-def test_a_rank_is_chosen_by_keyboard_and_its_details_are_told(
-    browser: Browser, engines: list[FakeEngine]
-) -> None:
-    with paged(*engines) as (_, client, url), tab_of(browser, url) as tab:
-        caught_up(client, *engines)
+def test_a_rank_is_chosen_by_keyboard_and_its_details_are_told(browser: Browser, url: str) -> None:
+    with tab_of(browser, url) as tab:
         tiles(tab).first.focus()
         tab.keyboard.press("ArrowRight")
         expect(tiles(tab).nth(1)).to_be_focused()
@@ -72,59 +76,54 @@ def test_a_rank_is_chosen_by_keyboard_and_its_details_are_told(
 
 
 def test_prefixes_are_zoomed_by_keyboard_and_tell_who_holds_them(
-    browser: Browser, engines: list[FakeEngine]
+    browser: Browser, url: str
 ) -> None:
-    with paged(*engines) as (_, client, url):
-        caught_up(client, *engines)
-        with tab_of(browser, url, "prefixes") as tab:
-            tree = tab.get_by_role("tree")
-            expect(tree.get_by_role("treeitem")).to_have_count(5)
-            tree.get_by_role("treeitem", name="All prompts").focus()
-            tab.keyboard.press("ArrowDown")
-            shared = tree.get_by_role("treeitem", name="4 blocks, 3 ranks")
-            expect(shared).to_be_focused()
-            details = tab.get_by_role("complementary", name="The chosen prefix")
-            expect(details).to_contain_text("On GPU: 3 ranks")
-            expect(details).to_contain_text("vllm-2/0")
-            tab.keyboard.press("ArrowDown")
-            expect(tree.get_by_role("treeitem", name="3 blocks, 1 rank")).to_be_focused()
-            tab.keyboard.press("ArrowRight")
-            second = tree.get_by_role("treeitem", name="2 blocks, 1 rank")
-            expect(second).to_be_focused()
-            whole = box_of(tree)
-            tab.keyboard.press("Enter")
-            expect(tree.get_by_role("treeitem")).to_have_count(3)  # what leads there, and itself
-            assert box_of(second)["width"] == pytest.approx(whole["width"], abs=2)
-            tab.keyboard.press("Escape")
-            expect(tree.get_by_role("treeitem")).to_have_count(5)
-            tab.get_by_role("button", name="Table").click()
-            expect(tab.get_by_role("table").get_by_role("row")).to_have_count(5)
+    with tab_of(browser, url, "prefixes") as tab:
+        tree = tab.get_by_role("tree")
+        expect(tree.get_by_role("treeitem")).to_have_count(5)
+        tree.get_by_role("treeitem", name="All prompts").focus()
+        tab.keyboard.press("ArrowDown")
+        shared = tree.get_by_role("treeitem", name="4 blocks, 3 ranks")
+        expect(shared).to_be_focused()
+        details = tab.get_by_role("complementary", name="The chosen prefix")
+        expect(details).to_contain_text("On GPU: 3 ranks")
+        expect(details).to_contain_text("vllm-2/0")
+        tab.keyboard.press("ArrowDown")
+        expect(tree.get_by_role("treeitem", name="3 blocks, 1 rank")).to_be_focused()
+        tab.keyboard.press("ArrowRight")
+        second = tree.get_by_role("treeitem", name="2 blocks, 1 rank")
+        expect(second).to_be_focused()
+        whole = box_of(tree)
+        tab.keyboard.press("Enter")
+        expect(tree.get_by_role("treeitem")).to_have_count(3)  # what leads there, and itself
+        assert box_of(second)["width"] == pytest.approx(whole["width"], abs=2)
+        tab.keyboard.press("Escape")
+        expect(tree.get_by_role("treeitem")).to_have_count(5)
+        tab.get_by_role("button", name="Table").click()
+        expect(tab.get_by_role("table").get_by_role("row")).to_have_count(5)
 
 
 def test_the_explorer_tells_how_far_a_prompt_matches_and_why_it_ends(
-    browser: Browser, engines: list[FakeEngine]
+    browser: Browser, url: str
 ) -> None:
-    with paged(*engines) as (_, client, url):
-        caught_up(client, *engines)
-        with tab_of(browser, url, "match") as tab:
-            tab.get_by_label("Token ids", exact=True).last.fill(", ".join(map(str, PROMPTS[2])))
-            tab.get_by_role("button", name="Explain the match").click()
-            answers = tab.get_by_role("region", name="Answer").get_by_role("listitem")
-            expect(answers).to_have_count(2)
-            expect(answers.first).to_contain_text("vllm-2/0")
-            expect(answers.first.get_by_role("img", name="112 of 112 tokens match")).to_be_visible()
-            expect(answers.nth(1)).to_contain_text("64 of 112")
-            expect(answers.nth(1)).to_contain_text("and 1 more rank with the same answer")
-            tab.get_by_label("Token ids", exact=True).last.fill("1, two")
-            tab.get_by_role("button", name="Explain the match").click()
-            expect(tab.get_by_role("alert")).to_contain_text("token 2 is no number: two")
+    with tab_of(browser, url, "match") as tab:
+        tab.get_by_label("Token ids", exact=True).last.fill(", ".join(map(str, PROMPTS[2])))
+        tab.get_by_role("button", name="Explain the match").click()
+        answers = tab.get_by_role("region", name="Answer").get_by_role("listitem")
+        expect(answers).to_have_count(2)
+        expect(answers.first).to_contain_text("vllm-2/0")
+        expect(answers.first.get_by_role("img", name="112 of 112 tokens match")).to_be_visible()
+        expect(answers.nth(1)).to_contain_text("64 of 112")
+        expect(answers.nth(1)).to_contain_text("and 1 more rank with the same answer")
+        tab.get_by_label("Token ids", exact=True).last.fill("1, two")
+        tab.get_by_role("button", name="Explain the match").click()
+        expect(tab.get_by_role("alert")).to_contain_text("token 2 is no number: two")
 
 
 def test_the_timeline_shows_a_restart_in_a_lane_and_in_words(
-    browser: Browser, engines: list[FakeEngine]
+    browser: Browser, engines: list[FakeEngine], url: str
 ) -> None:
-    with paged(*engines) as (_, client, url), tab_of(browser, url, "timeline") as tab:
-        caught_up(client, *engines)
+    with tab_of(browser, url, "timeline") as tab:
         engines[0].restart()
         engines[0].serve(SHARED)
         row = tab.get_by_role("row").filter(has_text="the engine restarted")
@@ -133,20 +132,18 @@ def test_the_timeline_shows_a_restart_in_a_lane_and_in_words(
 
 
 def test_a_lost_server_is_told_with_how_old_the_picture_is_and_found_again(
-    browser: Browser, engines: list[FakeEngine]
+    browser: Browser, url: str
 ) -> None:
-    with paged(*engines) as (_, client, url):
-        caught_up(client, *engines)
-        with tab_of(browser, url, lossy=True) as tab:
-            expect(tab.locator(".pulse.live")).to_be_visible()
-            tab.route("**/*", lambda route: route.abort())
-            tab.evaluate("dispatchEvent(new Event('offline'))")
-            alert = tab.get_by_role("alert")
-            expect(alert).to_contain_text("Connection lost")
-            expect(alert).to_contain_text("What you see is from")
-            tab.unroute("**/*")
-            expect(tab.locator(".pulse.live")).to_be_visible()
-            expect(alert).to_have_count(0)
+    with tab_of(browser, url, lossy=True) as tab:
+        expect(tab.locator(".pulse.live")).to_be_visible()
+        tab.route("**/*", lambda route: route.abort())
+        tab.evaluate("dispatchEvent(new Event('offline'))")
+        alert = tab.get_by_role("alert")
+        expect(alert).to_contain_text("Connection lost")
+        expect(alert).to_contain_text("What you see is from")
+        tab.unroute("**/*")
+        expect(tab.locator(".pulse.live")).to_be_visible()
+        expect(alert).to_have_count(0)
 
 
 def test_without_engines_the_page_says_how_to_register_one_and_then_shows_it(

@@ -20,7 +20,7 @@ from kvindex.service.timeline import Timeline
 from kvindex.service.traffic import Trends
 from kvindex.testing import FakeEngine
 from tests.index.index_events import apply, stored
-from tests.service.http.browser import READ_AGAIN, box_of, names, shown, tab_of, tiles
+from tests.service.http.browser import READ_AGAIN, box_of, each_view, names, shown, tab_of, tiles
 from tests.service.http.scenes import MODEL, ManyRanks, page_of, paged
 from tests.service.test_fleet_overview import status_of
 
@@ -284,9 +284,6 @@ def test_words_instead_of_tokens_lead_to_how_to_get_them(browser: Browser, many:
 def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, many: str) -> None:
     phone: Any = {"width": 390, "height": 844}
     with tab_of(browser, many, viewport=phone) as tab:
-        for view in ("fleet", "prefixes", "match", "timeline"):
-            tab.goto(f"{many}/#{view}")
-            expect(tab.locator("nav [aria-current=page]")).to_have_attribute("href", f"#{view}")
-            expect(tab.get_by_role("main")).not_to_contain_text("Reading")
+        for view in each_view(tab, many):
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390, view
             assert box_of(tab.get_by_role("banner"))["height"] < 100, view  # two lines

@@ -12,7 +12,7 @@ pytest.importorskip("httpx")
 from playwright.sync_api import Browser, expect
 
 from kvindex.service.page import read_assets
-from tests.service.http.browser import tab_of, tiles
+from tests.service.http.browser import each_view, tab_of, tiles
 
 pytestmark = pytest.mark.service
 
@@ -86,10 +86,7 @@ def test_text_has_contrast_and_controls_have_names_in_every_view(
     browser: Browser, many: str, scheme: str
 ) -> None:
     with tab_of(browser, many, color_scheme=scheme) as tab:
-        for view in ("fleet", "prefixes", "match", "timeline"):
-            tab.goto(f"{many}/#{view}")
-            expect(tab.locator("nav [aria-current=page]")).to_have_attribute("href", f"#{view}")
-            expect(tab.get_by_role("main")).not_to_contain_text("Reading")
+        for view in each_view(tab, many):
             if view == "fleet":
                 tiles(tab).first.click()
                 for colour in ("Blocks", "Load", "Last event", "State"):

@@ -95,21 +95,6 @@ def test_a_query_that_fails_is_a_500_and_the_connection_goes_on(served: Listenin
     assert answered == (200, b"none  1")
 
 
-def test_pipelined_requests_are_answered_in_order_whoever_answers_them(served: Listening) -> None:
-    requests = [b"/query", b"/a", b"/query", b"/query", b"/b", b"/query"]
-    sent = b"".join(post(path, body=b"x" * (n + 1)) for n, path in enumerate(requests))
-    with served.raw(sent) as connection:
-        answers = responses(connection, len(requests))
-    assert [answer for _, answer in answers] == [
-        b"none  1",
-        b"app /a 2",
-        b"none  3",  # the one before is not answered yet
-        b"none  4",
-        b"app /b 5",
-        b"none  6",
-    ]
-
-
 @pytest.mark.parametrize(("body", "answer"), [(b"abc", b"none  3"), (b"unknown", b"app /query 7")])
 def test_a_client_that_expects_100_gets_it_once_before_it_sends(
     served: Listening, body: bytes, answer: bytes
@@ -254,17 +239,6 @@ def test_who_expects_100_and_is_not_admitted_need_not_send() -> None:
             assert connection.recv(1) == b""
 
 
-def test_a_shutdown_waits_for_the_query_that_is_being_received() -> None:
-    with listening() as served:
-        with served.raw(post(b"/query", b"content-length: 3")) as connection:
-            connection.sendall(b"ab")
-            until(lambda: len(served.server.site.connections) == 1)
-            served.server.stop()
-            connection.sendall(b"c")
-            assert responses(connection, 1) == [(200, b"none  3")]
-            assert connection.recv(1) == b""
-
-
 @pytest.mark.parametrize("sent", [post(b"/query", b"content-length: 3"), b"POST /query HTTP/1.1"])
 def test_a_slow_head_or_body_is_a_408(sent: bytes) -> None:
     with listening(limits=Limits(head_seconds=0.1, body_seconds=0.1)) as served:
@@ -367,14 +341,6 @@ def test_the_head_of_an_answer_comes_without_its_body(served: Listening) -> None
             response = connection.getresponse()
             assert (response.status, response.read()) == (200, b"")
         connection.close()
-
-
-def test_a_stream_without_end_is_whole_when_the_server_ends() -> None:
-    with listening() as served:
-        with served.raw(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
-            read_until(connection, b": hello\r\n")
-            served.server.stop()
-            assert read_until(connection, None)[0] == b"0\r\n\r\n"
 
 
 def test_a_client_that_goes_ends_its_stream() -> None:

@@ -164,15 +164,15 @@ def test_it_speaks_tls_with_the_certificate_that_is_named(tmp_path: Path) -> Non
 def test_open_requests_are_answered_before_it_ends(number: signal.Signals) -> None:
     body = b'{"instance_id": "7"}'
     head = b"POST /register HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with serving() as served:
+    with serving("--shutdown-within", 300) as served:
         with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as half:
-            half.settimeout(PATIENCE)
             half.sendall(head + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
             assert half.recv(4096).startswith(b"HTTP/1.1 100")  # it is being answered
             served.process.send_signal(number)
             until(lambda: "".join(served.said), lambda said: "ending" in said)
             half.sendall(body)
-            assert half.recv(4096).startswith(b"HTTP/1.1 422")
+            with half.makefile("rb") as answer:
+                assert answer.read().startswith(b"HTTP/1.1 422"), "and closed behind it"
         assert served.process.wait(PATIENCE) == 0
 
 
