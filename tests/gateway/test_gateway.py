@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
@@ -21,7 +22,9 @@ from tests.tools.commands import Running, http_engines, started
 
 pytestmark = pytest.mark.service
 
+CHAT = "/v1/chat/completions"
 ENVOY = ("--proxy", "envoy", "--threads", "1")
+TOKEN = "a-token-for-these-tests"
 LONG = "Once upon a time, in a land of many blocks, a prompt was longer than a few of them. " * 3
 
 
@@ -137,6 +140,11 @@ def live_ranks(served: Gateway) -> int:
     return int(float(live[0].split()[-1])) if live else 0
 
 
+def cached_in(body: bytes) -> int:
+    """The tokens that an engine says it had in its cache."""
+    return int((json.loads(body)["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+
 def content_of(body: bytes) -> str:
     """The text of a streamed chat."""
     events = [line[6:] for line in body.split(b"\n\n") if line.startswith(b"data: {")]
@@ -161,10 +169,10 @@ def test_the_doctor_reports_an_engine_that_a_gateway_never_found() -> None:
 
 
 def test_a_stream_is_that_of_the_engine_and_the_next_turn_finds_its_prompt(served: Gateway) -> None:
-    status, whole = served.ask("/v1/chat/completions", chat())
+    status, whole = served.ask(CHAT, chat())
     answer = json.loads(whole)
     assert status == 200
-    status, streamed = served.ask("/v1/chat/completions", chat(stream=True))
+    status, streamed = served.ask(CHAT, chat(stream=True))
     assert status == 200
     assert content_of(streamed) == answer["choices"][0]["message"]["content"]
     assert streamed.endswith(b"data: [DONE]\n\n")
@@ -173,16 +181,14 @@ def test_a_stream_is_that_of_the_engine_and_the_next_turn_finds_its_prompt(serve
     def found() -> tuple[int, int]:
         """Send the chat once more; return the tokens held as the gateway says, and delivered."""
         before = served.settled()["tokens"]
-        served.ask("/v1/chat/completions", chat(stream=True))
+        served.ask(CHAT, chat(stream=True))
         now = served.settled()["tokens"]
         return now["held"] - before["held"], now["delivered"] - before["delivered"]
 
     until(lambda: found()[0] > 0)  # once the events have arrived
     held, delivered = found()
     assert held == delivered
-    status, streamed = served.ask(
-        "/v1/chat/completions", chat(stream=True, stream_options={"include_usage": True})
-    )
+    status, streamed = served.ask(CHAT, chat(stream=True, stream_options={"include_usage": True}))
     usage = json.loads(streamed.split(b"\n\n")[-3][6:])["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
 
@@ -196,7 +202,7 @@ def test_an_engine_that_fails_before_its_first_event_costs_no_request(
     with faulty(served.engines[0], kind=kind):
         for number in range(6):
             text = f"{kind} {number} {LONG}"
-            status, body = served.ask("/v1/chat/completions", chat(text, stream=True))
+            status, body = served.ask(CHAT, chat(text, stream=True))
             assert (status, body[-14:]) == (200, b"data: [DONE]\n\n")
 
 
@@ -204,14 +210,14 @@ def test_an_engine_that_fails_before_its_first_event_costs_no_request(
 def test_what_is_odd_in_an_engines_answer_costs_no_request(served: Gateway, kind: Any) -> None:
     with faulty(*(served.engines if kind != "long_head" else served.engines[:1]), kind=kind):
         for number in range(4):
-            status, body = served.ask("/v1/chat/completions", chat(f"{kind} {number}", stream=True))
+            status, body = served.ask(CHAT, chat(f"{kind} {number}", stream=True))
             assert (status, body[-14:]) == (200, b"data: [DONE]\n\n")
             assert b'"usage": {' not in body
 
 
 def test_an_error_within_a_stream_reaches_the_client(served: Gateway) -> None:
     faults = json.dumps({"kind": "error_event", "after": 2})
-    status, body = served.ask("/v1/chat/completions", chat(stream=True), x_fake_faults=faults)
+    status, body = served.ask(CHAT, chat(stream=True), x_fake_faults=faults)
     assert status == 200
     assert b'data: {"error"' in body
     until(lambda: "error_event" in {row[2] for row in served.statistics()["requests"]})
@@ -222,9 +228,9 @@ def test_an_engine_that_hangs_is_replaced_or_given_up(options: tuple[str, ...]) 
     with gateway("--head-within", "5", *options, ranks=1) as served:
         served.engines[0].faults = HttpFaults(kind="hang")
         for number in range(2):
-            assert served.ask("/v1/chat/completions", chat(f"{number} {LONG}"))[0] == 200
+            assert served.ask(CHAT, chat(f"{number} {LONG}"))[0] == 200
         served.engines[1].faults = HttpFaults(kind="hang")
-        status, body = served.ask("/v1/chat/completions", chat())
+        status, body = served.ask(CHAT, chat())
         error = json.loads(body)["error"]
         if served.has_envoy:
             assert (status, error["type"]) == (504, "server_error")
@@ -232,7 +238,7 @@ def test_an_engine_that_hangs_is_replaced_or_given_up(options: tuple[str, ...]) 
             assert (status, error["code"]) == (503, "no_answer")
         for engine in served.engines:
             engine.faults = HttpFaults()
-        assert served.ask("/v1/chat/completions", chat())[0] == 200
+        assert served.ask(CHAT, chat())[0] == 200
         until(lambda: served.bookings()["open"] == 0)
 
 
@@ -242,18 +248,18 @@ def test_when_all_engines_are_gone_requests_fail_until_they_are_back(tmp_path: P
         listed.write_text(f'engines = ["{first.url}"]\n')
         with gateway_of([first], "--workers-file", str(listed)) as served:
             until(lambda: json.loads(served.ask("/v1/models")[1])["data"])
-            assert served.ask("/v1/chat/completions", chat())[0] == 200
+            assert served.ask(CHAT, chat())[0] == 200
             first.close()
-            status, body = served.ask("/v1/chat/completions", chat())
+            status, body = served.ask(CHAT, chat())
             assert (status, json.loads(body)["error"]["code"]) == (503, "no_answer")
             listed.write_text(f'engines = ["{second.url}"]\n')  # at another port
-            until(lambda: served.ask("/v1/chat/completions", chat())[0] == 200)
+            until(lambda: served.ask(CHAT, chat())[0] == 200)
             until(lambda: served.bookings()["open"] == 0)
 
 
 def test_an_engine_that_is_cut_amid_an_answer_ends_it_with_an_error(served: Gateway) -> None:
     with faulty(*served.engines, kind="cut", after=3):
-        connection, response = served.open("/v1/chat/completions", chat("cut", stream=True))
+        connection, response = served.open(CHAT, chat("cut", stream=True))
         with pytest.raises(IncompleteRead) as caught:
             response.read()
         connection.close()
@@ -265,19 +271,15 @@ def test_an_engine_that_is_cut_amid_an_answer_ends_it_with_an_error(served: Gate
 def test_a_client_that_leaves_frees_the_engine_and_the_booking(served: Gateway) -> None:
     before = sum(engine.counters.get("cancelled", 0) for engine in served.engines)
     with faulty(*served.engines, gap=PATIENCE):
-        connection, response = served.open("/v1/chat/completions", chat("leave", stream=True))
-        assert response.read(6) == b"data: "
-        assert served.bookings()["open"] == 1
-        connection.close()
+        with streaming(served):
+            assert served.bookings()["open"] == 1
         until(lambda: sum(e.counters.get("cancelled", 0) for e in served.engines) == before + 1)
         until(lambda: served.bookings()["open"] == 0)
 
 
 def test_an_endless_event_is_forwarded_not_kept_and_ends_with_the_client(served: Gateway) -> None:
     faults = json.dumps({"kind": "endless", "after": 1})
-    connection, response = served.open(
-        "/v1/chat/completions", chat("endless", stream=True), x_fake_faults=faults
-    )
+    connection, response = served.open(CHAT, chat("endless", stream=True), x_fake_faults=faults)
     for _ in range(64):
         assert len(response.read(1 << 16)) == 1 << 16
     connection.close()
@@ -310,13 +312,10 @@ def test_engines_that_come_and_go_under_load_cost_no_request(
 
         def send() -> None:
             body = chat(f"{len(ended)}", stream=True, max_tokens=4)
-            status, answer = served.ask("/v1/chat/completions", body)
+            status, answer = served.ask(CHAT, body)
             ended.append(answer if status == 200 else b"")
 
-        streams = [
-            served.open("/v1/chat/completions", chat(f"s{n}", stream=True, max_tokens=64))
-            for n in range(4)
-        ]
+        streams = opened.enter_context(streaming(served, 4, max_tokens=64))
         with meanwhile(send):
             follow(first, second, third)
             until(lambda: third.counters.get("generated", 0) > 0)
@@ -327,9 +326,8 @@ def test_engines_that_come_and_go_under_load_cost_no_request(
                 lambda: second.counters["generated"] + third.counters["generated"] > generated + 40
             )
         assert all(answer.endswith(b"data: [DONE]\n\n") for answer in ended)
-        for connection, response in streams:
+        for response in streams:
             assert response.read().endswith(b"data: [DONE]\n\n")
-            connection.close()
         until(lambda: served.bookings()["open"] == 0)
 
 
@@ -342,10 +340,10 @@ def ranks_of(served: Gateway) -> set[str]:
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/v1/chat/completions", {"model": "x", "messages": [{}]}, 404, "served: fake-model"),
-        ("/v1/chat/completions", {"messages": "text"}, 400, "messages"),  # others: test_calls
+        (CHAT, {"model": "x", "messages": [{}]}, 404, "served: fake-model"),
+        (CHAT, {"messages": "text"}, 400, "messages"),  # others: test_calls
         ("/v1/nothing", {}, 404, "no route"),
-        ("/v1/chat/completions", None, 405, "POST"),
+        (CHAT, None, 405, "POST"),
     ],
 )
 def test_what_is_wrong_has_an_answer_in_the_form_of_openai(
@@ -359,7 +357,7 @@ def test_what_is_wrong_has_an_answer_in_the_form_of_openai(
 
 
 def test_a_forged_rank_does_not_reach_the_engine(served: Gateway) -> None:
-    status, _ = served.ask("/v1/chat/completions", chat("forged"), x_data_parallel_rank="99")
+    status, _ = served.ask(CHAT, chat("forged"), x_data_parallel_rank="99")
     assert status == 200
 
 
@@ -369,14 +367,14 @@ def test_a_completion_by_token_ids_goes_where_they_are(served: Gateway) -> None:
     def cached() -> int:
         status, data = served.ask("/v1/completions", body)
         assert status == 200
-        return int(json.loads(data)["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return cached_in(data)
 
     until(cached, lambda tokens: tokens >= 64)
 
 
 def test_metrics_and_readiness_are_shown(served: Gateway) -> None:
     assert served.ask("/ready")[0] == 200
-    assert served.ask("/v1/chat/completions", chat())[0] == 200
+    assert served.ask(CHAT, chat())[0] == 200
     status, text = served.ask("/metrics")
     assert status == 200
     assert b"kvindex_gateway_requests_total{" in text
@@ -385,7 +383,7 @@ def test_metrics_and_readiness_are_shown(served: Gateway) -> None:
 
 def test_the_page_shows_the_engines_and_the_traffic(served: Gateway) -> None:
     for _ in range(2):
-        assert served.ask("/v1/chat/completions", chat(stream=True))[0] == 200
+        assert served.ask(CHAT, chat(stream=True))[0] == 200
         served.settled()
     assert b"<title>" in served.ask("/")[1]
     fleet = json.loads(served.ask("/api/fleet")[1])
@@ -407,41 +405,10 @@ def test_an_engine_is_drained_by_its_name(served: Gateway) -> None:
     assert served.ask(f"/admin/drain?worker={name}", {})[0] == 200
     before = served.engines[0].counters.get("generated", 0)
     for number in range(4):
-        assert served.ask("/v1/chat/completions", chat(f"{number}", stream=True))[0] == 200
+        assert served.ask(CHAT, chat(f"{number}", stream=True))[0] == 200
     assert served.engines[0].counters.get("generated", 0) == before
     assert served.ask(f"/admin/undrain?worker={name}", {})[0] == 200
     assert served.ask("/admin/drain?worker=z", {})[0] == 404
-
-
-def test_a_signal_lets_open_streams_end_while_it_reports_not_ready() -> None:
-    with gateway(ranks=1) as served:
-        for engine in served.engines:
-            engine.faults = HttpFaults(gap=0.05)
-        connection, response = served.open("/v1/chat/completions", chat("drain", stream=True))
-        assert response.read(6) == b"data: "
-        served.process.process.send_signal(signal.SIGTERM)
-        until(lambda: served.ask("/ready")[0] == 503)
-        assert response.read().endswith(b"data: [DONE]\n\n")
-        connection.close()
-        assert served.process.process.wait(PATIENCE) == 0
-
-
-def test_with_a_token_only_admitted_clients_get_in(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    path.write_text("t" * 20)
-    with (
-        http_engines("a") as engines,
-        gateway_of(engines, "--token-file", str(path), engines[0].url) as served,
-    ):
-        status, body = served.ask("/v1/models")
-        assert (status, json.loads(body)["error"]["type"]) == (401, "authentication_error")
-        assert served.ask("/v1/models", authorization=f"Bearer {'t' * 20}")[0] == 200
-
-
-def test_a_client_that_speaks_no_http_is_refused(served: Gateway) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE) as client:
-        client.sendall(b"\x00\x01\r\n\r\n")
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
 
 
 def raw(served: Gateway, data: bytes) -> bytes:
@@ -487,3 +454,96 @@ def test_a_body_that_is_too_long_has_an_answer_in_the_form_of_openai(served: Gat
         return
     assert int(head.split()[1]) == 413
     assert json.loads(answer)["error"]["type"] == "invalid_request_error"
+
+
+@WITH_AND_WITHOUT
+def test_a_signal_lets_open_streams_end_while_it_reports_not_ready(
+    options: tuple[str, ...],
+) -> None:
+    with gateway(*options, ranks=1) as served:
+        for engine in served.engines:
+            engine.faults = HttpFaults(gap=0.05)
+        pids = children(served)
+        with streaming(served) as (response,):
+            served.process.process.send_signal(signal.SIGTERM)
+            until(lambda: served.ask("/ready")[0] == 503)
+            assert served.ask(CHAT, chat("meanwhile", max_tokens=1))[0] == 200
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        assert served.process.process.wait(PATIENCE) == 0
+        assert not [pid for pid in pids.values() if running(pid)]
+
+
+@WITH_AND_WITHOUT
+def test_with_a_token_only_admitted_clients_get_in_and_engines_do_not_see_it(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    tokens, key = tmp_path / "tokens", tmp_path / "key"
+    tokens.write_text(f"{TOKEN}\nanother-{TOKEN}\n")
+    key.write_text("the-engines-key")
+    files = ("--token-file", str(tokens), "--engine-token-file", str(key))
+    with (
+        http_engines("a") as engines,
+        gateway_of(engines, *options, *files, engines[0].url) as served,
+    ):
+        received = heads(engines[0])
+        for wrong in ({}, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}):
+            for path, body in ((CHAT, chat()), ("/v1/models", None)):
+                status, answer = served.ask(path, body, **wrong)
+                assert (status, json.loads(answer)["error"]["type"]) == (
+                    401,
+                    "authentication_error",
+                )
+        assert not [head for head in received if head["path"] == CHAT]
+        for right in (f"Bearer {TOKEN}", f"bearer another-{TOKEN}"):
+            assert served.ask(CHAT, chat(), authorization=right)[0] == 200
+            assert served.ask("/v1/models", authorization=right)[0] == 200
+        keys = [head["authorization"] for head in received if head["path"] == CHAT]
+        assert keys == ["Bearer the-engines-key"] * 2
+
+
+def heads(engine: HttpEngine) -> list[dict[str, str]]:
+    """What an engine receives from now on: the fields of each request, and its path."""
+    received: list[dict[str, str]] = []
+    server: Any = engine._server
+    answer = server._answer
+
+    def listen(method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
+        received.append({**headers, "path": path})
+        return answer(method, path, headers, body)
+
+    server._answer = listen
+    return received
+
+
+def children(served: Gateway) -> dict[str, int]:
+    """The process ids of "envoy" and "python", the picker; none without Envoy."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "-o", "comm=", "--ppid", str(served.process.process.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    return {name[:6]: int(pid) for pid, name in rows}
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there, and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def streaming(served: Gateway, count: int = 1, **fields: Any) -> Iterator[list[HTTPResponse]]:
+    """Open streams, and read the begin of each."""
+    with ExitStack() as opened:
+        responses = []
+        for number in range(count):
+            body = chat(f"{number} {LONG}", stream=True, **fields)
+            connection, response = served.open(CHAT, body)
+            opened.callback(connection.close)
+            assert response.read(6) == b"data: "
+            responses.append(response)
+        yield responses

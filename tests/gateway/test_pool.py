@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.picker.envoys import binary
-from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, gateway_of, live_ranks
+from tests.gateway.test_gateway import ENVOY, LONG, Gateway, cached_in, chat, gateway_of, live_ranks
 from tests.live import until
 from tests.nats_server import NatsServer
 from tests.tools.commands import http_engines, started
@@ -42,8 +42,7 @@ def two_gateways(folder: Path) -> Iterator[tuple[list[Gateway], NatsServer]]:
 def cached(gateway: Gateway, text: str) -> int:
     status, body = gateway.ask("/v1/chat/completions", chat(text))
     assert status == 200
-    details: dict[str, int] = json.loads(body)["usage"]["prompt_tokens_details"] or {}
-    return details.get("cached_tokens", 0)
+    return cached_in(body)
 
 
 def test_each_finds_what_the_other_has_sent_and_counts_its_load(tmp_path: Path) -> None:

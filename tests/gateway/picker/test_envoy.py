@@ -20,6 +20,7 @@ pytest.importorskip("grpc")
 from kvindex.testing import HttpFaults
 from tests.gateway.picker.envoys import Envoy, Options, Pool, binary, envoy
 from tests.gateway.picker.streams import Picker, chat, picker, picker_of
+from tests.gateway.test_gateway import cached_in
 from tests.live import PATIENCE, until
 from tests.tools.commands import http_engines
 
@@ -55,8 +56,7 @@ def pool(picked: Picker) -> Pool:
 def cached(proxy: Envoy) -> int:
     status, _, body = proxy.ask(chat(TEXT))
     assert status == 200
-    details: dict[str, int] = json.loads(body)["usage"]["prompt_tokens_details"] or {}
-    return details.get("cached_tokens", 0)
+    return cached_in(body)
 
 
 def content_of(body: bytes) -> str:

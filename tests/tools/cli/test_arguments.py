@@ -111,6 +111,7 @@ def test_both_forms_add_up() -> None:
         # Only what matches has settings of caches.
         ("tail --endpoint tcp://h:1 --eagle", "unrecognized arguments: --eagle"),
         ("record frames --endpoint tcp://h:1 --eagle", "unrecognized arguments: --eagle"),
+        ("record /no/such/x --endpoint tcp://127.0.0.1:1", "cannot write /no/such/x.frames"),
         ("audit", "no engine named"),
         ("audit no-such-file", "cannot read"),
         ("audit FILE --endpoint tcp://127.0.0.1:1", "not both"),

@@ -237,10 +237,6 @@ def test_a_failed_recording_names_why(
     assert reason in run("record", tmp_path / "x", "--seconds", 0.1, *argv, code=code).err
 
 
-def test_a_recording_without_a_directory_exits_2(tmp_path: Path, run: Run) -> None:
-    run("record", tmp_path / "no" / "x", "--endpoint", "tcp://127.0.0.1:1", code=2)
-
-
 def test_a_recording_reports_at_once_what_it_misses(engine: FakeEngine, tmp_path: Path) -> None:
     with FaultyLink(engine.endpoint, engine.replay_endpoint) as link:
         with started("record", str(tmp_path / "x"), *at(link)) as command:
