@@ -77,6 +77,13 @@ class Program:
         self.kill()
 
 
+def run_code(code: str, *argv: str, **options: Any) -> tuple[int, str, str]:
+    """Run Python code as a program; return its exit code, what it printed, and its errors."""
+    with Program("-W", "error", "-c", code, *argv, **options) as program:
+        out, errors = program.finish()
+    return program.process.returncode, out, errors
+
+
 def in_child(check: Callable[[], object]) -> int:
     """Return the exit code of a child that checks something: 0, or a signal's, negative.
 

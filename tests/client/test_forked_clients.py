@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +22,7 @@ from kvindex import (
 from kvindex.subscribe import Subscriber
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.testing import FakeEngine
-from tests.children import in_child
+from tests.children import Program, in_child
 from tests.live import PATIENCE, caught_up, client_of, followed, until, worker_of
 
 pytestmark = pytest.mark.e2e
@@ -188,6 +186,6 @@ client.wait_live({PATIENCE})
 client.close()
 """
     with FakeEngine("a") as engine:
-        argv = [sys.executable, "-c", script, engine.endpoint, str(engine.replay_endpoint)]
-        ended = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE * 3)
-    assert (ended.returncode, ended.stderr) == (0, "")
+        with Program("-c", script, engine.endpoint, str(engine.replay_endpoint)) as program:
+            _, errors = program.finish()
+    assert (program.process.returncode, errors) == (0, "")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from kvindex.wire.errors import (
     SegmentError,
     WriterDiedError,
 )
+from tests.children import run_code
 from tests.live import PATIENCE
 from tests.native_ring import needs_ring
 from tests.publish.raw_peers import RawPeer
@@ -287,11 +286,4 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     ids=["here", "elsewhere"],
 )
 def test_a_forked_child_has_no_part_in_its_parents_queue(script: str, printed: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert (done.stdout, done.stderr) == (printed, "")
+    assert run_code(script) == (0, printed, "")

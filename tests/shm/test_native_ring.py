@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.children import ENVIRONMENT, run_code
 
 pytestmark = pytest.mark.unit
 
@@ -36,16 +36,10 @@ USES = {
 
 
 def run_without(use: str, path: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT.replace("{use}", use), str(path)],
-        cwd=Path(__file__).parents[2],
-        env={"KVINDEX_BACKEND": "python"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stderr == ""
-    return done.stdout
+    env = {**ENVIRONMENT, "KVINDEX_BACKEND": "python"}
+    _, out, errors = run_code(WITHOUT.replace("{use}", use), str(path), env=env)
+    assert errors == ""
+    return out
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

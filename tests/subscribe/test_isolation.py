@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -11,8 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import NoReturn
 
 import pytest
@@ -21,10 +18,8 @@ import zmq
 import kvindex.subscribe.subscriber as subscriber_module
 import kvindex.subscribe.subscriber_thread as thread_module
 from kvindex import (
-    BlockStored,
     BusyError,
     ClosedError,
-    EventBatch,
     EventStream,
     Rank,
     SocketOptions,
@@ -37,6 +32,7 @@ from kvindex.subscribe import RankAdded, RankBatch, StreamItem, Subscriber
 from kvindex.subscribe import connection as connection_module
 from kvindex.testing import FakeEngine, Faults, LaneFaults
 from kvindex.testing.ports import reserve_port
+from tests.children import Program
 from tests.live import (
     PATIENCE,
     REPLAYS,
@@ -100,7 +96,6 @@ def test_publisher_killed_mid_batch_and_started_again_only_the_new_contents_are_
 
             wait_published(epoch=0)
             first.kill()
-            first.join(PATIENCE)
             wait_status(client, RANK, connected=False)
             port, replay_port = (e.rpartition(":")[2] for e in (endpoint, replay))
             with publishing(f"tcp://*:{port}", f"tcp://*:{replay_port}", token=2):
@@ -110,37 +105,30 @@ def test_publisher_killed_mid_batch_and_started_again_only_the_new_contents_are_
                 client.index.check()
 
 
+PUBLISHING = """
+import sys, time
+from kvindex import BlockStored, EventBatch, ZmqEventPublisher
+
+token = int(sys.argv[3])
+publisher = ZmqEventPublisher(endpoint=sys.argv[1], replay_endpoint=sys.argv[2])
+print(publisher.endpoint, publisher.replay_endpoint, flush=True)
+first = last = token * 10**9
+while True:
+    parent, last = last if last > first else None, last + 1
+    stored = BlockStored(
+        block_hashes=[last], parent_block_hash=parent, token_ids=[token] * 16, block_size=16
+    )
+    publisher.publish(EventBatch(ts=time.time(), events=[stored]))
+    time.sleep(0.0005)  # a flood would outrun the replay buffer, and the root be lost
+"""
+
+
 @contextmanager
-def publishing(
-    endpoint: str, replay: str, *, token: int
-) -> Iterator[tuple[SpawnProcess, str, str]]:
+def publishing(endpoint: str, replay: str, *, token: int) -> Iterator[tuple[Program, str, str]]:
     """Run a process that publishes batches of this token; yield it, and both of its endpoints."""
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=_publish_until_killed, args=(there, endpoint, replay, token))
-    process.start()
-    try:
-        assert here.poll(PATIENCE)
-        yield process, *here.recv()
-    finally:
-        process.kill()
-        process.join(PATIENCE)
-
-
-def _publish_until_killed(parent: Connection, endpoint: str, replay: str, token: int) -> None:
-    publisher = ZmqEventPublisher(endpoint=endpoint, replay_endpoint=replay)
-    parent.send((publisher.endpoint, publisher.replay_endpoint))
-    number = 0
-    while True:
-        number += 1
-        stored = BlockStored(
-            block_hashes=[token * 10**9 + number],
-            parent_block_hash=token * 10**9 + number - 1 if number > 1 else None,
-            token_ids=[token] * 16,
-            block_size=16,
-        )
-        publisher.publish(EventBatch(ts=time.time(), events=[stored]))
-        time.sleep(0.0005)  # a flood would outrun the replay buffer, and the root be lost
+    with Program("-c", PUBLISHING, endpoint, replay, str(token)) as program:
+        live, replay = program.line().split()
+        yield program, live, replay
 
 
 def test_consumer_stalled_past_the_high_water_mark_loses_nothing_once_it_goes_on() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
@@ -17,6 +16,7 @@ import pytest
 import kvindex
 from kvindex.wire.backend import choose_backend, explain_fallback, why_not_native
 from kvindex.wire.errors import ConfigurationError
+from tests.children import ENVIRONMENT, Program, run_code
 
 pytestmark = pytest.mark.unit
 
@@ -158,17 +158,10 @@ for _ in range(2):
 def test_the_first_index_of_a_process_warns_once_that_python_runs(
     backend: str, warnings: int
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", FALLBACK],
-        env={**os.environ, "KVINDEX_BACKEND": backend},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert ended.stdout == "python\n"
-    assert ended.stderr.count("Python index") == warnings
-    assert ended.stderr.count("\n") == warnings
+    with Program("-c", FALLBACK, env={**ENVIRONMENT, "KVINDEX_BACKEND": backend}) as program:
+        out, errors = program.finish()
+    assert (out, program.process.returncode) == ("python\n", 0)
+    assert errors.count("Python index") == errors.count("\n") == warnings
 
 
 IN_A_SUB_INTERPRETER = """
@@ -193,9 +186,9 @@ assert index.match([1, 2]).best is None
 
 
 def test_a_sub_interpreter_is_refused_and_the_main_one_goes_on() -> None:
-    command = [sys.executable, "-c", IN_A_SUB_INTERPRETER]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    with Program("-c", IN_A_SUB_INTERPRETER) as program:
+        _, errors = program.finish()
+    assert program.process.returncode == 0, errors
 
 
 def test_the_services_queries_name_the_cause_when_sources_hide_the_native_module() -> None:
@@ -211,12 +204,10 @@ for use in (lambda: __import__("kvindex.service.queries"), lambda: ShmRingBuffer
     except Exception as error:
         print(type(error).__name__, error)
 """
-    free = {name: value for name, value in os.environ.items() if name != "KVINDEX_BACKEND"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=free)
-    query, ring = done.stdout.splitlines()
+    _, out, errors = run_code(program, env={**ENVIRONMENT, "KVINDEX_BACKEND": ""})
+    query, ring = out.splitlines()
     for line, error in ((query, "ImportError"), (ring, "SegmentError")):
-        assert line.startswith(error), done.stderr
+        assert line.startswith(error), errors
         assert "hide the native build in /venv/kvindex" in line
         assert "C++20 compiler" not in line
 

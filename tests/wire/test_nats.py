@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from kvindex import ConfigurationError
 from kvindex.wire.nats import NatsOptions, parse_pool
+from tests.children import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -159,5 +158,5 @@ try:
 except kvindex.ConfigurationError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "pip install -e '.[nats]'" in done.stdout, done.stderr
+    _, out, errors = run_code(program)
+    assert "pip install -e '.[nats]'" in out, errors

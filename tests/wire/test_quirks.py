@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from kvindex.wire import text_token
@@ -16,6 +13,7 @@ from kvindex.wire.quirks import (
     is_content_hash,
     is_root_parent,
 )
+from tests.children import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -76,7 +74,4 @@ def test_text_tokens_meet_no_vocabulary_and_differ() -> None:
 
 def test_text_tokens_are_the_same_in_every_process() -> None:
     code = "from kvindex.wire import text_token; print(text_token('sha256:ab'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert int(done.stdout) == text_token("sha256:ab")
+    assert run_code(code) == (0, f"{text_token('sha256:ab')}\n", "")

@@ -10,8 +10,6 @@ import re
 import resource
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,12 +21,12 @@ import pytest
 from kvindex.shm import ShmRingBuffer
 from kvindex.shm.ring.segment import MAKER, Segment, check_platform, sweep
 from kvindex.wire.errors import ClosedError, SegmentError
+from tests.children import run_code
 from tests.native_ring import needs_ring
 
 pytestmark = [pytest.mark.unit, needs_ring]
 
 FOLDER = Path("/dev/shm")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -391,19 +389,13 @@ threading.Thread(target=lambda: (reader.dequeue(), reader.dequeue()), daemon=Tru
 
 @pytest.mark.parametrize("how", ENDS)
 def test_nothing_is_left_when_a_process_ends(how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", MADE + ENDS[how]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    names = done.stdout.split()
+    _, out, errors = run_code(MADE + ENDS[how])
+    names = out.split()
     assert len(names) == 2
     assert not any((FOLDER / name).exists() for name in names)
     if how == "by an exception":
-        assert done.stderr.rstrip().endswith("ZeroDivisionError")
+        assert errors.rstrip().endswith("ZeroDivisionError")
     elif how == "while a thread waits":  # which is told, or frozen by the interpreter's end
-        assert "resource_tracker" not in done.stderr
+        assert "resource_tracker" not in errors
     else:
-        assert done.stderr == ""  # nor does multiprocessing's resource tracker complain
+        assert errors == ""  # nor does multiprocessing's resource tracker complain

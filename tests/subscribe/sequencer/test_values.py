@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +17,7 @@ from kvindex import BACKEND, index, wire
 from kvindex.subscribe.resumption import SavedCursor
 from kvindex.subscribe.sequencer import MAX_SEQ, Cursor, ReplayPolicy, SequencerConfig, State
 from kvindex.wire.errors import ConfigurationError, DecodeError
+from tests.children import ENVIRONMENT, run_code
 
 pytestmark = pytest.mark.unit
 
@@ -166,21 +165,10 @@ def test_fingerprints_of_another_process_are_the_same(make: type[wire.Fingerprin
         f"from {make.__module__} import Fingerprints as F; f = F(7);"
         "print(f.identity, f.of(b'payload'))"
     )
-    out = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={
-                "PYTHONHASHSEED": seed,
-                "PYTHONPATH": ":".join(sys.path),
-                "KVINDEX_BACKEND": BACKEND,
-            },
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        for seed in ("1", "2")
-    ]
-    assert out[0] == out[1] == [make(7).identity, str(make(7).of(b"payload"))]
+    printed = f"{make(7).identity} {make(7).of(b'payload')}\n"
+    for seed in ("1", "2"):
+        env = {**ENVIRONMENT, "PYTHONHASHSEED": seed, "KVINDEX_BACKEND": BACKEND}
+        assert run_code(code, env=env) == (0, printed, "")
 
 
 def test_fingerprints_of_two_implementations_do_not_pass_for_each_other() -> None:
