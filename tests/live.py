@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvindex import Client, Match, Rank, RankStatus, ReplayPolicy, State, Worker
+from kvindex.subscribe import Subscriber
 from kvindex.testing import FakeEngine, FaultyLink, Workload
 
 PATIENCE = 120.0  # seconds: far more than anything takes, so that a slow machine is no failure
@@ -99,7 +100,7 @@ def client_of(*workers: Worker, **options: Any) -> Client:
     return Client(workers, **{"replay_policy": REPLAYS, "probe_interval": 0.3, **options})
 
 
-def caught_up(client: Client, *engines: FakeEngine, timeout: float = PATIENCE) -> None:
+def caught_up(client: Client | Subscriber, *engines: FakeEngine, timeout: float = PATIENCE) -> None:
     """Wait until every engine's last batch is applied and its rank is live."""
     last = {engine.rank: engine.published - 1 for engine in engines}
 
@@ -154,7 +155,7 @@ def wait_counter(
     until(client.statuses, lambda now: now[rank].counters.get(name, 0) >= at_least, timeout)
 
 
-def explain(client: Client, wanted: object) -> str:
+def explain(client: Client | Subscriber, wanted: object) -> str:
     lines = [f"not reached: {wanted}"]
     lines += [str(client.status(rank)) for rank in client.ranks]
     return "\n".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -39,11 +38,6 @@ def publish_many(publisher: ZmqEventPublisher, count: int) -> None:
     """Publish batches numbered from 0 by their ts."""
     for number in range(count):
         publisher.publish(batch(number))
-
-
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    """Look until the deadline; `what` is for the reader of the test."""
-    until(is_true)
 
 
 class Peer:

@@ -11,8 +11,7 @@ from kvindex.shm import Waiting
 from kvindex.shm.codec import BUFFERS
 from kvindex.shm.remote import RemoteReader, RemoteSender
 from kvindex.shm.remote.protocol import Message, Welcome, decode, encode
-from tests.live import PATIENCE
-from tests.publish.publish_peers import wait_until
+from tests.live import PATIENCE, until
 
 MILLISECONDS = int(PATIENCE * 1000)
 
@@ -108,5 +107,5 @@ def serve_until(sender: RemoteSender, **counts: int) -> frozenset[int]:
         dead.update(sender.serve())
         return counts.items() <= sender.statistics().items()
 
-    wait_until(reached, f"{counts}")
+    until(reached)
     return frozenset(dead)

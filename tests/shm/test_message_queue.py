@@ -430,6 +430,8 @@ def test_local_and_remote_readers_get_the_same(
         view[:] = b"bytes"
     for reader in readers:
         assert reader.result() == [*messages, [b"b" * 100], b"bytes"]
+    long = [message for message in messages if len(MsgpackCodec().encode(message)[0]) > CHUNK]
+    assert writer.statistics()["local"]["fragments"] == len(long) + 1
 
 
 @pytest.mark.parametrize("slow", [1, 2])

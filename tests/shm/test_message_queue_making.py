@@ -59,6 +59,7 @@ def test_values_that_cannot_work_are_refused(args: tuple[Any, ...], knobs: dict[
     [
         ({"rank": 7}, "rank 7 is none of the queue's local ranks"),
         ({"codec": MsgpackCodec}, r"pass MsgpackCodec\(\)"),
+        ({"codec": "json"}, "codec must be"),
         ({"curve": Curve.generate()}, "curve must name the writer's public key"),
     ],
 )

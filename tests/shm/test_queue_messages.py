@@ -18,13 +18,12 @@ from kvindex.shm.codec import (
     MsgpackCodec,
     PickleCodec,
     body_of,
-    choose_codec,
     decoder_of,
 )
 from kvindex.shm.ring.receiver import Assembly
 from kvindex.shm.ring.ring import CONTINUED, LENGTH_BYTES, MORE, RAW
 from kvindex.shm.ring.sender import fragments
-from kvindex.wire.errors import ConfigurationError, DecodeError, EncodeError, KVIndexError
+from kvindex.wire.errors import DecodeError, EncodeError, KVIndexError
 
 pytestmark = pytest.mark.unit
 
@@ -120,15 +119,6 @@ def test_any_chunks_are_a_message_or_an_error_of_ours(
 
 
 # Bodies --------------------------------------------------------------------------------------
-
-
-def test_bytes_go_as_they_are_and_objects_encoded() -> None:
-    codec = MsgpackCodec()
-    assert body_of(b"raw", codec) == (RAW, b"raw", 3)
-    kind, body, size = body_of([1], codec)
-    assert (kind, body, size) == (ENCODED, b"\x91\x01", 2)
-    assert decode(RAW, memoryview(b"raw"), codec) == b"raw"
-    assert decode(ENCODED, memoryview(b"\x91\x01"), codec) == [1]
 
 
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=5))
@@ -227,17 +217,6 @@ def test_small_buffers_stay_inside_a_pickle_and_large_ones_go_beside_it() -> Non
     assert [len(memoryview(buffer)) for buffer in buffers] == [10_000]
     got = PickleCodec().decode(data, [bytearray(10_000)])
     assert got == [bytearray(10), bytearray(10_000)]
-
-
-def test_codecs_are_chosen_by_name() -> None:
-    assert isinstance(choose_codec("msgpack"), MsgpackCodec)
-    assert isinstance(choose_codec("pickle"), PickleCodec)
-    own = MsgpackCodec(int)
-    assert choose_codec(own) is own
-    bad: list[Any] = ["json", "", None, 3, MsgpackCodec.encode]
-    for codec in bad:
-        with pytest.raises(ConfigurationError, match="codec must be"):
-            choose_codec(codec)
 
 
 # What encoding leaves ------------------------------------------------------------------------

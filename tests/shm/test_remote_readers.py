@@ -29,7 +29,6 @@ from kvindex.wire.errors import (
 )
 from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
-from tests.publish.publish_peers import wait_until
 from tests.shm.queue_peers import Running
 from tests.shm.remote_peers import RemoteQueue, received, send, serve_until, small
 
@@ -89,7 +88,7 @@ def test_a_reader_waits_for_the_others_to_join(
             first.wait_ready(0.05)
         return "other readers to join" in str(raised.value)
 
-    wait_until(is_reported, "the reader is admitted")
+    until(is_reported)  # the reader is admitted
     remote.reader(sender.address, 1)
     sender.wait_ready(PATIENCE)
     first.wait_ready(PATIENCE)
@@ -125,7 +124,7 @@ def test_the_farewell_behind_the_last_message_keeps_nobody_waiting(remote: Remot
     impostor.send(small(0, b"last"))
     reader.wait_ready(PATIENCE)  # has the message now
     impostor.send(encode(Closing(1)))
-    wait_until(lambda: has_packets(reader), "the farewell waits")
+    until(lambda: has_packets(reader))  # the farewell waits
     assert received(reader) == [b"last"]
     assert impostor.receive() == encode(Acknowledgement(1))
     with pytest.raises(QueueClosedError):
@@ -148,7 +147,7 @@ def test_messages_are_not_acknowledged_while_more_wait(remote: RemoteQueue) -> N
     impostor.send(small(0, b"first"))
     reader.wait_ready(PATIENCE)
     impostor.send(encode(Message(1, BUFFERS, [])), b"last")
-    wait_until(lambda: has_packets(reader), "the other waits")
+    until(lambda: has_packets(reader))  # the other waits
     assert received(reader) == [b"first"]
     assert received(reader) == [b"last"]
     assert impostor.receive() == encode(Acknowledgement(2))
@@ -164,7 +163,7 @@ def test_closing_does_not_wait_longer_than_linger(
     reader, quick = remote.reader(sender.address, 0), remote.reader(sender.address, 1)
     send(sender, b"unread")
     assert received(quick) == [b"unread"]
-    wait_until(lambda: not sender.serve() and not sender._window.unread_by(1), "one has read it")
+    until(lambda: not sender.serve() and not sender._window.unread_by(1))  # one has read it
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         sender.close()
@@ -210,7 +209,7 @@ def test_a_reader_not_admitted_yet_gets_an_error_when_the_queue_closes(
 ) -> None:
     sender = remote.sender(linger=PATIENT)
     reader = remote.reader(sender.address)
-    wait_until(lambda: bool(sender._socket.poll(0)), "it said hello")
+    until(lambda: bool(sender._socket.poll(0)))  # it said hello
     sender.close()
     with pytest.raises(QueueClosedError, match="at message 0"):
         received(reader)

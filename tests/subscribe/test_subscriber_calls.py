@@ -15,7 +15,6 @@ from kvindex import (
     ClosedError,
     ConfigurationError,
     Rank,
-    State,
     UnknownRankError,
     Worker,
 )
@@ -28,7 +27,7 @@ from kvindex.subscribe import (
     Subscriber,
 )
 from kvindex.testing import FakeEngine, Workload
-from tests.live import PATIENCE, REPLAYS, until, worker_of
+from tests.live import PATIENCE, REPLAYS, caught_up, until, worker_of
 from tests.subscribe.peers import RANK, BlockingSink, batch_seqs
 
 pytestmark = pytest.mark.e2e
@@ -39,16 +38,6 @@ def subscriber_to(
 ) -> Subscriber:
     workers = [worker_of(engine) for engine in engines]
     return Subscriber(workers, sink=sink, replay_policy=REPLAYS, probe_interval=0.3, **options)
-
-
-def caught_up(subscriber: Subscriber, engine: FakeEngine) -> None:
-    until(
-        subscriber.statuses,
-        lambda statuses: (
-            statuses[engine.rank].seq == engine.published - 1
-            and statuses[engine.rank].state is State.LIVE
-        ),
-    )
 
 
 def ignore(item: StreamItem) -> None:

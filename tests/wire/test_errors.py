@@ -54,14 +54,10 @@ def test_every_error_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize(("error", "builtin"), RAISED, ids=name)
-def test_it_is_also_what_a_stranger_would_catch(
+def test_it_is_what_a_stranger_would_catch_and_pickles_and_copies_with_its_attributes(
     error: errors.KVIndexError, builtin: type[Exception]
 ) -> None:
     assert isinstance(error, builtin)
-
-
-@pytest.mark.parametrize("error", [error for error, _ in RAISED], ids=name)
-def test_it_pickles_and_copies_with_its_attributes(error: errors.KVIndexError) -> None:
     for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(twin) is type(error)
         assert (str(twin), twin.args, vars(twin)) == (str(error), error.args, vars(error))

@@ -136,16 +136,6 @@ def test_closing_twice_does_not_interrupt_how_the_coroutine_ends() -> None:
     assert ended.is_set()
 
 
-def test_a_coroutine_that_others_cancel_is_reported() -> None:
-    async def main() -> None:
-        raise asyncio.CancelledError
-
-    failures = Failures()
-    thread = NatsThread("test", main, failures)
-    assert failures.came.wait(PATIENCE)
-    thread.close()
-
-
 def test_a_thread_that_is_closed_before_it_runs_ends() -> None:
     for _ in range(20):
         main, failures = Main(), Failures()
@@ -154,9 +144,12 @@ def test_a_thread_that_is_closed_before_it_runs_ends() -> None:
         assert not failures.errors
 
 
-def test_an_error_of_the_coroutine_is_reported_and_the_thread_can_be_closed() -> None:
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
+def test_an_error_of_the_coroutine_is_reported_and_the_thread_can_be_closed(
+    error: type[BaseException],
+) -> None:
     async def fail() -> None:
-        raise ValueError("planted")
+        raise error("planted")  # cancelled by others, too
 
     failures = Failures()
     thread = NatsThread("test", fail, failures)

@@ -137,18 +137,6 @@ def test_the_rest_of_a_message_that_began_before_is_passed_over(ends: Make) -> N
     assert received(receiver) == [b"next"]
 
 
-def test_a_long_message_that_found_no_room_is_never_seen(ends: Make) -> None:
-    sender, (receiver,) = ends()
-    with pytest.raises(QueueTimeoutError, match=r"readers \[0\], which are 4 chunks behind"):
-        send(sender, b"x" * 1000)
-    with pytest.raises(QueueTimeoutError):
-        receiver.receive(DECODE, 0.0)
-    send(sender, b"y" * 150, b"z")
-    assert received(receiver) == [b"y" * 150]
-    assert received(receiver) == [b"z"]
-    assert receiver.statistics()["messages_given_up"] == 1
-
-
 def test_an_evicted_reader_gets_an_error_each_time_and_may_join_again(ends: Make) -> None:
     sender, (slow, quick) = ends(2)
     send(sender, b"0")
@@ -293,33 +281,6 @@ def test_readers_that_died_before_a_time_out_are_raised_with_the_next_message(
     assert received(slow, 2) == [b"sent", b"after"]
 
 
-def test_a_message_that_is_begun_is_read_when_its_end_is_there(ends: Make) -> None:
-    sender, (receiver,) = ends()
-    for body in (b"short", b"x" * 64, b"y" * 150):
-        with sender.begun(RAW, body, len(body), 0.0):
-            with pytest.raises(QueueTimeoutError):
-                receiver.receive(DECODE, 0.0)
-        assert receiver.receive(DECODE, 0.0) == body
-    assert sender.statistics()["fragments"] == 3
-
-
-def test_a_message_that_is_begun_and_given_up_is_read_by_nobody(
-    ends: Make,
-) -> None:
-    sender, (receiver,) = ends()
-    for body in (b"short", b"y" * 150):
-        with pytest.raises(ZeroDivisionError):
-            with sender.begun(RAW, body, len(body), 0.0):
-                raise ZeroDivisionError
-    with pytest.raises(QueueTimeoutError):
-        with sender.begun(RAW, b"z" * 400, 400, 0.0):  # of which the end has no room
-            raise AssertionError("begun without room for its end")
-    with pytest.raises(QueueTimeoutError):
-        receiver.receive(DECODE, 0.0)
-    send(sender, b"after")
-    assert received(receiver) == [b"after"]
-
-
 def test_local_readers_are_ready_even_if_remote_ones_died_meanwhile(
     ends: Make,
 ) -> None:
@@ -334,16 +295,6 @@ def test_local_readers_are_ready_even_if_remote_ones_died_meanwhile(
     with pytest.raises(ReaderDiedError, match=r"\[4\]"):
         both.wait_ready(0.0)
     receiver.wait_ready(0.0)
-
-
-def test_statistics_can_be_asked_of_closed_ends(ends: Make) -> None:
-    sender, (receiver,) = ends()
-    send(sender, b"x")
-    receiver.receive(DECODE, 0.0)
-    receiver.close()
-    sender.close()
-    assert receiver.statistics()["messages"] == 1
-    assert sender.statistics()["chunks"] == 1
 
 
 @pytest.mark.parametrize(

@@ -93,15 +93,6 @@ def test_memory_that_does_not_fit_is_refused_with_the_numbers(extra: int) -> Non
         Segment.make(size, b"")
 
 
-def test_attaching_sees_the_same_memory(segment: Segment) -> None:
-    attached = Segment.attach(segment.name)
-    try:
-        segment.memory[100:104] = b"here"
-        assert attached.memory[100:104] == b"here"
-    finally:
-        attached.close()
-
-
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "/etc/passwd", "../shm/x", "a/b", "a\0b", "\ud800", "kvindex-none"]
 )

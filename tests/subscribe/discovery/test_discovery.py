@@ -116,12 +116,20 @@ def test_the_reports_of_added_engines_are_shown_until_they_differ(engine: FakeEn
             until(lambda: [each.version for each in alone.engines().values()] == ["0.34.0"])
 
 
-def test_urls_and_workers_may_be_mixed(server: HttpEngine, other: FakeEngine) -> None:
+def test_urls_and_workers_may_be_mixed_and_the_index_follows_what_a_found_engine_serves(
+    engine: FakeEngine, server: HttpEngine, other: FakeEngine
+) -> None:
     worker = Worker("other", other.endpoint, replay=other.replay_endpoint)
     with connect([server.url, worker], replay_policy=REPLAYS) as client:
         client.wait_live(PATIENCE)
         assert {rank.worker for rank in client.ranks} == {"other", name_of(server)}
         asyncio.run(client.wait_live_async(PATIENCE))
+        engine.serve(PROMPT[::-1])
+        rank, last = Rank(name_of(server), 0), engine.published - 1
+        until(client.statuses, lambda statuses: statuses[rank].seq == last)
+        assert resident(client, rank) == truth(engine)
+        for prompt in (PROMPT, PROMPT[::-1]):
+            assert client.match(prompt)[rank].tokens == engine.lookup(prompt).tokens
 
 
 def test_an_engine_that_does_not_answer_is_named_with_the_reason() -> None:
@@ -134,11 +142,6 @@ def test_an_engine_that_does_not_answer_is_named_with_the_reason() -> None:
         assert "1 engine is not found after 0.01 s" in str(caught.value)
         with pytest.raises(NotLiveError, match="nothing listens there"):
             asyncio.run(client.wait_live_async(0.01))
-
-
-def test_an_engine_whose_events_are_off_is_named_with_the_flag() -> None:
-    with CannedServer({"/kv_event_sources": (200, {})}) as server, connect(server.url) as client:
-        until(lambda: "enable_kv_cache_events" in str(missing(client)))
 
 
 def test_an_engine_that_starts_later_is_found(engine: FakeEngine) -> None:
@@ -308,20 +311,6 @@ def test_options_that_cannot_work_are_refused() -> None:
         Discovery([EngineSource("http://a:1"), EngineSource("http://a:1")], print, print)
     with pytest.raises(ConfigurationError, match="no source"):
         Discovery(["http://a:1"], print, print)  # type: ignore[list-item]
-
-
-def test_the_index_follows_what_a_found_engine_serves(
-    engine: FakeEngine, server: HttpEngine
-) -> None:
-    with connect(server.url, replay_policy=REPLAYS) as client:
-        client.wait_live(PATIENCE)
-        engine.serve(PROMPT[::-1])
-        rank = Rank(name_of(server), 0)
-        last = engine.published - 1
-        until(client.statuses, lambda statuses: statuses[rank].seq == last)
-        assert resident(client, rank) == truth(engine)
-        for prompt in (PROMPT, PROMPT[::-1]):
-            assert client.match(prompt)[rank].tokens == engine.lookup(prompt).tokens
 
 
 @pytest.mark.parametrize("command", ["tail", "match", "record"])

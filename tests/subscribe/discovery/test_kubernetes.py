@@ -406,7 +406,7 @@ def test_the_index_follows_pods_that_come_move_scale_and_go(pods: Pods) -> None:
         assert_follows(client, pods)
 
         pods.start("a")  # moves: another process at other ports
-        until(lambda: counter(client, "moved") == 1)
+        until(lambda: client.statistics()["discovery"]["counters"]["moved"] == 1)
         assert_follows(client, pods)
 
         pods.engines["a"].append(grown := FakeEngine("a", dp_rank=1))  # scales
@@ -423,7 +423,7 @@ def test_the_index_follows_pods_that_come_move_scale_and_go(pods: Pods) -> None:
         assert client.match(PROMPT).best is not None
 
         kube.close()  # the API server is gone: nobody is taken away
-        until(lambda: "nothing listens" in str(source_of_statistics(client)["error"]))
+        until(lambda: "nothing listens" in str(client.statistics()["discovery"]["sources"]))
         assert len(client.ranks) == 3
         assert_follows(client, pods, but="b")
 
@@ -468,12 +468,3 @@ def assert_follows(client: Any, pods: Pods, but: str = "") -> None:
 def wait_ranks(client: Any, ranks: str) -> None:
     wanted = set(ranks.split())
     until(client.statuses, lambda ranks: {str(rank) for rank in ranks} == wanted)
-
-
-def counter(client: Any, name: str) -> int:
-    return int(client.discovery.statistics()["counters"][name])
-
-
-def source_of_statistics(client: Any) -> Any:
-    (source,) = client.discovery.statistics()["sources"].values()
-    return source

@@ -66,10 +66,14 @@ def test_there_is_no_cursor_while_batches_are_taken_on_trust() -> None:
 
 def test_the_overlap_is_asked_for_and_only_what_is_missing_is_delivered() -> None:
     script = resumed(cursor_after(0, 1, 2))
-    assert script.actions == []
+    assert (
+        script.live(3) == script.actions == []
+    )  # came before the monitor's word that we are connected
     assert script.is_in(State.CONNECTING)
     assert script.connect() == [AskReplay(1, 2)]
     assert script.is_in(State.SYNCING)
+    assert "seq 2 is still the same" in script.sequencer.reason
+    assert script.live(4).delivered == []
     assert script.reply(2, 3, 4).delivered == [3, 4]
     assert script.is_in(State.SYNCING)
     assert script.end() == [CloseReplay(1)]
@@ -78,15 +82,6 @@ def test_the_overlap_is_asked_for_and_only_what_is_missing_is_delivered() -> Non
     assert script.applied.complete
     assert script.count["resumed"] == 1
     assert script.count["replayed"] == 2
-
-
-def test_live_batches_wait_for_the_proof() -> None:
-    script = resumed(cursor_after(0, 1))
-    script.live(2)  # came before the monitor's word that we are connected
-    script.connect()
-    assert script.live(3).delivered == []
-    assert "seq 1 is still the same" in script.sequencer.reason
-    assert script.reply(1, 2, 3, end=True).delivered == [2, 3]
 
 
 def test_without_replay_all_is_dropped_at_once() -> None:
