@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import Client, Rank, Worker
+from kvindex import BlockStored, Client, EventBatch, Index, Rank, Worker
 from kvindex.testing import FakeEngine, Workload
 from tests.live import BEFORE, caught_up, client_of, save_of
 
@@ -45,6 +45,13 @@ def resume(request: pytest.FixtureRequest, path: Path) -> Resume:
             yield client
 
     return resume
+
+
+def store(index: Index, rank: Rank, blocks: int) -> None:
+    """Have a rank hold so many blocks of 4 tokens, counted from 0."""
+    hashes: list[int | bytes] = list(range(1, blocks + 1))
+    stored = BlockStored(block_hashes=hashes, token_ids=list(range(4 * blocks)), block_size=4)
+    index.apply(rank, EventBatch(ts=0.0, events=[stored]))
 
 
 @contextmanager

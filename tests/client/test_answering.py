@@ -15,18 +15,13 @@ from kvindex.client.answering import Answering
 from kvindex.subscribe.status_board import StatusBoard
 from kvindex.wire.errors import UnknownRankError
 from kvindex.wire.rank import Trust
+from tests.client.conftest import store
 from tests.subscribe.test_status_board import status
 
 pytestmark = pytest.mark.unit
 
 A, B = Rank("a", 0), Rank("b", 0)
 PROMPT = list(range(8))
-
-
-def store(index: Index, rank: Rank, blocks: int) -> None:
-    hashes: list[int | bytes] = list(range(1, blocks + 1))
-    stored = BlockStored(block_hashes=hashes, token_ids=PROMPT[: 4 * blocks], block_size=4)
-    index.apply(rank, EventBatch(ts=0.0, events=[stored]))
 
 
 class Answers(Answering):

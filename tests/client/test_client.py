@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,17 +45,11 @@ from tests.live import (
     within,
     worker_of,
 )
+from tests.subscribe.peers import RANK, stored
 
 pytestmark = pytest.mark.e2e
 
-RANK = Rank("engine", 0)
 PROMPT = list(range(64))
-
-
-def batch(number: int = 0, dp_rank: int | None = None) -> EventBatch:
-    tokens = [number * 1000 + i for i in range(16)]
-    stored = BlockStored(block_hashes=[number + 1], token_ids=tokens, block_size=16)
-    return EventBatch(time.time(), [stored], dp_rank)
 
 
 Publish = Callable[..., ZmqEventPublisher]
@@ -119,12 +112,12 @@ def test_the_whole_path_in_one_process_over_inproc() -> None:
             for rank in range(2)
         ]
         for publisher in publishers:
-            publisher.publish(batch())
+            publisher.publish(stored())
         worker = Worker("engine", endpoints[0], replay=endpoints[1], dp_size=2)
         with client_of(worker, context=context) as client:
             client.wait_live(PATIENCE)
             for publisher in publishers:
-                publisher.publish(batch(1))
+                publisher.publish(stored(1))
             for rank in client.ranks:
                 wait_status(client, rank, seq=1, complete=True)
             assert client.match(list(range(16)))[Rank("engine", 1)].tokens == 16
@@ -134,17 +127,17 @@ def test_the_whole_path_in_one_process_over_inproc() -> None:
 def test_ipc_endpoints(publisher: Publish, tmp_path: Path) -> None:
     live, replay = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay"
     published = publisher(0, live, replay)
-    published.publish(batch())
+    published.publish(stored())
     with client_of(Worker("engine", live, replay=replay)) as client:
         client.wait_live(PATIENCE)
-        published.publish(batch(1))
+        published.publish(stored(1))
         wait_status(client, RANK, seq=1, complete=True)
 
 
 def test_curve_connects_with_the_right_keys_and_not_without(publisher: Publish) -> None:
     server = Curve.generate()
     published = publisher(curve=server)
-    published.publish(batch())
+    published.publish(stored())
     keyed = worker_at(published, curve=Curve.generate(server.public_key))
     with client_of(keyed, worker_at(published, worker="plain")) as client:
         client.wait_live(PATIENCE, ranks=[RANK])
@@ -161,7 +154,7 @@ def test_we_bind_for_a_publisher_that_connects() -> None:
             client.wait_live(PATIENCE)
             number = 0
             while client.status(RANK).seq is None and number < 1000:
-                publisher.publish(batch(number))
+                publisher.publish(stored(number))
                 number += 1
                 within(0.02, lambda: client.status(RANK).seq is not None)
             assert client.status(RANK).seq is not None
@@ -193,7 +186,7 @@ def test_workers_are_added_and_removed_while_others_run() -> None:
 
 def test_dp_rank_in_the_batches_wins_over_the_ports_and_is_waited_for(publisher: Publish) -> None:
     published = publisher(5)
-    published.publish(batch())
+    published.publish(stored())
     with client_of(worker_at(published)) as client:
         client.wait_live(PATIENCE, ranks=[client.ranks[0]])  # by the port's name
         assert client.status(RANK).state is State.LIVE
@@ -206,7 +199,7 @@ def test_dp_rank_in_the_batches_wins_over_the_ports_and_is_waited_for(publisher:
 def test_swapped_ports_are_sorted_out_by_the_batches(publisher: Publish) -> None:
     publishers = publisher(1), publisher(0)  # rank 1 where rank 0 is expected
     for number, published in enumerate(publishers):
-        published.publish(batch(number))
+        published.publish(stored(number))
     with client_of(worker_at(*publishers)) as client:
         for rank in (0, 1):
             wait_status(client, Rank("engine", rank), seq=0, complete=True)
@@ -221,11 +214,11 @@ def test_message_over_the_maximum_size_is_refused_and_the_rank_recovers(
     published = publisher()
     options = SocketOptions(max_message_bytes=10_000, reconnect=0.02)
     with client_of(worker_at(published), socket_options=options) as client:
-        published.publish(batch())
+        published.publish(stored())
         wait_status(client, RANK, seq=0)
         huge = BlockStored(block_hashes=[99], token_ids=[1] * 20_000, block_size=20_000)
-        published.publish(EventBatch(time.time(), [huge]))
-        published.publish(batch(2))
+        published.publish(EventBatch(1_001.0, [huge]))
+        published.publish(stored(2))
         wait_counter(client, RANK, "disconnects")
         assert client.match([1] * 20_000)[RANK].tokens == 0
 

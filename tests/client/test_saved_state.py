@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvindex import BlockStored, EventBatch, Index, Rank
+from kvindex import Index, Rank
 from kvindex.client.saved_state import SavedState, read_saved
 from kvindex.index.snapshot import SnapshotRecord, SnapshotWriter
 from kvindex.testing import ManualClock
 from kvindex.wire.errors import ConfigurationError, SnapshotError
+from tests.client.conftest import store
 
 pytestmark = pytest.mark.unit
 
@@ -20,20 +21,10 @@ A0, A1, B = Rank("a", 0), Rank("a", 1), Rank("b", 0)
 SEED = 7
 
 
-def filled(*ranks: Rank, blocks: int = 2) -> Index:
+def records_of(*ranks: Rank, cursor: bytes | None = b"cursor") -> list[SnapshotRecord]:
     index = Index(seed=SEED)
     for rank in ranks:
-        stored = BlockStored(
-            block_hashes=list(range(1, blocks + 1)), token_ids=list(range(4 * blocks)), block_size=4
-        )
-        index.apply(rank, EventBatch(ts=0.0, events=[stored]))
-    return index
-
-
-def records_of(
-    *ranks: Rank, cursor: bytes | None = b"cursor", blocks: int = 2
-) -> list[SnapshotRecord]:
-    index = filled(*ranks, blocks=blocks)
+        store(index, rank, blocks=2)
     return [SnapshotRecord(rank, index.dump(rank), cursor) for rank in ranks]
 
 

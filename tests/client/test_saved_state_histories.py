@@ -13,9 +13,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvindex import BlockStored, Client, EventBatch, Index, Rank, Worker
+from kvindex import Client, Index, Rank, Worker
 from kvindex.index import Fingerprints
 from kvindex.index.snapshot import SnapshotReader, SnapshotWriter
+from tests.client.conftest import store
 from tests.examples import examples
 from tests.subscribe.peers import saved_cursor
 
@@ -43,11 +44,7 @@ def write_first(path: Path) -> None:
     with path.open("wb") as file:
         writer = SnapshotWriter(file, seed=SEED)
         for rank in RANKS:
-            hashes: list[int | bytes] = list(range(1, blocks_of(rank) + 1))
-            stored = BlockStored(
-                block_hashes=hashes, token_ids=list(range(4 * len(hashes))), block_size=4
-            )
-            index.apply(rank, EventBatch(ts=1.0, events=[stored]))
+            store(index, rank, blocks_of(rank))
             writer.add(rank, index.dump(rank), cursor_of(rank))
         writer.finish()
 

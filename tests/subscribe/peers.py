@@ -23,7 +23,7 @@ def prompt(number: int) -> list[int]:
     return [number * 1000 + i for i in range(64)]
 
 
-def stored(number: int, dp_rank: int | None = None) -> EventBatch:
+def stored(number: int = 0, dp_rank: int | None = None) -> EventBatch:
     """A batch that stores the first block of a prompt; its ts is later for a higher number."""
     block = BlockStored(block_hashes=[number + 1], token_ids=prompt(number)[:16], block_size=16)
     return EventBatch(1_000.0 + number, [block], dp_rank)
