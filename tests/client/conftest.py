@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvindex import BlockStored, Client, EventBatch, Index, Rank, Worker
+from kvindex import BlockStored, Client, EventBatch, Index, Rank, RankStatus, Worker
+from kvindex.subscribe import StreamItem
 from kvindex.testing import FakeEngine, Workload
 from tests.live import BEFORE, caught_up, client_of, save_of
 
@@ -45,6 +46,25 @@ def resume(request: pytest.FixtureRequest, path: Path) -> Resume:
             yield client
 
     return resume
+
+
+class NotingTap:
+    """A tap that may wait for batches; it counts them, and keeps what was restored."""
+
+    def __init__(self, patience: float = 0.0) -> None:
+        self.patience = patience
+        self.batches = 0
+        self.sections: list[tuple[Rank, bytes]] = []
+
+    def batch(self, rank: Rank, payload: bytes) -> None:
+        self.batches += 1
+
+    def item(self, item: StreamItem) -> None: ...
+
+    def restored(self, rank: Rank, section: bytes) -> None:
+        self.sections.append((rank, section))
+
+    def statuses(self, statuses: Sequence[RankStatus]) -> None: ...
 
 
 def store(index: Index, rank: Rank, blocks: int) -> None:

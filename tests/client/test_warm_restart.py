@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,19 @@ from kvindex import (
     ConfigurationError,
     EventBatch,
     Index,
-    Rank,
-    RankStatus,
     ReplayPolicy,
     State,
     Worker,
     ZmqEventPublisher,
 )
 from kvindex.index.snapshot import SnapshotReader, SnapshotRecord, SnapshotWriter
-from kvindex.subscribe import StreamItem, Subscriber, Tap
+from kvindex.subscribe import Subscriber, Tap
 from kvindex.testing import FakeEngine, ManualClock, Workload
 from kvindex.wire.errors import SnapshotError
 from tests.children import ENVIRONMENT, Program
 from tests.client.conftest import (
     RANK,
+    NotingTap,
     Resume,
     dp_worker,
     replayed,
@@ -323,21 +321,7 @@ def test_a_worker_that_is_added_while_the_router_saves_is_in_the_file(
         assert replayed(client) == 0
 
 
-class DeafTap:
-    """A tap that ignores everything."""
-
-    patience = 0.0
-
-    def batch(self, rank: Rank, payload: bytes) -> None: ...
-
-    def item(self, item: StreamItem) -> None: ...
-
-    def restored(self, rank: Rank, section: bytes) -> None: ...
-
-    def statuses(self, statuses: Sequence[RankStatus]) -> None: ...
-
-
-@pytest.mark.parametrize("tap", [None, DeafTap()], ids=["untapped", "tapped"])
+@pytest.mark.parametrize("tap", [None, NotingTap()], ids=["untapped", "tapped"])
 def test_what_nobody_adds_is_given_up_in_time_and_not_saved_again(
     engine: FakeEngine, path: Path, tap: Tap | None
 ) -> None:
@@ -366,7 +350,8 @@ def let_it_turn(client: Client) -> None:
 def test_a_worker_that_grows_rank_by_rank_goes_on_rank_by_rank(path: Path) -> None:
     with two_engines("engine", "engine", 1) as (zero, one):
         save_worker(path, zero, one)
-        with client_of(resume=path) as client:
+        tap = NotingTap()
+        with client_of(resume=path, tap=tap) as client:
             client.add(worker_of(zero))
             caught_up(client, zero)
             assert client.index.ranks == client.ranks == (RANK,)
@@ -381,6 +366,8 @@ def test_a_worker_that_grows_rank_by_rank_goes_on_rank_by_rank(path: Path) -> No
             caught_up(client, zero, one)
             assert replayed(client, one.rank) == one.published
             assert_true(client, zero, one)
+        with SnapshotReader(path) as reader:
+            assert tap.sections == [(record.rank, record.section) for record in reader]
 
 
 def test_a_worker_that_cannot_be_added_uses_nothing_up(
