@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from kvindex.subscribe import (
     StreamItem,
     Subscriber,
 )
+from kvindex.subscribe.subscriber_thread import Commands
 from kvindex.testing import FakeEngine, Workload
 from tests.live import PATIENCE, REPLAYS, caught_up, until, worker_of
 from tests.subscribe.peers import RANK, BlockingSink, batch_seqs
@@ -221,3 +223,14 @@ def test_a_call_that_does_not_end_is_given_up_after_its_time() -> None:
         assert not raised.value.begun
         go.set()
         assert subscriber.call(lambda: 7) == 7
+
+
+def test_calls_that_wait_when_the_thread_ends_and_those_that_come_then_are_refused() -> None:
+    commands = Commands(lambda: None)
+    with ThreadPoolExecutor(1) as caller:
+        waiting = caller.submit(commands.call, int, PATIENCE)
+        until(lambda: commands.waiting)
+        commands.close()
+        for call in (lambda: waiting.result(PATIENCE), lambda: commands.call(int, PATIENCE)):
+            with pytest.raises(ClosedError):
+                call()
