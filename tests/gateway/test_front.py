@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvindex.gateway.routing import NoRankError, ShedError, UnknownModelError
-from tests.gateway.fronts import STREAM, Engine, fronted
+from tests.gateway.fronts import STREAM, Engine, Hang, fronted
 from tests.gateway.lives import DONE, HEAD, JSON, ROLE, USAGE, WHOLE, event
 
 pytestmark = pytest.mark.unit
@@ -127,14 +127,24 @@ async def test_the_only_engine_that_fails_is_named_by_its_failure_not_as_no_rank
         assert (status, error_of(body)["message"][-5:]) == (502, "reset")
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_whole() -> None:
-    async with fronted(Engine([*STREAM[:2], b"data: {", "reset"])) as served:
+@pytest.mark.parametrize(
+    ("rest", "options", "why"),
+    [
+        ([b"data: {", "reset"], {}, b"broke off"),
+        ([Hang()], {"silent_within": 0.01}, b"(silent)"),
+    ],
+    ids=["broken off", "silent"],
+)
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_whole(
+    rest: list[Any], options: dict[str, float], why: bytes
+) -> None:
+    async with fronted(Engine([*STREAM[:2], *rest]), **options) as served:
         client = await served.begin()
         await client.head()
         body, is_whole = await client.chunks()
-        start, _, rest = body.partition(b'data: {"error"')
+        start, _, error = body.partition(b'data: {"error"')
         assert start == b"".join(STREAM[:2])
-        assert b"broke off" in rest
+        assert why in error
         assert not is_whole
         await served.ended()
         assert served.scripted.log[-2:] == [("close",), ("cancel", served.scripted.ranks[0])]

@@ -281,22 +281,8 @@ def test_options_of_settings_have_their_types_defaults_and_meanings(
     modes = {"mode": ("auto", "off")}
     settings_options(parser, Settings(), *forms, "--host NAME=hosts", choices=modes)
     assert settings_of(parser.parse_args([]), Settings) == {}
-    argv = [
-        "--port",
-        "0",
-        "--max-body",
-        "7",
-        "--within",
-        "1.5",
-        "--plain",
-        "--host",
-        "a",
-        "--host",
-        "b",
-        "--mode",
-        "off",
-    ]
-    assert settings_of(parser.parse_args(argv), Settings) == {
+    line = "--port 0 --max-body 7 --within 1.5 --plain --host a --host b --mode off"
+    assert settings_of(parser.parse_args(line.split()), Settings) == {
         "port": 0,
         "body_bytes": 7,
         "within": 1.5,
