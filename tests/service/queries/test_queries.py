@@ -12,9 +12,7 @@ import msgspec
 import pytest
 
 from kvindex import (
-    BlockStored,
     ConfigurationError,
-    EventBatch,
     Hits,
     Index,
     Match,
@@ -23,6 +21,7 @@ from kvindex import (
     Trust,
 )
 from kvindex.service.queries import AnswerForm, QueryError, read_query
+from tests.index.index_events import apply, index_of, prompt, stored
 
 pytestmark = pytest.mark.unit
 
@@ -81,9 +80,7 @@ def test_what_has_no_row_of_bytes_is_a_type_error(wrong: object) -> None:
 
 
 def test_the_index_reads_the_tokens_where_they_are() -> None:
-    index = Index()
-    stored = BlockStored(block_hashes=[7], token_ids=[1, 2, 3, 4], block_size=4)
-    index.apply(Rank("a"), EventBatch(ts=0.0, events=[stored]))
+    index = index_of(stored(0, token_ids=[1, 2, 3, 4]))
     tokens = read_query(b'{"token_ids":[1,2,3,4,5]}').token_ids
     assert tokens is not None
     assert index.match(tokens)["a"].tokens == 4
@@ -216,32 +213,18 @@ def test_depth_that_is_read_can_be_decoded() -> None:
     assert msgspec.json.decode(read_query(body).rest) == json.loads(body)
 
 
-PROMPT = list(range(16))
+PROMPT = prompt(4)
 A0, A1, B0, C0 = Rank("a", 0), Rank("a", 1), Rank("b", 0), Rank("c", 0)
 INSTANCES: list[tuple[int | str, list[Rank]]] = [(1, [A0, A1]), ("b", [B0]), (3, [C0])]
 LIVE = Trust(State.LIVE, True, 0)
 
 
-def store(index: Index, rank: Rank, medium: str, blocks: range) -> None:
-    stored = BlockStored(
-        block_hashes=list(blocks),
-        parent_block_hash=blocks.start - 1 if blocks.start else None,
-        token_ids=PROMPT[4 * blocks.start : 4 * blocks.stop],
-        block_size=4,
-        medium=medium,
-    )
-    index.apply(rank, EventBatch(ts=0.0, events=[stored]))
-
-
 @pytest.fixture
 def match() -> Match:
     """a/0: three blocks on the device, all four on the host. a/1: one. b: two, then one on disk."""
-    index = Index()
-    store(index, A0, "GPU", range(3))
-    store(index, A0, "CPU", range(4))
-    store(index, A1, "GPU", range(1))
-    store(index, B0, "GPU", range(2))
-    store(index, B0, "DISK", range(3))
+    index = index_of(stored(0, 1, 2), stored(0, 1, 2, 3, medium="CPU"), rank=A0)
+    apply(index, A1, stored(0))
+    apply(index, B0, stored(0, 1), stored(0, 1, 2, medium="DISK"))
     index.add(C0)
     return index.match(PROMPT)
 
@@ -277,8 +260,7 @@ def test_the_rfc_gets_its_tenant_and_all_that_a_rank_holds(match: Match) -> None
 
 
 def test_a_rank_whose_device_holds_nothing_has_no_score() -> None:
-    index = Index()
-    store(index, A0, "CPU", range(2))
+    index = index_of(stored(0, 1, medium="CPU"), rank=A0)
     index.add(A1)
     assert written(index.match(PROMPT), "dynamo") == {
         "scores": {},
@@ -366,8 +348,7 @@ def test_another_mapping_of_trusts_is_written_anew(match: Match) -> None:
 
 
 def test_names_are_escaped() -> None:
-    index = Index()
-    store(index, A0, "GPU", range(1))
+    index = index_of(stored(0), rank=A0)
     for name in ('a"b\\c\n', "é€", "\x00", ""):
         answer = json.loads(AnswerForm([(name, [A0])]).write(index.match(PROMPT), {}))
         assert list(answer["scores"]) == list(answer["instances"]) == [name]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvindex import AllBlocksCleared, BlockStored, EventBatch
+from kvindex import AllBlocksCleared, EventBatch
 from kvindex.wire import (
     RecordingWriter,
     encode_batch,
@@ -18,22 +18,17 @@ from kvindex.wire import (
     replay_frames,
 )
 from kvindex.wire.quirks import fold_hash
+from tests.index import index_events
 from tests.tools.commands import Run
 
 pytestmark = pytest.mark.unit
 
 CAPTURES = Path(__file__).parents[2] / "data" / "captures"
-BLOCK = 4
 
 
 def stored(number: int, *, ts: float | None = None, dp_rank: int | None = 0) -> bytes:
     """A batch that stores block `number` of one prompt, after the block before it."""
-    event = BlockStored(
-        block_hashes=[100 + number],
-        parent_block_hash=99 + number if number else None,
-        token_ids=list(range(number * BLOCK, (number + 1) * BLOCK)),
-        block_size=BLOCK,
-    )
+    event = index_events.stored(number)
     return encode_batch(EventBatch(float(number) if ts is None else ts, [event], dp_rank))
 
 
@@ -103,7 +98,7 @@ def test_batches_in_order_are_all_applied(recording: Recording, report: Any) -> 
         "medium": "GPU",
         "group_idx": 0,
         "copies": 1,
-        "block_size": BLOCK,
+        "block_size": 4,
         "lora": None,
     }
 
@@ -221,7 +216,7 @@ def test_a_prompt_is_matched_by_recordings(
 ) -> None:
     path = recording.add(0, 1).saved()
     prompt = tmp_path / "prompt"
-    prompt.write_text(" ".join(map(str, range(11))))
+    prompt.write_text(" ".join(map(str, index_events.prompt(3)[:11])))
     out = run("replay", path, "--probe", prompt).out
     assert "best: vllm-0/0 holds 8 of 11 tokens" in out
     assert "upper bound" not in out
