@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+import zmq
 from msgspec.structs import replace
 
 from kvindex import Worker
@@ -102,6 +103,17 @@ def unused(scheme: str = "tcp") -> Iterator[str]:
     holder, port = reserve_port(host)
     with holder:
         yield f"{scheme}://{host}:{port}"
+
+
+@contextmanager
+def bound(
+    kind: int, endpoint: str = "tcp://127.0.0.1:*"
+) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A ZeroMQ socket of this kind at a port, and its endpoint."""
+    with zmq.Context() as context, context.socket(kind) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.bind(endpoint)
+        yield sock, sock.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 @contextmanager

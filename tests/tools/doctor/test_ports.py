@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.tools.doctor.doctored import (
     BRIEFLY,
     LIVE,
     NEVER_LIVE,
+    bound,
     briefly,
     finds,
     ids,
@@ -31,15 +31,6 @@ from tests.tools.doctor.doctored import (
 pytestmark = pytest.mark.e2e
 
 NEVER_DIALLED = replace(NEVER_LIVE, handshake=BRIEFLY)
-
-
-@contextmanager
-def bound(kind: int, endpoint: str = "tcp://127.0.0.1:*") -> Iterator[str]:
-    """A ZeroMQ socket of this kind at a port."""
-    with zmq.Context() as context, context.socket(kind) as sock:
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.bind(endpoint)
-        yield sock.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 # Publishers ------------------------------------------------------------------------------------
@@ -161,7 +152,7 @@ def test_exchanged_endpoints_are_recognized_by_their_kinds() -> None:
 
 
 def test_a_socket_of_neither_kind_is_wrong_at_both_endpoints(tmp_path: Path) -> None:
-    with bound(zmq.SUB) as endpoint, bound(zmq.PUSH, f"ipc://{tmp_path}/x") as replay:
+    with bound(zmq.SUB) as (_, endpoint), bound(zmq.PUSH, f"ipc://{tmp_path}/x") as (_, replay):
         report = look_at(Worker("a", endpoint, replay=replay))
         assert ids(report) == ["publisher-wrong-socket", "replay-wrong-socket"]
         assert {finding.evidence["socket_type"] for finding in report.findings} == {"unknown"}
@@ -196,7 +187,7 @@ def test_a_replay_port_where_nobody_listens_is_found() -> None:
 
 def test_a_replay_port_that_never_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     briefly(monkeypatch, claims, "_replay")
-    with FakeEngine() as engine, bound(zmq.ROUTER) as endpoint:
+    with FakeEngine() as engine, bound(zmq.ROUTER) as (_, endpoint):
         assert "replay-silent" in ids(look_at(Worker("a", engine.endpoint, replay=endpoint)))
 
 

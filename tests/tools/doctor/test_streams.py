@@ -44,6 +44,7 @@ from tests.tools.doctor.doctored import (
     HEARING,
     LIVE,
     PATIENT,
+    bound,
     finds,
     ids,
     look_at,
@@ -220,15 +221,9 @@ def test_a_cache_that_evicts_what_comes_again_is_found() -> None:
 @contextmanager
 def publishing_raw(payload: bytes) -> Iterator[str]:
     """The endpoint of a publisher without replay that sends this payload again and again."""
-    with zmq.Context() as context, context.socket(zmq.PUB) as sock:
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.bind("tcp://127.0.0.1:*")
-
-        def send(number: int) -> None:
-            sock.send_multipart(live_frames(b"", number, payload))
-
-        with meanwhile(send):
-            yield sock.getsockopt_string(zmq.LAST_ENDPOINT)
+    with bound(zmq.PUB) as (sock, endpoint):
+        with meanwhile(lambda number: sock.send_multipart(live_frames(b"", number, payload))):
+            yield endpoint
 
 
 def test_messages_that_cannot_be_decoded_are_found() -> None:
@@ -281,9 +276,7 @@ def test_an_address_that_balances_over_engines_is_found() -> None:
 
 
 def test_an_address_at_which_a_relay_sends_two_ranks_is_found() -> None:
-    with zmq.Context() as context, context.socket(zmq.PUB) as relay:
-        relay.setsockopt(zmq.LINGER, 0)
-        relay.bind("tcp://127.0.0.1:*")
+    with bound(zmq.PUB) as (relay, endpoint):
 
         def send(number: int) -> None:
             payload = encode_batch(EventBatch(1_000.0 + number, []))
@@ -291,9 +284,7 @@ def test_an_address_at_which_a_relay_sends_two_ranks_is_found() -> None:
                 relay.send_multipart(live_frames(b"", first + number, payload))
 
         with meanwhile(send):
-            report = look_at(
-                Worker("a", relay.getsockopt_string(zmq.LAST_ENDPOINT)), limits=HEARING
-            )
+            report = look_at(Worker("a", endpoint), limits=HEARING)
     assert "several-publishers" in ids(report)
 
 
@@ -303,38 +294,33 @@ def endless_replay() -> Iterator[Worker]:
 
     It stands for a history that takes longer than the doctor has time for.
     """
-    with zmq.Context() as context, context.socket(zmq.PUB) as live:
-        with context.socket(zmq.ROUTER) as replay:
-            for sock in (live, replay):
-                sock.setsockopt(zmq.LINGER, 0)
-                sock.bind("tcp://127.0.0.1:*")
-            done = threading.Event()
+    with bound(zmq.PUB) as (_, live), bound(zmq.ROUTER) as (replay, endpoint):
+        done = threading.Event()
 
-            def answer() -> None:
-                asked: tuple[bytes, int] | None = None
-                while not done.is_set():
-                    if replay.poll(5):
-                        asked = parse_replay_request(replay.recv_multipart())
-                    if asked is None:
-                        continue
-                    identity, seq = asked
-                    if seq == END_SEQ:  # the doctor asks whether anybody answers
-                        replay.send_multipart(replay_end(identity, with_topic=False))
-                        asked = None
-                        continue
-                    payload = encode_batch(EventBatch(0.0, [stored(seq + 1)], 0))
-                    frames = replay_frames(identity, b"", seq, payload, with_topic=False)
-                    replay.send_multipart(frames)
-                    asked = identity, seq + 1
+        def answer() -> None:
+            asked: tuple[bytes, int] | None = None
+            while not done.is_set():
+                if replay.poll(5):
+                    asked = parse_replay_request(replay.recv_multipart())
+                if asked is None:
+                    continue
+                identity, seq = asked
+                if seq == END_SEQ:  # the doctor asks whether anybody answers
+                    replay.send_multipart(replay_end(identity, with_topic=False))
+                    asked = None
+                    continue
+                payload = encode_batch(EventBatch(0.0, [stored(seq + 1)], 0))
+                frames = replay_frames(identity, b"", seq, payload, with_topic=False)
+                replay.send_multipart(frames)
+                asked = identity, seq + 1
 
-            thread = threading.Thread(target=answer)
-            thread.start()
-            endpoints = [sock.getsockopt_string(zmq.LAST_ENDPOINT) for sock in (live, replay)]
-            try:
-                yield Worker("a", endpoints[0], replay=endpoints[1])
-            finally:
-                done.set()
-                thread.join()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield Worker("a", live, replay=endpoint)
+        finally:
+            done.set()
+            thread.join()
 
 
 def test_a_replay_that_still_runs_when_the_time_is_over_is_no_fault() -> None:
