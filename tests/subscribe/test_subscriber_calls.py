@@ -231,6 +231,7 @@ def test_calls_that_wait_when_the_thread_ends_and_those_that_come_then_are_refus
         waiting = caller.submit(commands.call, int, PATIENCE)
         until(lambda: commands.waiting)
         commands.close()
-        for call in (lambda: waiting.result(PATIENCE), lambda: commands.call(int, PATIENCE)):
-            with pytest.raises(ClosedError):
-                call()
+        with pytest.raises(ClosedError):
+            waiting.result(PATIENCE)
+        with pytest.raises(ClosedError):
+            commands.call(int, PATIENCE)
