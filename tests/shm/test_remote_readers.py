@@ -7,12 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from kvindex.shm import Handle, MessageQueue, Waiting
+from kvindex.shm import MessageQueue, Waiting
 from kvindex.shm.codec import BUFFERS
 from kvindex.shm.remote import RemoteReader, RemoteSender
 from kvindex.shm.remote.protocol import Acknowledgement, Closing, Message, encode
@@ -27,7 +26,7 @@ from kvindex.wire.errors import (
     ReaderEvictedError,
     WriterDiedError,
 )
-from tests.live import PATIENCE, until
+from tests.live import PATIENCE, meanwhile, until
 from tests.native_ring import needs_ring
 from tests.shm.queue_peers import Running
 from tests.shm.remote_peers import RemoteQueue, received, send, serve_until, small
@@ -303,91 +302,67 @@ def test_a_reader_without_the_writers_key_gets_an_error(
 UNANSWERED = r"tcp://127\.0\.0\.1:\d+: connected, and not accepted yet"
 
 
-class Parties:
-    """A queue's ends, closed with the test."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-
-    def writer(self, n_reader: int = 1, **knobs: Any) -> MessageQueue:
-        knobs.setdefault("connect_ip", "127.0.0.1")
-        return self._stack.enter_context(MessageQueue(n_reader, 0, **knobs))
-
-    def reader(self, handle: Handle, rank: int = 0, **knobs: Any) -> MessageQueue:
-        return self._stack.enter_context(MessageQueue.create_from_handle(handle, rank, **knobs))
-
-    def pair(self) -> tuple[MessageQueue, MessageQueue]:
-        """A writer and its only reader, which has joined."""
-        writer = self.writer()
-        reader = self.reader(writer.export_handle())
-        writer.wait_until_ready(PATIENCE)
-        return writer, reader
-
-    def serving(self, writer: MessageQueue) -> None:
-        """Have the writer call `wait_until_ready` again and again, as one at work would."""
-        ended = threading.Event()
-
-        def serve() -> None:
-            while not ended.is_set():
-                writer.wait_until_ready(PATIENCE)
-
-        self._stack.callback(Running(serve).finish)
-        self._stack.callback(ended.set)
+Ends = tuple[MessageQueue, MessageQueue]
+attached = MessageQueue.create_from_handle
 
 
 @pytest.fixture
-def parties() -> Iterator[Parties]:
-    with ExitStack() as stack:
-        yield Parties(stack)
+def ends() -> Iterator[Ends]:
+    """A writer and its only reader, which has joined."""
+    with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        with attached(writer.export_handle(), 0) as reader:
+            writer.wait_until_ready(PATIENCE)
+            yield writer, reader
 
 
 def test_a_writer_that_is_in_no_call_is_named_when_time_is_up(
-    parties: Parties, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    writer = parties.writer()
-    reader = parties.reader(writer.export_handle(), waiting=Waiting(warn_after=0.05))
-
     def warned() -> bool:
         with pytest.raises(QueueTimeoutError):
             reader.dequeue(0.1)
         return "not accepted yet" in caplog.text
 
-    until(warned)
-    for call in (reader.dequeue, reader.wait_until_ready):
-        with pytest.raises(QueueTimeoutError, match=f"^waited 0.1 s for .*{UNANSWERED}"):
-            call(0.1)
-    writer.wait_until_ready(PATIENCE)
-    reader.wait_until_ready(PATIENCE)
-    with pytest.raises(QueueTimeoutError, match=r"^waited 0\.01 s for a message$"):
-        reader.dequeue(0.01)
+    with (
+        MessageQueue(1, 0, connect_ip="127.0.0.1") as writer,
+        attached(writer.export_handle(), 0, waiting=Waiting(warn_after=0.05)) as reader,
+    ):
+        until(warned)
+        for call in (reader.dequeue, reader.wait_until_ready):
+            with pytest.raises(QueueTimeoutError, match=f"^waited 0.1 s for .*{UNANSWERED}"):
+                call(0.1)
+        writer.wait_until_ready(PATIENCE)
+        reader.wait_until_ready(PATIENCE)
+        with pytest.raises(QueueTimeoutError, match=r"^waited 0\.01 s for a message$"):
+            reader.dequeue(0.01)
 
 
 def test_a_warning_has_the_length_of_a_short_wait(
-    parties: Parties, caplog: pytest.LogCaptureFixture
+    ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, reader = parties.pair()
-    impatient = parties.reader(reader.export_handle(), 1, waiting=Waiting(warn_after=0.02))
-
     def waited() -> list[float]:
         with pytest.raises(QueueTimeoutError):
             impatient.dequeue(0.1)
         return [float(line.rsplit(" for ")[-1].removesuffix(" s")) for line in caplog.messages]
 
-    assert all(seconds >= 0.02 for seconds in until(waited))
+    with attached(ends[0].export_handle(), 1, waiting=Waiting(warn_after=0.02)) as impatient:
+        assert all(seconds >= 0.02 for seconds in until(waited))
 
 
-def test_a_stranger_to_the_queue_gets_the_reason_at_its_next_call(parties: Parties) -> None:
-    writer, _ = parties.pair()
-    handle = writer.export_handle()
-    parties.serving(writer)
-    for rank, why in (
-        (1, "rank 1 is none of its remote readers'"),
-        (0, "rank 0 has another reader"),
-    ):
-        stranger = parties.reader(handle, rank)
-        for call in (stranger.dequeue, stranger.wait_until_ready, stranger.dequeue):
-            with pytest.raises(ConfigurationError, match=f"refused: {why}"):
-                call(PATIENCE)
+@pytest.mark.parametrize(
+    ("rank", "why"),
+    [(1, "rank 1 is none of its remote readers'"), (0, "rank 0 has another reader")],
+)
+def test_a_stranger_to_the_queue_gets_the_reason_at_its_next_call(
+    ends: Ends, rank: int, why: str
+) -> None:
+    writer, _ = ends
+    # As one at work would, the writer looks at its socket again and again.
+    with meanwhile(lambda: writer.wait_until_ready(PATIENCE)):
+        with attached(writer.export_handle(), rank) as stranger:
+            for call in (stranger.dequeue, stranger.wait_until_ready, stranger.dequeue):
+                with pytest.raises(ConfigurationError, match=f"refused: {why}"):
+                    call(PATIENCE)
 
 
 # Closing -------------------------------------------------------------------------------------
@@ -404,9 +379,9 @@ def test_a_writer_that_is_dropped_is_closed() -> None:
 
 
 def test_a_reader_that_was_removed_is_not_waited_for_either(
-    parties: Parties, caplog: pytest.LogCaptureFixture
+    ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer, reader = parties.pair()
+    writer, reader = ends
     writer.enqueue("unread", PATIENCE)
     assert writer.remove_reader(0)
     with caplog.at_level(logging.WARNING, "kvindex.shm"):
