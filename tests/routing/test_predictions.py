@@ -29,8 +29,7 @@ pytestmark = pytest.mark.unit
 WHOLE = 10 * BLOCK  # tokens of the prompt's whole blocks
 
 
-def test_predictions_keep_siblings_together_and_apart_from_held_blocks() -> None:
-    clock = Clock()
+def test_predictions_keep_siblings_together_and_apart_from_held_blocks(clock: Clock) -> None:
     index = fleet("ab")
     router = Router(index, clock=clock, predict=5.0)
     first, sibling = router.reserve(PROMPT), router.reserve(PROMPT)
@@ -73,8 +72,7 @@ def test_a_rank_that_is_not_live_is_predicted_to_hold_nothing() -> None:
     assert (decision.tokens, decision.predicted_tokens) == (0, 0)
 
 
-def test_predictions_of_a_rank_that_was_removed_are_forgotten() -> None:
-    clock = Clock()
+def test_predictions_of_a_rank_that_was_removed_are_forgotten(clock: Clock) -> None:
     index = fleet("a")
     router = Router(index, clock=clock, predict=5.0)
     first, second = router.reserve(PROMPT), router.reserve(PROMPT)

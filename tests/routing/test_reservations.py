@@ -132,8 +132,7 @@ def test_the_load_of_a_removed_rank_returns_with_it() -> None:
     assert router.load(A) == NOTHING
 
 
-def test_a_forgotten_booking_expires_and_its_late_reports_are_counted() -> None:
-    clock = Clock()
+def test_a_forgotten_booking_expires_and_its_late_reports_are_counted(clock: Clock) -> None:
     router = router_of("a", clock=clock, expires_after=60.0)
     forgotten, alive = router.reserve(PROMPT, request_id="r"), router.reserve(PROMPT)
     clock.now += 59.0
@@ -211,8 +210,7 @@ def test_a_booking_of_another_router_is_its_load_and_no_decision() -> None:
     assert router.statistics()["decisions"] == 2
 
 
-def test_gauges_correct_the_load_for_a_tenth_of_a_second() -> None:
-    clock = Clock()
+def test_gauges_correct_the_load_for_a_tenth_of_a_second(clock: Clock) -> None:
     router = router_of("ab", clock=clock)
     booking = router.reserve(PROMPT, ranks="a")
     router.report("a", queued_tokens=1_161, open_requests=3)
@@ -243,8 +241,7 @@ def test_gauges_that_are_no_numbers_from_0_are_refused(gauge: Any, message: str)
         router_of("a").report("a", **gauge)
 
 
-def test_the_prefill_rate_is_measured_on_first_tokens() -> None:
-    clock = Clock()
+def test_the_prefill_rate_is_measured_on_first_tokens(clock: Clock) -> None:
     router = router_of("a", clock=clock)
     for _ in range(200):
         with router.reserve(list(range(10_000))) as booking:
@@ -315,8 +312,7 @@ def test_a_booking_moves_to_ranks_of_its_decision_only() -> None:
     assert (router.load(A), router.load(B)) == (NOTHING, NOTHING)
 
 
-def test_a_touched_booking_does_not_expire() -> None:
-    clock = Clock()
+def test_a_touched_booking_does_not_expire(clock: Clock) -> None:
     router = router_of("a", clock=clock, expires_after=10.0)
     kept, lost = router.reserve(PROMPT), router.reserve(PROMPT)
     for _ in range(3):

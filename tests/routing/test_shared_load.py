@@ -50,8 +50,7 @@ def row(rank: Rank, queued: Any = 10, given: Any = 0.0) -> tuple[Any, ...]:
     return (*rank, queued, 1, 2, given)
 
 
-def test_a_booking_is_seen_elsewhere_and_so_is_its_end() -> None:
-    clock = Clock()
+def test_a_booking_is_seen_elsewhere_and_so_is_its_end(clock: Clock) -> None:
     here, there = board(clock, A, B), board(clock, B, A)
     here.add(A, 100, 1, 7, clock.now)
     there.add(A, 5, 1, 1, clock.now)
@@ -63,16 +62,15 @@ def test_a_booking_is_seen_elsewhere_and_so_is_its_end() -> None:
     assert there.load(A, clock.now) == Load(5, 1, 1)
 
 
-def test_only_own_load_is_sent_on() -> None:
-    clock = Clock()
+def test_only_own_load_is_sent_on(clock: Clock) -> None:
     here, there = board(clock, A), board(clock, A)
     here.add(A, 100, 1, 7, clock.now)
     send(here, there)
     assert there.all_rows() == []
 
 
-def test_a_wake_comes_once_until_rows_are_read() -> None:
-    clock, wakes = Clock(), []
+def test_a_wake_comes_once_until_rows_are_read(clock: Clock) -> None:
+    wakes = []
     loads = board(clock, A, B, wake=lambda: wakes.append(1))
     loads.give(A, 10, clock.now)
     loads.add(A, 10, 1, 1, clock.now)
@@ -84,8 +82,7 @@ def test_a_wake_comes_once_until_rows_are_read() -> None:
     assert len(wakes) == 2
 
 
-def test_a_gauge_is_corrected_by_the_bookings_of_all_gateways() -> None:
-    clock = Clock()
+def test_a_gauge_is_corrected_by_the_bookings_of_all_gateways(clock: Clock) -> None:
     here, there = board(clock, A), board(clock, A)
     here.add(A, 100, 1, 7, clock.now)
     send(here, there)
@@ -97,8 +94,7 @@ def test_a_gauge_is_corrected_by_the_bookings_of_all_gateways() -> None:
     assert there.all_rows() == []
 
 
-def test_tokens_given_elsewhere_weigh_as_if_given_here() -> None:
-    clock = Clock()
+def test_tokens_given_elsewhere_weigh_as_if_given_here(clock: Clock) -> None:
     here, there = board(clock, A, B), board(clock, A, B)
     here.give(A, 1_000, clock.now)
     clock.now += 60.0
@@ -114,8 +110,7 @@ def test_tokens_given_elsewhere_weigh_as_if_given_here() -> None:
     assert there.columns(clock.now).given.tolist() == pytest.approx([7.0, 1.0])
 
 
-def test_a_row_that_is_not_renewed_for_three_seconds_counts_no_more() -> None:
-    clock = Clock()
+def test_a_row_that_is_not_renewed_for_three_seconds_counts_no_more(clock: Clock) -> None:
     here, there = board(clock, A, B), board(clock, A, B)
     here.add(A, 1, 1, 1, clock.now)
     here.give(A, 100, clock.now)
@@ -138,8 +133,7 @@ def test_a_row_that_is_not_renewed_for_three_seconds_counts_no_more() -> None:
     assert (statistics["gateways"], statistics["rows"], statistics["age"]) == (0, 0, None)
 
 
-def test_more_stale_rows_than_one_hold_of_the_lock_are_dropped() -> None:
-    clock = Clock()
+def test_more_stale_rows_than_one_hold_of_the_lock_are_dropped(clock: Clock) -> None:
     ranks = [Rank("w", number) for number in range(200)]
     there = board(clock, *ranks)
     there.receive(message(1, *map(row, ranks)))
@@ -149,8 +143,7 @@ def test_more_stale_rows_than_one_hold_of_the_lock_are_dropped() -> None:
     assert there.statistics()["gateways"] == 0
 
 
-def test_a_clock_that_goes_back_keeps_no_row_for_long() -> None:
-    clock = Clock()
+def test_a_clock_that_goes_back_keeps_no_row_for_long(clock: Clock) -> None:
     there = board(clock, A)
     there.receive(message(1, row(A)))
     clock.now -= 500.0
@@ -158,8 +151,7 @@ def test_a_clock_that_goes_back_keeps_no_row_for_long() -> None:
     assert there.load(A, clock.now) == NOTHING
 
 
-def test_a_row_that_became_zero_is_sent_for_four_seconds_more() -> None:
-    clock = Clock()
+def test_a_row_that_became_zero_is_sent_for_four_seconds_more(clock: Clock) -> None:
     here, lossy = board(clock, A), board(clock, A)
     here.add(A, 1, 1, 1, clock.now)
     send(here, lossy)
@@ -172,8 +164,9 @@ def test_a_row_that_became_zero_is_sent_for_four_seconds_more() -> None:
     assert here._published == {}
 
 
-def test_load_of_a_rank_that_is_not_known_takes_no_memory_and_counts_once_it_is() -> None:
-    clock = Clock()
+def test_load_of_a_rank_that_is_not_known_takes_no_memory_and_counts_once_it_is(
+    clock: Clock,
+) -> None:
     here, there = board(clock, A, C), board(clock, A)
     here.add(C, 5, 1, 1, clock.now)
     here.give(C, 100, clock.now)
@@ -195,8 +188,7 @@ def test_load_of_a_rank_that_is_not_known_takes_no_memory_and_counts_once_it_is(
     assert there._booked_absent == {}
 
 
-def test_own_load_on_a_rank_without_a_row_is_sent_too() -> None:
-    clock = Clock()
+def test_own_load_on_a_rank_without_a_row_is_sent_too(clock: Clock) -> None:
     here, there = board(clock, A), board(clock, A)
     here.add(A, 5, 1, 1, clock.now)
     here.arrange([])
@@ -204,8 +196,7 @@ def test_own_load_on_a_rank_without_a_row_is_sent_too() -> None:
     assert there.load(A, clock.now) == Load(5, 1, 1)
 
 
-def test_numbers_that_are_missing_are_counted_and_older_ones_ignored() -> None:
-    clock = Clock()
+def test_numbers_that_are_missing_are_counted_and_older_ones_ignored(clock: Clock) -> None:
     there = board(clock, A)
     for number, queued in ((5, 10), (9, 20), (7, 30), (9, 40)):
         there.receive(message(number, row(A, queued)))
@@ -238,8 +229,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_wrong_is_refused_and_touches_no_gateway(name: str) -> None:
-    clock = Clock()
+def test_what_is_wrong_is_refused_and_touches_no_gateway(name: str, clock: Clock) -> None:
     there = board(clock, A)
     there.receive(message(8, row(A)))
     data, reason = HOSTILE[name]
@@ -256,8 +246,7 @@ def test_a_message_with_the_own_id_is_refused() -> None:
     assert there.statistics()["gateways"] == 0
 
 
-def test_the_largest_loads_of_others_leave_no_trace_when_they_end() -> None:
-    clock = Clock()
+def test_the_largest_loads_of_others_leave_no_trace_when_they_end(clock: Clock) -> None:
     there = board(clock, A)
     there.add(A, 3, 1, 1, clock.now)
     for number in range(100):
@@ -267,8 +256,7 @@ def test_the_largest_loads_of_others_leave_no_trace_when_they_end() -> None:
     assert there.load(A, clock.now) == Load(3, 1, 1)
 
 
-def test_gateways_and_their_rows_are_bounded() -> None:
-    clock = Clock()
+def test_gateways_and_their_rows_are_bounded(clock: Clock) -> None:
     ranks = [Rank("w", number) for number in range(MAX_GATEWAY_ROWS)]
     there = board(clock, A, *ranks)
     for number in range(MAX_GATEWAYS):
@@ -295,8 +283,8 @@ def test_rows_are_split_by_number_and_by_size() -> None:
     assert [decode_load(data).rows for data in encode_load(ID, 1, [])] == [[]]
 
 
-def test_an_own_row_with_a_name_that_others_refuse_is_not_sent_but_counted() -> None:
-    clock, long = Clock(), Rank("ä" * 257)
+def test_an_own_row_with_a_name_that_others_refuse_is_not_sent_but_counted(clock: Clock) -> None:
+    long = Rank("ä" * 257)
     here, there = board(clock, A, long), board(clock, A, long)
     for rank in (A, long):
         here.add(rank, 5, 1, 1, clock.now)
@@ -305,8 +293,7 @@ def test_an_own_row_with_a_name_that_others_refuse_is_not_sent_but_counted() -> 
     assert here.statistics()["unsent"] == 1
 
 
-def test_a_board_that_shares_no_more_counts_its_own_load_only() -> None:
-    clock = Clock()
+def test_a_board_that_shares_no_more_counts_its_own_load_only(clock: Clock) -> None:
     there = board(clock, A)
     there.add(A, 5, 1, 1, clock.now)
     there.report(A, 500, 1, until=clock.now + 0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -60,13 +61,6 @@ def unsure(*bodies: bytes, kept_bytes: int = 1000) -> LogWriter:
 
 
 # Standing by ----------------------------------------------------------------------------------
-
-
-def test_a_log_without_messages_is_begun_at_once() -> None:
-    writer = LogWriter("A")
-    writer.saw(Head(0, 1, None), 0.0)
-    assert writer.state is BEGINNING
-    assert writer.step(0.0) == Append("A-1", 0, b"")
 
 
 def test_a_log_that_grows_is_left_to_its_writer() -> None:
@@ -170,16 +164,6 @@ def test_a_begin_is_sent_again_as_it_was_if_that_is_sure_and_else_given_up_for_a
     assert writer.state is BEGINNING
     writer.saw(head, LATER)
     assert writer.step(LATER) == following
-
-
-def test_a_begin_of_a_stream_that_was_deleted_is_made_anew() -> None:
-    writer = beginning()
-    writer.failed("no stream", 3.0)
-    writer.saw_no_stream()
-    assert writer.step(LATER) == Make()
-    writer.made()
-    writer.saw(Head(0, 1, None), LATER)
-    assert writer.step(LATER) == Append("A-2", 0, b"")
 
 
 # Writing --------------------------------------------------------------------------------------
@@ -373,8 +357,12 @@ def test_a_head_of_its_own_earlier_epoch_ends_the_epoch_even_at_a_number_it_gave
     assert writer.state is BEGINNING
 
 
-def test_a_deleted_stream_ends_the_epoch() -> None:
-    writer = unsure(b"one", b"two")
+@pytest.mark.parametrize("make", [beginning, partial(unsure, b"one")], ids=["beginning", "unsure"])
+def test_a_stream_that_was_deleted_is_made_anew_for_another_epoch(
+    make: Callable[[], LogWriter],
+) -> None:
+    writer = make()
+    writer.failed("no stream", LATER)
     writer.saw_no_stream()
     assert writer.step(2 * LATER) == Make()
     writer.made()
