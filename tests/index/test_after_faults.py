@@ -24,6 +24,8 @@ from kvindex.subscribe.sequencer import (
 )
 from kvindex.testing import FakeEngine, Request, Workload
 from tests.examples import examples
+from tests.live import resident
+from tests.live import truth as truth_of
 from tests.subscribe.sequencer.sequencer_world import CoincidenceError, Faults, Step, World
 
 pytestmark = pytest.mark.property
@@ -90,11 +92,8 @@ class CacheWorld(World):
     def compare(self) -> None:
         """The index holds what the engine holds; after losses at most that."""
         self.index.check()
-        held = {
-            (block.block_hash, block.medium, block.group_idx): block.copies
-            for block in self.index.tree(RANK).walk()
-        }
-        truth = {(h, medium, group or 0): c for (h, medium, group), c in self.fake.truth().items()}
+        held = resident(self, RANK)  # type: ignore[arg-type]  # it has an index
+        truth = truth_of(self.fake)
         if self.sequencer.applied.complete:
             assert held == truth
             for request in workload(5, seed=1):

@@ -243,14 +243,8 @@ ROUNDS = 10  # other processes lengthen some measurements; what costs too much d
 
 
 def chain(labels: list[Any], parent: int | None = None, **fields: Any) -> BlockStored:
-    tokens = [number & 127 for number in range(len(labels))]
-    return BlockStored(
-        block_hashes=labels,
-        parent_block_hash=parent,
-        token_ids=tokens,
-        block_size=1,
-        **fields,
-    )
+    fields |= {"token_ids": [number & 127 for number in range(len(labels))], "block_size": 1}
+    return stored(0, parent=parent, block_hashes=labels, **fields)
 
 
 def test_a_second_label_costs_the_same_however_many_blocks_the_rank_holds() -> None:

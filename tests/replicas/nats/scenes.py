@@ -8,7 +8,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from kvindex import Rank, Worker
-from kvindex.replicas import nats
+from kvindex.replicas import Replica, nats
 from kvindex.replicas.copy import Copy
 from kvindex.replicas.messages import decode_message
 from kvindex.replicas.nats.log import BodyReader, Log
@@ -83,7 +83,30 @@ def counters(relay: Relay) -> dict[str, Any]:
     return own
 
 
-MAX_BYTES = 8 << 20
+def relay_of(pool: NatsPool, *workers: Worker, **options: Any) -> Relay:
+    return Relay(
+        workers,
+        ",".join(pool.servers),
+        pool=pool.name,
+        **{
+            "max_bytes": 8 << 20,
+            "replay_policy": REPLAYS,
+            "probe_interval": 0.3,
+            **pool.options,
+            **options,
+        },
+    )
+
+
+def stored(relay: Relay, times: int = 1) -> None:
+    """Wait until a relay writes, and has stored so many snapshots."""
+    until(lambda: counters(relay), lambda own: own.get("snapshots", 0) >= times)
+
+
+def of(replica: Replica) -> dict[str, Any]:
+    """The replica's own counters."""
+    own: dict[str, Any] = replica.statistics()["replica"]
+    return own
 
 
 class FaultScene:
@@ -113,12 +136,8 @@ class FaultScene:
 
     def start_relay(self, *workers: Worker) -> Relay:
         """Start a relay in this process; wait until it has stored a snapshot."""
-        engines = [*map(worker_of, self.engines), *workers]
-        options: dict[str, Any]
-        options = {"max_bytes": MAX_BYTES, "replay_policy": REPLAYS, "probe_interval": 0.3}
-        options.update({**self.pool.options, **self._options})
-        relay = self._stack.enter_context(Relay(engines, str(self.pool), **options))
-        until(lambda: counters(relay), lambda own: own.get("snapshots", 0) >= 1)
+        relay = relay_of(self.pool, *map(worker_of, self.engines), *workers, **self._options)
+        stored(self._stack.enter_context(relay))
         return relay
 
     def join(self, others: Iterable[Rank] = ()) -> None:

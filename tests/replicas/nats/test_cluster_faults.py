@@ -20,7 +20,7 @@ from tests.native_ring import needs_ring
 from tests.nats_server import NatsServer, cluster_of_three
 from tests.replicas.nats.cut_routes import cluster_that_can_be_cut
 from tests.replicas.nats.processes import RelayProcess, contents
-from tests.replicas.nats.scenes import at
+from tests.replicas.nats.scenes import at, of
 
 pytestmark = [pytest.mark.faults, needs_ring]
 
@@ -133,10 +133,6 @@ def are_stale(statuses: Any) -> bool:
 def explain(replica: Replica) -> str:
     shown = [str(status) for status in replica.statuses().values()]
     return "\n".join([replica.trouble, str(of(replica)), *shown])
-
-
-def of(replica: Replica) -> dict[str, Any]:
-    return replica.statistics()["replica"]  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -18,15 +18,7 @@ from kvindex.replicas.nats.relay import Relay
 from kvindex.replicas.nats.snapshots import PoolSnapshots
 from kvindex.testing import FakeEngine
 from kvindex.wire.nats import NatsPool, parse_pool
-from tests.live import (
-    BEFORE,
-    LATER,
-    MEANWHILE,
-    REPLAYS,
-    caught_up,
-    until,
-    worker_of,
-)
+from tests.live import BEFORE, LATER, MEANWHILE, caught_up, until, worker_of
 from tests.nats_server import NatsServer
 from tests.replicas.nats.scenes import (
     at,
@@ -34,11 +26,11 @@ from tests.replicas.nats.scenes import (
     counters,
     holds,
     newest_snapshot,
+    relay_of,
+    stored,
 )
 
 pytestmark = pytest.mark.e2e
-
-SMALL = 8 << 20
 
 
 @pytest.fixture
@@ -46,26 +38,6 @@ def engine() -> Iterator[FakeEngine]:
     with FakeEngine() as engine:
         engine.run(BEFORE)
         yield engine
-
-
-def relay_of(pool: NatsPool, *engines: FakeEngine, **options: Any) -> Relay:
-    return Relay(
-        [worker_of(engine) for engine in engines],
-        ",".join(pool.servers),
-        pool=pool.name,
-        **{
-            "max_bytes": SMALL,
-            "replay_policy": REPLAYS,
-            "probe_interval": 0.3,
-            **pool.options,
-            **options,
-        },
-    )
-
-
-def stored(relay: Relay, times: int = 1) -> None:
-    """Wait until a relay writes, and has stored so many snapshots."""
-    until(lambda: counters(relay), lambda own: own.get("snapshots", 0) >= times)
 
 
 def stored_all(relay: Relay, engine: FakeEngine) -> None:
@@ -84,7 +56,10 @@ def stored_all(relay: Relay, engine: FakeEngine) -> None:
 def test_a_copy_of_snapshot_and_log_holds_what_the_engines_hold(
     pool: NatsPool, engine: FakeEngine
 ) -> None:
-    with FakeEngine("b", cpu_blocks=64) as other, relay_of(pool, engine, other) as relay:
+    with (
+        FakeEngine("b", cpu_blocks=64) as other,
+        relay_of(pool, *map(worker_of, (engine, other))) as relay,
+    ):
         caught_up(relay.client, engine, other)
         stored(relay)
         early = newest_snapshot(pool)
@@ -104,7 +79,7 @@ def test_a_relay_that_misses_the_answer_to_each_first_request_starts_and_continu
     pool: NatsPool, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does that is stopped for some seconds while it starts."""
-    with relay_of(pool, engine, snapshot_every=1) as first:
+    with relay_of(pool, worker_of(engine), snapshot_every=1) as first:
         stored_all(first, engine)
     request = Client.request
     asked: set[str] = set()
@@ -117,7 +92,7 @@ def test_a_relay_that_misses_the_answer_to_each_first_request_starts_and_continu
         return answer
 
     monkeypatch.setattr(Client, "request", missed_once)
-    with relay_of(pool, engine) as relay:
+    with relay_of(pool, worker_of(engine)) as relay:
         assert relay.report()["resume"]["restored"] == 1
         assert not counters(relay)["restart_refused"]
     assert len(asked) == 5
@@ -129,7 +104,7 @@ def test_a_batch_that_is_too_long_for_a_body_is_cut_and_arrives_whole(tmp_path: 
         FakeEngine(num_blocks=4000) as engine,
     ):
         pool = parse_pool(server.url, "p", {})
-        with relay_of(pool, engine) as relay:
+        with relay_of(pool, worker_of(engine)) as relay:
             stored(relay)
             early = newest_snapshot(pool)
             engine.serve(list(range(40_000)))
@@ -141,11 +116,11 @@ def test_a_batch_that_is_too_long_for_a_body_is_cut_and_arrives_whole(tmp_path: 
 
 
 def test_a_relay_restarts_warm_from_the_pools_snapshot(pool: NatsPool, engine: FakeEngine) -> None:
-    with relay_of(pool, engine, snapshot_every=1) as relay:
+    with relay_of(pool, worker_of(engine), snapshot_every=1) as relay:
         stored_all(relay, engine)
         seed = relay.client.index.seed
     engine.run(MEANWHILE)
-    with relay_of(pool, engine) as relay:
+    with relay_of(pool, worker_of(engine)) as relay:
         assert relay.client.index.seed == seed
         assert relay.client.statistics()["resume"]["restored"] == 1
         caught_up(relay.client, engine)
@@ -157,13 +132,13 @@ def test_a_relay_restarts_warm_from_the_pools_snapshot(pool: NatsPool, engine: F
 def test_a_damaged_snapshot_is_counted_and_the_older_one_is_used(
     pool: NatsPool, engine: FakeEngine
 ) -> None:
-    with relay_of(pool, engine, snapshot_every=1) as relay:
+    with relay_of(pool, worker_of(engine), snapshot_every=1) as relay:
         stored_all(relay, engine)
     name, data = newest_snapshot(pool)
     newer = f"{int(name[:20]) + 1:020d}-{name[21:]}"
 
     at(pool, lambda client: PoolSnapshots(client, pool).put(newer, data[:-1]))
-    with relay_of(pool, engine) as relay:
+    with relay_of(pool, worker_of(engine)) as relay:
         assert counters(relay)["restart_refused"] == {"content": 1}
         assert relay.client.statistics()["resume"]["restored"] == 1
 
@@ -171,7 +146,7 @@ def test_a_damaged_snapshot_is_counted_and_the_older_one_is_used(
 def test_two_snapshots_are_kept_and_another_one_follows_so_many_bytes(
     pool: NatsPool, engine: FakeEngine
 ) -> None:
-    with relay_of(pool, engine, snapshot_every=1000) as relay:
+    with relay_of(pool, worker_of(engine), snapshot_every=1000) as relay:
         for times in range(1, 5):
             stored(relay, times)
             engine.run(MEANWHILE)
@@ -183,9 +158,9 @@ def test_two_snapshots_are_kept_and_another_one_follows_so_many_bytes(
 
 
 def test_another_relay_takes_over_from_one_that_ends(pool: NatsPool, engine: FakeEngine) -> None:
-    with relay_of(pool, engine) as first:
+    with relay_of(pool, worker_of(engine)) as first:
         stored(first)
-        with relay_of(pool, engine) as second:
+        with relay_of(pool, worker_of(engine)) as second:
             caught_up(second.client, engine)
             until(lambda: counters(second), lambda own: "another relay" in own["reason"])
             assert counters(second)["queue"]["messages"] == 0
@@ -237,7 +212,7 @@ def test_fault_a_bucket_that_is_damaged_gets_another_snapshot_though_no_engine_s
 ) -> None:
     monkeypatch.setattr(snapshots, "_LOOK_EVERY", 0.1)
 
-    with relay_of(pool, engine) as relay:
+    with relay_of(pool, worker_of(engine)) as relay:
         stored(relay)
         caught_up(relay.client, engine)
         at(pool, lambda client: DAMAGES[damage](client.jetstream(), pool))
@@ -258,7 +233,7 @@ def test_a_stream_that_holds_something_else_is_refused(pool: NatsPool, engine: F
         lambda client: client.jetstream().add_stream(name=pool.stream, subjects=["something.else"]),
     )
     with pytest.raises(ConfigurationError, match="delete it"):
-        relay_of(pool, engine)
+        relay_of(pool, worker_of(engine))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from tests.live import PATIENCE, until
 from tests.native_ring import needs_ring
 from tests.replicas.hand_server import held
 from tests.replicas.nats.hand_relay import A, B, RealLog, begun
+from tests.replicas.nats.scenes import of
 
 pytestmark = [pytest.mark.e2e, needs_ring]
 
@@ -35,10 +35,6 @@ def joined(log: RealLog, stack: ExitStack, stale_after: float = PATIENCE) -> rep
     return replica
 
 
-def of(replica: replicas.Replica) -> dict[str, Any]:
-    return replica.statistics()["replica"]  # type: ignore[no-any-return]
-
-
 def assert_same(log: RealLog, *followers: replicas.Replica) -> None:
     """Store one more block; wait until every replica has all that the relay has, and is live."""
     log.relay.store(A)
@@ -52,8 +48,7 @@ def assert_same(log: RealLog, *followers: replicas.Replica) -> None:
     until(are_same)
 
 
-def test_replicas_join_and_follow(pool: NatsPool, stack: ExitStack) -> None:
-    log = begun(pool, stack)
+def test_replicas_join_and_follow(log: RealLog, stack: ExitStack) -> None:
     first = joined(log, stack)
     assert held(first.index) == held(log.relay.index)
     log.relay.add(B)
@@ -64,7 +59,7 @@ def test_replicas_join_and_follow(pool: NatsPool, stack: ExitStack) -> None:
     assert_same(log, first, second)
     assert first.ranks == (A,)
     replica = until(lambda: of(first), lambda own: own["number"] == log.last)
-    assert replica["server"] == str(pool)
+    assert replica["server"] == str(log.pool)
     assert (replica["epoch"], replica["lag_messages"]) == ("e-1", 0)
     assert replica["lag_seconds"] >= 0
     assert replica["following"]
@@ -124,11 +119,7 @@ def test_a_replica_that_follows_at_once_has_its_ranks_later(
 
 
 def test_what_cannot_work_is_refused_at_the_call(pool: NatsPool, tmp_path: Path) -> None:
-    for options in (
-        {"timeout": 0.0},
-        {"stale_after": -1.0},
-        {"user": "u"},
-    ):
+    for options in ({"timeout": 0.0}, {"stale_after": -1.0}, {"user": "u"}):
         with pytest.raises(ConfigurationError):
             nats.join(str(pool), **options)
     with pytest.raises(ConfigurationError, match="tls_ca_file"):
