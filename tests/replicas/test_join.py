@@ -18,6 +18,7 @@ from kvindex.replicas.copy import Copy
 from kvindex.replicas.messages import Begin, End, decode_message
 from kvindex.replicas.outflow import Part, TakenRank
 from kvindex.subscribe import RankAdded, RankLost, RankRemoved, RankRestarted, RanksRenamed
+from kvindex.wire import CacheSettings
 from kvindex.wire.errors import ClosedError
 from tests.examples import examples
 from tests.index.index_events import apply, removed, stored
@@ -47,19 +48,23 @@ class Server(HandServer):
         return result
 
     def batch(self, rank: Rank) -> None:
-        """Store a block in the last one's place: a lost, repeated or early batch leaves a trace."""
+        """Store a block to stay, and twice one that goes with the next batch.
+
+        So a batch that is lost, repeated or early leaves a trace, and so does a rank whose settings
+        did not come: of these, one removal would leave a copy.
+        """
         if rank in self.index.ranks:
-            self.serial += 1
-            before = self.last.get(rank, 0)
-            self.apply(rank, removed(before), stored(self.serial, parent=None))
-            self.last[rank] = self.serial
+            self.serial += 2
+            stays, goes = (stored(self.serial + n, parent=None) for n in range(2))
+            self.apply(rank, removed(self.last.get(rank, 0)), stays, goes, goes)
+            self.last[rank] = self.serial + 1
 
     def turn_ends(self, rank: Rank) -> None:
         self.show(*({rank} & {*self.index.ranks}), seq=self.serial)
 
     def add(self, rank: Rank) -> None:
         if rank not in self.index.ranks:
-            self.tell(RankAdded(rank))
+            self.tell(RankAdded(rank, CacheSettings(removals="last")))
 
     def resume(self, rank: Rank) -> None:
         """Add a rank that begins with what was saved of it, as long as a message or more."""
@@ -71,7 +76,7 @@ class Server(HandServer):
             assert len(section) >= self.chunk_bytes
             self.index.restore(rank, section)
             self.tap.restored(rank, section)
-            self.tell(RankAdded(rank))
+            self.tell(RankAdded(rank, CacheSettings(removals="last")))
 
     def remove(self, rank: Rank) -> None:
         if rank in self.index.ranks:
@@ -165,9 +170,13 @@ def test_a_joiner_holds_what_the_server_holds_whatever_happens_meanwhile(
         for _ in range(2 * len(RANKS) + 4):  # no more renaming: it comes to an end
             joiner.step()
         assert joiner.whole
+    server.turn_ends(RANKS[0])
+    for joiner in joiners:
+        joiner.catch_up()
     for rank in RANKS:
         server.batch(rank)
         server.lose(rank)
+        server.batch(rank)
         server.batch(rank)
         server.turn_ends(rank)
     for joiner in joiners:
