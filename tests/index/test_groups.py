@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from kvindex import CacheSettings, GroupSpec
+from kvindex.index.api import BaseIndex
 from tests.index.index_events import (
     CLEAR,
     SIZE,
     A,
     apply,
+    both,
     counts_of,
     index_of,
     prompt,
@@ -43,6 +45,7 @@ SWA: dict[str, Any] = {
 }
 WINDOW_ONLY = SWA | {"group_idx": 0}
 WIDER = SWA | {"kv_cache_spec_sliding_window": 3 * SIZE}
+TWO_BLOCKS = {"kv_cache_spec_sliding_window": 2 * SIZE + 1}
 DOUBLE: dict[str, Any] = {"token_ids": prompt(4), "block_size": 2 * SIZE}
 
 
@@ -62,6 +65,18 @@ LEARNED = {
     ),
     "a hit ends at the last cut whose window is whole": Story(
         HYBRID, removed(0, 1, 2, 4, group_idx=1), holds(6), holds(4, prompt(5))
+    ),
+    "chunks need the blocks of the chunk that the cut is in": Story(
+        configured(groups={0: FULL, 1: GroupSpec("chunked_local_attention", None, 4 * SIZE)}),
+        Scene(stored(*range(7), group_idx=0), stored(*range(8), group_idx=1)),
+        Scene(removed(0, 1, 2, 3, 7, group_idx=1), holds(7), removed(6, group_idx=1), holds(6)),
+        Scene(stored(6, group_idx=1), removed(4, group_idx=1), holds(4)),
+        Scene(removed(5, 6, group_idx=1), holds(4), stored(0, 1, 2, 3, group_idx=1), holds(4)),
+        Scene(removed(0, 1, 2, 3, group_idx=1), stored(7, group_idx=0), holds(8)),  # a chunk's end
+    ),
+    "a state at the cut stands for all before it": Story(
+        Scene(stored(*range(8), **IS_FULL), stored(4, group_idx=1, kv_cache_spec_kind="mamba")),
+        Scene(holds(5), removed(4, group_idx=1), holds(0)),
     ),
     "windows lower each other's hits until all fit": Story(
         *(stored(*range(8), **group) for group in (IS_FULL, SWA, SWA | {"group_idx": 2})),
@@ -137,6 +152,10 @@ LEARNED = {
         Scene(configured(eagle=True), stored(0, 1, 2)),
         Scene(holds(0, prompt(1)), holds(1, prompt(2)), holds(2, prompt(3)), holds(2, prompt(4))),
     ),
+    "eagle needs one block more of a window": Story(
+        Scene(configured(eagle=True), stored(*range(5), **(WINDOW_ONLY | TWO_BLOCKS))),
+        Scene(holds(4), removed(0, 1), holds(4), removed(2), holds(0)),
+    ),
     "eagle may drop the last block of some groups only": Story(
         Scene(HYBRID, removed(0, 1, 2, 3, group_idx=1), holds(6, prompt(7))),
         Scene(configured(eagle=True), holds(5, prompt(7))),
@@ -151,6 +170,11 @@ SIZES = {
         stored(*range(5), **IS_FULL),
         stored(0, 1, **DOUBLE, base=500, **(IS_FULL | {"group_idx": 1})),
         answers(prompt(5), tokens=4 * SIZE, blocks=4, block_size=SIZE),
+    ),
+    "groups of different block sizes meet at a common multiple": Story(
+        stored(*range(5), **IS_FULL),
+        stored(2, 5, parent=None, token_ids=prompt(6), block_size=3 * SIZE, group_idx=1),
+        Scene(configured(groups={0: FULL, 1: FULL}), answers(prompt(6), tokens=3 * SIZE)),
     ),
     "a window with a block size of its own matches behind a hole": Story(
         Scene(stored(*range(4), group_idx=0), stored(0, 1, **DOUBLE, base=500, **SWA)),
@@ -274,11 +298,14 @@ def test_settings_that_are_missing_are_advised_about() -> None:
     assert counts_of(index)["advice"] == []
 
 
-def test_a_hit_within_the_first_block_counts_although_no_whole_block_does() -> None:
+@both
+def test_a_hit_within_the_first_block_counts_although_no_whole_block_does(
+    kind: type[BaseIndex],
+) -> None:
     """Where Mamba states are kept at finer hashes, a hit may end before the first block does."""
     mamba: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
     wide: dict[str, Any] = {"token_ids": prompt(4), "block_size": 4 * SIZE}
-    index = index_of()
+    index = kind()
     index.configure(A, CacheSettings(hash_block_size=SIZE))
     apply(index, A, stored(3, parent=None, **wide, **IS_FULL))
     apply(index, A, stored(0, block_hashes=[], **wide, **mamba))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvindex.replicas.copy import Catchup
-from kvindex.replicas.messages import BatchApplied, Entry, RingMessage, SectionRestored
+from kvindex.replicas.messages import BatchApplied, Entry, RingMessage
 from kvindex.subscribe import RankAdded, RankRemoved, RanksRenamed
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.rank import Rank
@@ -54,16 +54,6 @@ def test_each_rank_is_applied_from_its_position_on() -> None:
     assert [number for rank, number in due if rank == A] == [3, 4, 5, 6, 7]
     assert [number for rank, number in due if rank == B] == [5, 6, 7]
     assert catchup.passed == 6
-
-
-def test_a_rank_without_a_section_counts_from_where_it_begins() -> None:
-    catchup = Catchup()
-    catchup.begin(0)
-    catchup.end(4)
-    saved = SectionRestored(A, b"section")
-    messages = [batches(0), message(1, saved), message(2, RankAdded(A)), batches(3)]
-    due = [entry for each in messages for entry in due_of(catchup, each)]
-    assert due == [saved, RankAdded(A), BatchApplied(A, b"3")]
 
 
 def test_a_rank_that_came_back_before_its_section_is_not_applied_twice() -> None:
