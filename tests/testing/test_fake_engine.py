@@ -160,23 +160,6 @@ def test_the_cpu_tier_brings_blocks_back(offload: Any) -> None:
     assert [token for event in again for token in event.token_ids] == [1, 1, 2, 2]
 
 
-def test_blocks_loaded_around_one_that_stayed_are_two_chains() -> None:
-    prompt = [1, 1, 2, 2, 3, 3, 4]
-    cache = PagedCache(num_blocks=8, block_size=2, cpu_blocks=16)
-    cache.serve(prompt)
-    middle = cache._pool.find(0, cache._chain(prompt).links[1])
-    assert middle is not None
-    cache._pool.touch(middle)
-    cache.serve(range(100, 114))  # takes every block but that one
-    cache._pool.release([middle])
-    hashes = stores(cache.take_events())[0].block_hashes
-    served = cache.serve(prompt)
-    assert (served.hit_tokens, served.loaded_tokens) == (6, 4)
-    again = [event for event in stores(cache.take_events()) if event.medium == "GPU"]
-    assert [event.block_hashes for event in again] == [[hashes[0]], [hashes[2]]]
-    assert [event.parent_block_hash for event in again] == [None, hashes[1]]
-
-
 def test_the_cpu_tier_announces_placeholders_or_payloads_and_evicts_its_own() -> None:
     bare = PagedCache(block_size=2, cpu_blocks=1)
     bare.serve([1, 1, 2, 2])
