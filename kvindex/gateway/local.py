@@ -19,6 +19,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from sys import getsizeof
 from threading import Lock
 from typing import Any, Final
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 _CHECKS: Final = 3  # of a form, before it is trusted
 _CHECK_EVERY: Final = 1_000  # requests of a form that is trusted, or texts
 _MOST_FORMS: Final = 256
+_MOST_TOKENS: Final = 1 << 20  # of a prompt: more fit no model
+_LONGEST_TOKEN: Final = 8  # characters: those of a long text are shorter, on the average
 _FREE: Final = frozenset({"role", "content", "name", "tool_call_id", "id", "type", "text"})
 
 Form = frozenset[str]
@@ -63,21 +66,25 @@ class LocalTokens:
         except Exception as error:  # tokenizers raises no type of its own
             raise ConfigurationError(f"{path} cannot be loaded: {error}") from error
         self._template = ChatTemplate(self._folder)
-        self._forms: dict[Form, int] = {}  # requests of each that was compared; -1: they differ
+        # Requests of each that was compared, the last used at the end; -1: they differ.
+        self._forms: OrderedDict[Form, int] = OrderedDict()
         self._counters = {"compared": 0, "differing": 0}
+        # A longer text fits no model: it is the engine's to refuse, and not worth the time here.
+        longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self.most_characters = min(longest, _LONGEST_TOKEN) * _MOST_TOKENS
 
     def prompt(self, chat: Mapping[str, Any]) -> str:
         """Return the prompt of a chat request. Raises ChatError."""
         return self._template.render(chat)
 
-    def cost(self, prompt: str) -> int:
+    def cost(self, prompt: str, salt: str | None = None) -> int:
         """Return how many characters of a chat's prompt have to be encoded."""
-        return self._segments.new_characters(prompt)
+        return self._segments.new_characters(prompt, salt)
 
-    def encode(self, prompt: str, *, is_chat: bool) -> Sequence[int]:
+    def encode(self, prompt: str, *, is_chat: bool, salt: str | None = None) -> Sequence[int]:
         """Return the ids of a prompt; those of a text begin and end as its model wants."""
         if is_chat:  # its template has written the tokens with which it begins
-            return self._segments.encode(prompt)
+            return self._segments.encode(prompt, salt)
         ids: list[int] = self._tokenizer.encode(prompt).ids
         return ids
 
@@ -85,11 +92,12 @@ class LocalTokens:
 
     def trusts(self, form: Form) -> bool | None:
         """Return whether tokens of this form are used; None: an engine is to be asked as well."""
-        seen = self._forms.get(form, 0)
+        seen = self._forms.pop(form, 0)
+        self._forms[form] = seen
+        if len(self._forms) > _MOST_FORMS:  # clients make up forms without end
+            self._forms.popitem(last=False)
         if seen < 0:
             return False
-        if form not in self._forms and len(self._forms) >= _MOST_FORMS:
-            return False  # clients make up forms without end: the first ones are remembered
         # Until then `compare` counts: a request whose engine did not answer proves nothing.
         self._forms[form] = seen + (seen >= _CHECKS)
         return None if seen < _CHECKS or seen % _CHECK_EVERY == 0 else True
@@ -98,8 +106,9 @@ class LocalTokens:
         """Compare the tokens of one request with those of its engine."""
         self._counters["compared"] += 1
         if list(own) == list(engines):
-            if self._forms[form] >= 0:  # another request may have differed meanwhile
-                self._forms[form] += 1
+            # Another request may have differed meanwhile, or the form be forgotten.
+            if self._forms.get(form, 0) >= 0:
+                self._forms[form] = self._forms.get(form, 0) + 1
             return
         self._forms[form] = -1
         self._counters["differing"] += 1
@@ -210,11 +219,16 @@ class ChatTemplate:
         if fields.get("chat_template") or fields.get("continue_final_message"):
             raise ChatError("it brings its own template, or continues a message")
         options = fields.get("chat_template_kwargs")
+        effort = fields.get("reasoning_effort")
+        # As in vLLM: an effort turns thinking on or off, unless the request says so itself.
+        thinking = {} if effort is None else {"enable_thinking": effort != "none"}
         context = {
             **self._special,
             "documents": fields.get("documents"),
             "add_generation_prompt": fields.get("add_generation_prompt", True),
+            **thinking,
             **(options if isinstance(options, dict) else {}),
+            **({} if effort is None else {"reasoning_effort": effort}),
             "messages": [_message(message, self.wants_parts) for message in fields["messages"]],
             "tools": fields.get("tools") or None,
         }
@@ -323,7 +337,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 # Segments -----------------------------------------------------------------------------------------
 
 
-_MOST_CHARACTERS: Final = 64 << 20  # of the pieces that are remembered
+_MOST_REMEMBERED: Final = 512 << 20  # bytes of the pieces that are remembered
 # What tokenizers are known to treat in their own ways where a text begins or ends.
 _EDGES: Final = ("a", " a", "a ", "\n\na", "  \n", "'s", "é", "\u4f60\u597d", "1234", "\u2581a")
 
@@ -332,7 +346,7 @@ class Segments:
     """One tokenizer with the pieces that it has encoded.
 
     Thread-safe. Complexity: O(characters), of which those of new pieces count about a hundred
-    times; 64 Mi characters are remembered at most, the last used ones.
+    times; 512 MiB are remembered at most, the last used ones.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -353,8 +367,9 @@ class Segments:
         # Where two begin at one place the longer one counts, as in the tokenizer.
         longest = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, longest))})")
-        self._pieces: OrderedDict[str, array[int]] = OrderedDict()
-        self._characters = 0
+        # By text and salt: else the time that a request takes would show what others have sent.
+        self._pieces: OrderedDict[tuple[str, str | None], array[int]] = OrderedDict()
+        self._bytes = 0
         self._counters: Counter[str] = Counter()
         self._lock = Lock()
         if self._ids:
@@ -363,7 +378,7 @@ class Segments:
             for special in longest[:16]:
                 self._check("".join(f"{special}{edge}" for edge in _EDGES) + special)
 
-    def encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str, salt: str | None = None) -> Sequence[int]:
         """Return the ids of a text in which special tokens may stand; none are added."""
         with self._lock:
             self._counters["texts"] += 1
@@ -371,25 +386,25 @@ class Segments:
             is_due = self._counters["texts"] % _CHECK_EVERY == 0
         if not self.is_on:
             return self._whole(text)
-        return self._check(text) if is_due else self._by_pieces(text)
+        return self._check(text) if is_due else self._by_pieces(text, salt)
 
-    def new_characters(self, text: str) -> int:
+    def new_characters(self, text: str, salt: str | None = None) -> int:
         """Return how much of a text is not remembered: what it costs to encode it."""
         if not self.is_on:
             return len(text)
         pieces = self._pattern.split(text)[::2]
-        return sum(len(piece) for piece in pieces if piece not in self._pieces)
+        return sum(len(piece) for piece in pieces if (piece, salt) not in self._pieces)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: `texts`, `checked` and `differing` ones; `pieces`, `remembered` ones."""
         counted = {name: self._counters[name] for name in _COUNTERS}
-        return {**counted, "is_on": self.is_on, "characters": self._characters}
+        return {**counted, "is_on": self.is_on, "bytes": self._bytes}
 
     def _whole(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _by_pieces(self, text: str) -> array[int]:
+    def _by_pieces(self, text: str, salt: str | None = None) -> array[int]:
         tokens = array("I")
         remembered = 0
         split = self._pattern.split(text)
@@ -398,20 +413,11 @@ class Segments:
                 tokens.append(self._ids[piece])
             elif piece:
                 with self._lock:
-                    ids = self._pieces.get(piece)
+                    ids = self._pieces.get((piece, salt))
                     if ids is not None:
-                        self._pieces.move_to_end(piece)
+                        self._pieces.move_to_end((piece, salt))
                 remembered += ids is not None
-                if ids is None:
-                    ids = array("I", self._whole(piece))  # without the lock: it may take seconds
-                    with self._lock:
-                        if piece not in self._pieces and len(piece) <= _MOST_CHARACTERS:
-                            self._pieces[piece] = ids
-                            self._characters += len(piece)
-                        while self._characters > _MOST_CHARACTERS:
-                            oldest, _ = self._pieces.popitem(last=False)
-                            self._characters -= len(oldest)
-                tokens += ids
+                tokens += self._encoded(piece, salt) if ids is None else ids
         with self._lock:
             self._counters["pieces"] += (len(split) + 1) // 2
             self._counters["remembered"] += remembered
@@ -431,8 +437,24 @@ class Segments:
             )
             with self._lock:
                 self._pieces.clear()
-                self._characters = 0
+                self._bytes = 0
         return whole
+
+    def _encoded(self, piece: str, salt: str | None) -> array[int]:
+        ids = array("I", self._whole(piece))  # without the lock: it may take seconds
+        size = _bytes_of(piece, ids)
+        with self._lock:
+            if (piece, salt) not in self._pieces and size <= _MOST_REMEMBERED:
+                self._pieces[piece, salt] = ids
+                self._bytes += size
+            while self._bytes > _MOST_REMEMBERED:
+                (oldest, _), its_ids = self._pieces.popitem(last=False)
+                self._bytes -= _bytes_of(oldest, its_ids)
+        return ids
+
+
+def _bytes_of(piece: str, ids: array[int]) -> int:
+    return getsizeof(piece) + len(ids) * ids.itemsize + 256  # of the table
 
 
 _COUNTERS: Final = ("texts", "pieces", "remembered", "checked", "differing")

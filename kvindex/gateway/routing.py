@@ -75,11 +75,20 @@ def pin(serving: Serving, rank: Rank) -> Pin:
     if serving.ranks < 2:
         return Pin()
     own = rank.dp_rank - serving.first_rank
-    # A version without numbers, as of a build from source, counts as a new release.
-    release = tuple(map(int, re.findall(r"\d{1,9}", serving.version)[:3])) or _SGLANG_HEADER
-    if serving.kind == "sglang" and release < _SGLANG_HEADER:
+    release = release_of(serving.version)
+    if serving.kind == "sglang" and release and release < _SGLANG_HEADER:
         return Pin(body_fields={_FIELD: own})
     return Pin(headers=((_HEADER, b"%d" % own),))
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return a version's numbers; none, as of a build from source, counts as a new release.
+
+    Examples:
+        >>> release_of("0.5.10.post1"), release_of("dev")
+        ((0, 5, 10), ())
+    """
+    return tuple(map(int, re.findall(r"\d{1,9}", version)[:3]))
 
 
 def serving_of(worker: str, report: EngineReport) -> Serving:

@@ -152,11 +152,16 @@ def test_a_form_that_differs_is_left_to_the_engines(
     assert local.statistics()["differing"] == 1
 
 
-def test_forms_are_bounded(tmp_path: Path) -> None:
+def test_forms_are_bounded_and_the_last_used_are_remembered(tmp_path: Path) -> None:
     local = LocalTokens(folder(tmp_path))
-    trusted = [local.trusts(frozenset({str(number)})) for number in range(400)]
-    assert trusted.count(None) == 256
-    assert trusted[-1] is False
+    used = frozenset({"used"})
+    for _ in range(3):
+        assert local.trusts(used) is None
+        local.compare(used, [1], [1])
+    for number in range(400):
+        assert local.trusts(frozenset({str(number)})) is None, "a new form is compared"
+        assert local.trusts(used), "however many forms a client makes up"
+    assert local.trusts(frozenset({"0"})) is None
     roles = [{"role": str(number)} for number in range(100)]
     assert form_of({"messages": roles}) == {"many"}
 

@@ -59,7 +59,7 @@ def test_a_tokenizer_that_looks_where_a_text_begins_encodes_it_as_a_whole(
     assert not encoding.is_on
     assert "model: its pieces between special tokens" in caplog.text
     counted = encoding.statistics()
-    assert (counted["differing"], counted["characters"]) == (1, 0)
+    assert (counted["differing"], counted["bytes"]) == (1, 0)
     text = "<|im_start|>user\nOnce<|im_end|>"
     expected = tokenizer(prefix_space=True).encode(text, add_special_tokens=False).ids
     assert list(encoding.encode(text)) == expected
@@ -83,13 +83,22 @@ def test_one_text_in_a_thousand_is_compared(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_least_used_pieces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_MOST_CHARACTERS", 100)
+    most = 1600  # a piece of 30 characters takes some 600 bytes
+    monkeypatch.setattr(local, "_MOST_REMEMBERED", most)
     encoding = Segments(tokenizer(), "test")
     for letter in "abcd":
         encoding.encode(f"<|im_end|>{letter * 30}")
         encoding.encode(f"<|im_end|>{'a' * 30}")  # is used again and again
-    assert encoding.statistics()["characters"] <= 100
+    assert encoding.statistics()["bytes"] <= most
     assert encoding.new_characters("<|im_end|>" + "a" * 30) == 0
     assert encoding.new_characters("<|im_end|>" + "b" * 30) == 30
     assert list(encoding.encode("x" * 1000)) == whole("x" * 1000)
-    assert encoding.statistics()["characters"] <= 100
+    assert encoding.statistics()["bytes"] <= most
+
+
+def test_what_one_salt_has_sent_costs_another_as_much_as_if_nobody_had() -> None:
+    encoding = Segments(tokenizer(), "test")
+    text = "<|im_end|>" + "a" * 30
+    encoding.encode(text, "mine")
+    assert encoding.new_characters(text, "mine") == 0
+    assert encoding.new_characters(text, "theirs") == encoding.new_characters(text) == 30
