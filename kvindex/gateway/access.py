@@ -85,13 +85,13 @@ class Access:
             self._waits.add(exchange.waited)
         if exchange.first_token is not None:
             self._firsts.add(exchange.first_token)
-        delivered = None if usage is None else usage.cached_tokens
         # Only of whole answers are the engine's tokens known, and so comparable with ours.
         if exchange.end is End.WHOLE and reservation is not None:
             self._tokens["prompt"] += exchange.prompt_tokens
             self._tokens["output"] += exchange.output_tokens
-            self._tokens["held"] += reservation.held
-            self._tokens["delivered"] += delivered or 0
+            if exchange.call.is_single:
+                self._tokens["held"] += reservation.held
+                self._tokens["delivered"] += exchange.delivered or 0
             self._tokens["answers"] += 1
             self._tokens["answers_with_usage"] += usage is not None
         self.on_end(exchange)
@@ -105,7 +105,7 @@ class Access:
                 "tokens_from": exchange.tokens_from,
                 "prompt_tokens": exchange.prompt_tokens,
                 "held": None if reservation is None else reservation.held,
-                "delivered": delivered,
+                "delivered": exchange.delivered,
                 "output_tokens": exchange.output_tokens,
                 "wait": _rounded(exchange.waited),
                 "first_token": _rounded(exchange.first_token),

@@ -65,6 +65,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     reads_cache: bool = True  # whether the engine does, for this request
     choices: int = 1
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it has one prompt and one answer, so that a report of its hit is about these."""
+        prompts = self.fields.get("prompt" if self.path == COMPLETIONS else "input")
+        if self.path not in (COMPLETIONS, EMBEDDINGS) or not isinstance(prompts, list):
+            return self.choices == 1
+        return self.choices == 1 and (len(prompts) < 2 or isinstance(prompts[0], int))
+
 
 def read_call(path: str, body: bytes) -> Call:
     """Return the request in a body.
@@ -166,10 +174,11 @@ def _check_levels(fields: object) -> None:
 
 def _check_names(pairs: list[tuple[str, Any]]) -> None:
     """Refuse an object that has a name twice: readers differ in which of the two counts."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        twice = next(name for at, name in enumerate(names) if name in names[:at])
-        raise CallError(400, f"the body has {twice[:_MOST_NAME]!r} twice", param=twice[:64])
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise CallError(400, f"the body has {name[:_MOST_NAME]!r} twice", param=name[:64])
+        seen.add(name)
 
 
 # Fields ------------------------------------------------------------------------------------------

@@ -446,5 +446,5 @@ class GatewayFleet:
         asked, attainable = exchange.prompt_tokens, reservation.attainable
         self.traffic.query(partition, asked, attainable, int((exchange.waited or 0.0) * 1e9))
         if exchange.end is End.WHOLE:
-            delivered = None if exchange.usage is None else exchange.usage.cached_tokens
-            self.traffic.outcome(partition, asked, attainable, reservation.held, delivered)
+            held, delivered = reservation.held, exchange.delivered
+            self.traffic.outcome(partition, asked, attainable, held, delivered)

@@ -136,6 +136,14 @@ class Exchange:
         return 0 if self._events is None else self._events.delivered
 
     @property
+    def delivered(self) -> int | None:
+        """The tokens of the prompt that the engine found cached; None if it does not say."""
+        # Of several prompts or answers it reports one's hit, and not whose.
+        if self.usage is None or not self.call.is_single:
+            return None
+        return self.usage.cached_tokens
+
+    @property
     def unanswered_status(self) -> int:
         """The status for a request that no engine answered: by the last failure."""
         return 503 if self.failures[-1].reason in _UNAVAILABLE else 502
@@ -320,7 +328,7 @@ class Exchange:
         if self._is_booked and self.reservation is not None:
             self._is_booked = False
             if is_whole:
-                self.reservation.finish(None if self.usage is None else self.usage.cached_tokens)
+                self.reservation.finish(self.delivered, counts=self.call.is_single)
             else:
                 self.reservation.cancel()
 

@@ -258,7 +258,7 @@ class Routing:
         Args:
             model: its name, or that of an adapter; "": the only one.
             token_ids: the prompt; None if its tokens are not known.
-            prompt_tokens: how many there are, perhaps as an estimate.
+            prompt_tokens: how many there are in all prompts of the request, perhaps as an estimate.
             salt: the request's cache salt.
             reads_cache: whether the engine reads its cache for it.
             exclude: the ranks that were tried before.
@@ -285,7 +285,7 @@ class Routing:
                         request_id=request_id,
                         salt=salt,
                         reads_cache=reads_cache,
-                        prompt_tokens=prompt_tokens if token_ids is None else None,
+                        prompt_tokens=prompt_tokens,
                     )
                     serving = None if booking is None else served.serving(booking.rank)
                     if booking is not None and serving is not None:
@@ -411,9 +411,9 @@ class Reservation:
         else:
             self._booking.touch()
 
-    def finish(self, cached_tokens: int | None) -> None:
-        """Release the rank: the request has its answer, for which so many tokens were cached."""
-        self._booking.finish(cached_tokens)
+    def finish(self, cached_tokens: int | None, *, counts: bool) -> None:
+        """Release the rank: the request has its answer; arguments as for `Booking.finish`."""
+        self._booking.finish(cached_tokens, counts=counts)
         self._waiting.notify()
 
     def cancel(self) -> None:

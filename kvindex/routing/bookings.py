@@ -118,7 +118,7 @@ class Booking:
         moved = self.decision.moved(find_rank(rank, self.decision.ranks))
         self._bookings.report(self, self._bookings.move, moved)
 
-    def finish(self, cached_tokens: int | None = None) -> None:
+    def finish(self, cached_tokens: int | None = None, *, counts: bool = True) -> None:
         """Release the load: the request has its answer. Idempotent.
 
         Args:
@@ -126,19 +126,21 @@ class Booking:
                 `usage.prompt_tokens_details.cached_tokens`; None if it reports none. Of more than
                 the prompt has, the prompt's tokens count; `statistics()["bookings"]` counts such
                 reports, `cached_above_prompt`.
+            counts: whether the funnel counts the request. False if it had several prompts, or
+                several answers (`n`): what its engine reports then is not the hit of one of them.
 
         Raises:
             ConfigurationError: `cached_tokens` is negative, or no number. The load is released
                 all the same.
         """
         count = _token_count(cached_tokens)
-        self._bookings.report(self, self._bookings.end, Stage.FINISHED, count)
+        self._bookings.report(self, self._bookings.end, Stage.FINISHED, count, counts)
         if count is None and cached_tokens is not None:
             raise ConfigurationError(f"cached_tokens is {cached_tokens!r}; give a number from 0")
 
     def cancel(self) -> None:
         """Release the load: the request ends without an answer. Idempotent."""
-        self._bookings.report(self, self._bookings.end, Stage.CANCELLED, None)
+        self._bookings.report(self, self._bookings.end, Stage.CANCELLED, None, False)
 
     def __enter__(self) -> Booking:
         return self
@@ -244,7 +246,7 @@ class Bookings:
             oldest = next(iter(self._open.values()))
             if now - oldest._touched_at < self._expires_after:
                 break
-            self.end(oldest, now, Stage.EXPIRED, None)
+            self.end(oldest, now, Stage.EXPIRED, None, False)
         self._predictions.expire(now)
 
     def statistics(self) -> dict[str, int]:
@@ -310,7 +312,14 @@ class Bookings:
         self._loads.give(decision.rank, decision.new_tokens, now)
         self._count(booking, load._replace(queued_tokens=queued), now)
 
-    def end(self, booking: Booking, now: float, stage: Stage, cached_tokens: int | None) -> None:
+    def end(
+        self,
+        booking: Booking,
+        now: float,
+        stage: Stage,
+        cached_tokens: int | None,
+        counts: bool,
+    ) -> None:
         """Release a booking's load, and count how it ended."""
         self._count(booking, _NOTHING, now)
         self._end_prediction(booking, now, at_once=stage is not Stage.FINISHED)
@@ -320,7 +329,7 @@ class Bookings:
         decision = booking.decision
         # Without reading, no cache could help; engines do not count such requests either.
         is_own = decision.policy != OTHER_ROUTER and decision.reads_cache
-        if stage is Stage.FINISHED and is_own:
+        if counts and is_own:
             self.funnel.count(decision, cached_tokens)
 
     def _end_prediction(self, booking: Booking, now: float, *, at_once: bool) -> None:

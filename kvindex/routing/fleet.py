@@ -70,8 +70,9 @@ class RequestOptions(PromptOptions, total=False):
         ranks: choose among these only. "a/0" stands for `Rank("a", 0)`, "a" for all of "a".
         labels: the labels that a rank must have, for the filter `Labels`.
         exclude: ranks that must not be chosen, named likewise: those that a retry has tried before.
-        prompt_tokens: tokens of a prompt whose tokens are not known (`token_ids` is empty then), as
-            an estimate. They count as load, and no rank counts as holding any of them.
+        prompt_tokens: tokens of all that has to be computed for the request, perhaps as an
+            estimate, where `token_ids` are only the first of several prompts, or are not known and
+            empty. They count as load; no rank counts as holding any beyond `token_ids`.
     """
 
     ranks: Iterable[RankName] | RankName | None
@@ -103,12 +104,13 @@ class RoutedRequest(NamedTuple):
         tokens = self.prompt_tokens
         if tokens is None:
             return self
-        if len(self.token_ids) or not isinstance(tokens, int) or tokens < 0:
+        known = len(self.token_ids)
+        if not isinstance(tokens, int) or tokens < known:
             raise ConfigurationError(
-                f"prompt_tokens is {tokens!r} beside {len(self.token_ids)} token_ids: give a "
-                "number from 0, for a prompt without token_ids"
+                f"prompt_tokens is {tokens!r} beside {known} token_ids: give a number from {known}"
             )
-        return self._replace(reads_cache=False)  # no rank can be credited for unknown tokens
+        # No rank can be credited for unknown tokens.
+        return self if known else self._replace(reads_cache=False)
 
     def match(self, index: Index) -> Match:
         """Return the ranks' match of the prompt without its last token."""

@@ -70,8 +70,8 @@ class LoggedReservation(Reservation):
     def touch(self, output_tokens: int) -> None:
         self._log.append(("touch", self.rank, output_tokens))
 
-    def finish(self, cached_tokens: int | None) -> None:
-        self._log.append(("finish", self.rank, cached_tokens))
+    def finish(self, cached_tokens: int | None, *, counts: bool) -> None:
+        self._log.append(("finish" if counts else "uncounted", self.rank, cached_tokens))
 
     def cancel(self) -> None:
         self._log.append(("cancel", self.rank))

@@ -183,8 +183,11 @@ def costs(make: Any, size: int) -> float:
         lambda size: b'{"messages":[{}],"model":"a","model":"' + b"b" * size + b'"}',
         lambda size: b'{"messages":[{"a":"' + b"\\u00e9" * size + b'"}]}',
         lambda size: b"{" + b",".join(b'"%d":0' % n for n in range(size)) + b"}",
+        lambda size: (
+            b'{"messages":[{}],' + b"".join(b'"%d":0,' % n for n in range(size)) + b'"n":1,"n":1}'
+        ),
     ],
-    ids=["levels", "messages", "a long name twice", "escapes", "names"],
+    ids=["levels", "messages", "a long name twice", "escapes", "names", "names, one twice"],
 )
 def test_what_a_body_costs_grows_with_its_bytes(make: Any) -> None:
     small, large = costs(make, 20_000), costs(make, 160_000)

@@ -62,6 +62,27 @@ def test_the_head_is_kept_until_the_first_event_is_whole() -> None:
     assert (exchange.stage, exchange.status) == (Stage.FORWARDED, 200)
 
 
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [
+        ({"prompt": [1, 2, 3]}, True),
+        ({"prompt": ["one"]}, True),
+        ({"prompt": [[1, 2], [3]]}, False),
+        ({"prompt": "one", "n": 2}, False),
+    ],
+)
+def test_the_hit_of_one_of_several_prompts_or_answers_is_not_counted(
+    fields: Any, counts: bool
+) -> None:
+    life = Life(path="/v1/completions", **fields)
+    life.begin(headers=JSON)
+    life.exchange.received(WHOLE, 3.0)
+    life.exchange.completed(4.0)
+    name, _, cached = life.log[-1]
+    assert (name, cached is not None) == (("finish" if counts else "uncounted"), counts)
+    assert (life.exchange.delivered is not None) == counts
+
+
 def test_a_stream_without_events_is_forwarded_once_it_is_long() -> None:
     exchange = Life().begin()
     comments = COMMENT * 5000

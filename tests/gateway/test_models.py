@@ -175,7 +175,7 @@ async def test_a_request_gets_the_rank_that_holds_its_prompt() -> None:
     reservation.touch(5)
     reservation.touch(5)
     for each in (reservation, again, unknown):
-        each.finish(None)
+        each.finish(None, counts=True)
         each.cancel()
     bookings = fleet.routing.statistics()["routers"]["m"]["bookings"]
     assert (bookings["open"], bookings["finished"], bookings["cancelled"]) == (0, 3, 0)
@@ -208,11 +208,11 @@ async def test_requests_wait_in_order_and_each_end_lets_the_next_one_go() -> Non
     with pytest.raises(ShedError) as caught:
         await fleet.reserve()
     assert caught.value.reason == "full"
-    first.finish(None)
+    first.finish(None, counts=True)
     reservation = await second
     assert not third.done()
     reservation.cancel()
-    (await third).finish(None)
+    (await third).finish(None, counts=True)
     shed = {"full": 1, "deadline": 0}
     assert fleet.routing.statistics()["waiting"]["m"] == {"waiting": 0, "waited": 2, "shed": shed}
 
@@ -229,6 +229,6 @@ async def test_a_request_that_waits_too_long_or_leaves_holds_up_nobody() -> None
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    first.finish(None)
+    first.finish(None, counts=True)
     (await waiting).cancel()
     assert fleet.routing.statistics()["routers"]["m"]["bookings"]["open"] == 0

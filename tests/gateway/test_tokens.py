@@ -93,15 +93,24 @@ async def test_an_engine_of_sglang_is_asked_for_text_only() -> None:
 
 async def test_an_engine_of_sglang_is_asked_with_all_that_it_reads_of_a_chat() -> None:
     engines = Engines(tokenize={"tokens": [5, 6]})
-    read = {"messages": MESSAGES_OF_CHAT, "tool_choice": "none", "reasoning_effort": "low"}
-    left_out = {"temperature": 0.5, "cache_salt": "s", "stream": True, "not_a_field": 1}
+    read: dict[str, Any] = {
+        "messages": MESSAGES_OF_CHAT,
+        "tool_choice": "none",
+        "reasoning_effort": "low",
+    }
+    left_out: dict[str, Any] = {
+        "temperature": 0.5,
+        "cache_salt": "s",
+        "stream": True,
+        "not_a_field": 1,
+    }
     assert await ask(engines, CHAT, [SGLANG], **read, **left_out) == ([5, 6], "tokenize")
     assert engines.asked == [("http://c", "/tokenize", {"model": "m", **read})]
 
 
 async def test_what_changes_a_chat_is_passed_on_as_vllm_reads_it() -> None:
     engines = Engines(render=404, tokenize={"tokens": [5, 6]})
-    kept = {"continue_final_message": True, "add_generation_prompt": False}
+    kept: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
     await ask(
         engines,
         CHAT,
@@ -113,7 +122,7 @@ async def test_what_changes_a_chat_is_passed_on_as_vllm_reads_it() -> None:
         tool_choice="auto",
         **kept,
     )
-    options = {"a": 1, "enable_thinking": False, "reasoning_effort": "none"}
+    options: dict[str, Any] = {"a": 1, "enable_thinking": False, "reasoning_effort": "none"}
     options["documents"] = [{"text": "d"}]
     asked = {"model": "m", "messages": MESSAGES_OF_CHAT, "add_special_tokens": True, **kept}
     assert engines.asked[-1][2] == {**asked, "chat_template_kwargs": options}
@@ -121,12 +130,16 @@ async def test_what_changes_a_chat_is_passed_on_as_vllm_reads_it() -> None:
 
 async def test_a_shortened_prompt_has_the_tokens_that_its_engine_keeps() -> None:
     engines = Engines(render=404, tokenize={"tokens": [5, 6, 7], "max_model_len": 100})
-    text = {"prompt": "Once", "truncate_prompt_tokens": 2}
+    text: dict[str, Any] = {"prompt": "Once", "truncate_prompt_tokens": 2}
     assert await ask(engines, COMPLETIONS, **text, truncation_side="left") == ([6, 7], "tokenize")
     assert await ask(engines, COMPLETIONS, **text) == (None, "truncated")
-    ids = {"prompt": [5, 6, 7], "truncate_prompt_tokens": 2, "truncation_side": "right"}
+    ids: dict[str, Any] = {
+        "prompt": [5, 6, 7],
+        "truncate_prompt_tokens": 2,
+        "truncation_side": "right",
+    }
     assert await ask(engines, COMPLETIONS, **ids) == ([5, 6], "ids")
-    everything = {"prompt": "Once", "truncate_prompt_tokens": -1}
+    everything: dict[str, Any] = {"prompt": "Once", "truncate_prompt_tokens": -1}
     assert await ask(engines, COMPLETIONS, **everything) == ([5, 6, 7], "tokenize")
 
 
@@ -193,7 +206,7 @@ async def test_thinking_is_off_by_the_effort_that_vllm_finds_out(
 
 async def test_an_effort_of_gpt_oss_is_known_to_its_engine_only() -> None:
     engines = Engines(render=404, tokenize={"tokens": [200006, 17360]})
-    chat = {"messages": MESSAGES_OF_CHAT}
+    chat: dict[str, Any] = {"messages": MESSAGES_OF_CHAT}
     assert await ask(engines, CHAT, **chat, reasoning_effort="low") == (None, "reasoning_effort")
     assert (await ask(engines, CHAT, **chat))[1] == "tokenize"
 

@@ -277,6 +277,17 @@ def test_a_prompt_without_tokens_counts_by_its_length_and_no_rank_holds_it() -> 
     assert router.statistics()["funnel"]["finished"]["requests"] == 0, "nothing was predicted"
 
 
+def test_further_prompts_of_a_request_are_load_and_nobody_holds_them() -> None:
+    router = router_of({"a": 8})
+    more = len(PROMPT) + 100
+    booking = router.reserve(PROMPT, prompt_tokens=more)
+    assert (booking.decision.tokens, booking.decision.prompt_tokens) == (8 * BLOCK, more)
+    assert router.load(A).queued_tokens == more - 8 * BLOCK
+    booking.finish(cached_tokens=3, counts=False)
+    assert router.statistics()["funnel"]["finished"]["requests"] == 0
+    assert router.load(A) == NOTHING
+
+
 @pytest.mark.parametrize(("tokens", "length"), [(PROMPT, 5), ([], -1), ([], 1.5), ([], "5")])
 def test_a_length_beside_tokens_or_that_is_none_is_refused(tokens: list[int], length: int) -> None:
     with pytest.raises(ConfigurationError, match="prompt_tokens"):
