@@ -118,7 +118,10 @@ def read_call(path: str, body: bytes) -> Call:
     if options and _flag(options, "include_usage", "stream_options.include_usage"):
         return call
     # The funnel needs what the engine found cached, and that stands in the usage only.
-    wanted = {"stream_options": {**(options or {}), "include_usage": True}}
+    asked = {**(options or {}), "include_usage": True}
+    if asked.get("continuous_usage_stats"):  # has no effect without the other one
+        asked["continuous_usage_stats"] = False
+    wanted = {"stream_options": asked}
     return msgspec.structs.replace(call, body=with_fields(body, wanted), hides_usage=True)
 
 

@@ -1,7 +1,9 @@
 """What an engine's answer says while it passes: the first content, the usage, an error, the end.
 
 Streams are server-sent events (HTML standard, 9.2.6). Their bytes are forwarded as they are, whole
-events at a time; only the usage event that the gateway itself asked for is left out.
+events at a time; only the usage event that the gateway itself asked for is left out. vLLM then puts
+its fingerprint there, and not into the event before: so that one is kept back until its fingerprint
+is known.
 """
 
 from __future__ import annotations
@@ -34,21 +36,26 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None  # of the prompt, if the engine reports them
 
 
+# Whatever an engine sends as a number, its event must stay readable.
+_Number = Any
+_MOST_TOKENS: Final = 1 << 32  # of one request: more is none
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Number = None
 
 
 class _Reported(msgspec.Struct):
     """Usage under the names of OpenAI's two APIs, and of Anthropic's."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Number = None
+    completion_tokens: _Number = None
     prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    input_tokens: _Number = None
+    output_tokens: _Number = None
     input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: _Number = None
+    cache_creation_input_tokens: _Number = None
 
 
 class _Delta(msgspec.Struct):
@@ -75,6 +82,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     text: str | None = None
+    finish_reason: Any = None
 
 
 class _Holder(msgspec.Struct):
@@ -91,6 +99,7 @@ class _Event(msgspec.Struct):
     error: Any = None
     type: str | None = None
     response: _Holder | None = None
+    system_fingerprint: str | None = None
 
 
 class _Started(msgspec.Struct):
@@ -130,6 +139,7 @@ class Events:
         self.error: str | None = None  # the engine's message, reported instead of going on
         self._hides_usage = hides_usage
         self._kept = bytearray()  # of an event without its end
+        self._last = b""  # a choice's last event, which waits for the fingerprint
         self._is_overlong = False  # the rest of the present event is forwarded unread
 
     def feed(self, data: bytes) -> bytes:
@@ -139,7 +149,7 @@ class Events:
         if not kept and not self._is_overlong and data.endswith(b"\n\n"):
             is_one = data.find(b"\n") == len(data) - 2 and data.startswith(b"data: ")
             if is_one and data.find(b"\r") < 0:
-                return b"" if self._read_data(data[6:-2]) else data
+                return self._shown(data, data[6:-2])
         begin = max(0, len(kept) - _LOOK_BACK)  # not from the start: that would be O(bytes²)
         kept += data
         end = 0
@@ -161,9 +171,14 @@ class Events:
         """Accept the end of the answer; return the rest, which ends within an event or a line."""
         rest = bytes(self._kept)
         self._kept.clear()
-        if self._is_overlong or not rest:
-            return rest
-        return self._forward(rest)
+        if rest and not self._is_overlong:
+            rest = self._forward(rest)
+        return self.last() + rest
+
+    def last(self) -> bytes:
+        """Return the event that is kept back, for a stream that breaks off."""
+        last, self._last = self._last, b""
+        return last
 
     def _pass(self, whole: bytes) -> bytes:
         """Forward the rest of an overlong event, and read what follows it."""
@@ -171,7 +186,7 @@ class Events:
         if not whole:
             rest = bytes(self._kept[:-_LOOK_BACK])  # a blank line may begin in the last bytes
             del self._kept[:-_LOOK_BACK]
-            return rest
+            return self.last() + rest
         self._is_overlong = False
         end = _EVENT_END.search(whole)
         assert end is not None
@@ -181,35 +196,49 @@ class Events:
     def _forward(self, whole: bytes) -> bytes:
         """Read events; return them without those that are hidden."""
         if whole.find(b"\n\n") == len(whole) - 2 and whole.find(b"\r") < 0:
-            return b"" if self._read(whole) else whole
+            return self._read(whole)
         shown: list[bytes] = []
         begin = 0
         while begin < len(whole):
             match = _EVENT_END.search(whole, begin)
             end = len(whole) if match is None else match.end()
-            event = whole[begin:end]
-            if not self._read(event):
-                shown.append(event)
+            shown.append(self._read(whole[begin:end]))
             begin = end
         return b"".join(shown)
 
-    def _read(self, event: bytes) -> bool:
-        """Note what an event reports; return whether it is hidden."""
+    def _read(self, event: bytes) -> bytes:
+        """Note what an event reports; return what is forwarded now."""
         lines = [line for line in event.splitlines() if line.startswith(b"data:")]
         if not lines:  # a comment, with which servers keep connections open
-            return False
-        return self._read_data(b"\n".join(line[5:].removeprefix(b" ") for line in lines))
+            return self.last() + event
+        return self._shown(event, b"\n".join(line[5:].removeprefix(b" ") for line in lines))
 
-    def _read_data(self, data: bytes) -> bool:
+    def _shown(self, event: bytes, data: bytes) -> bytes:
+        """Note what an event with data reports; return what is forwarded now."""
+        read, last = self._read_data(data), self._last
+        self._last = b""
+        if self._hides_usage and read is not None:
+            if read.usage is not None and not (read.choices or read.type) and read.error is None:
+                return _stamped(last, read.system_fingerprint)
+            if (
+                read.choices
+                and read.system_fingerprint is None
+                and any(choice.finish_reason is not None for choice in read.choices)
+            ):
+                self._last = event
+                return last
+        return last + event if last else event
+
+    def _read_data(self, data: bytes) -> _Event | None:
         self.has_event = True
         if len(data) < 9 and data.strip() == b"[DONE]":
             self.is_done = True
-            return False
+            return None
         try:
             read = _decode(data)
         except UNREADABLE:
             self.unread += 1
-            return False
+            return None
         choices, usage = read.choices, read.usage
         if choices:
             for choice in choices:
@@ -223,9 +252,11 @@ class Events:
             self.error = str(error)[:200]
         if usage is not None:
             self.usage = _merged(self.usage, usage)
-            # vLLM may report it with each piece (continuous_usage_stats): those have choices.
-            return self._hides_usage and not choices and not read.type
-        return False
+            # Nobody has asked for usage with each piece: the engine sends it to all, unasked, and
+            # so this client expects it.
+            if choices:
+                self._hides_usage = False
+        return read
 
     def _read_typed(self, kind: str, holder: _Holder | None, data: bytes) -> None:
         """Note what an event of the responses or messages API reports."""
@@ -259,20 +290,41 @@ def usage_of(body: bytes, before: Usage | None = None) -> Usage | None:
 def _merged(before: Usage | None, reported: _Reported) -> Usage:
     """Return the usage after a further report, which may be of some of its numbers only."""
     before = before or Usage()
-    prompt, completion = reported.prompt_tokens, reported.completion_tokens
+    prompt, completion = _tokens(reported.prompt_tokens), _tokens(reported.completion_tokens)
     details = reported.prompt_tokens_details or reported.input_tokens_details
-    cached = None if details is None else details.cached_tokens
-    if reported.cache_read_input_tokens is not None:
-        cached = reported.cache_read_input_tokens
-    if prompt is None and reported.input_tokens is not None:
-        prompt = reported.input_tokens  # Anthropic's do not count what was read from the cache
-        prompt += reported.cache_read_input_tokens or 0
-        prompt += reported.cache_creation_input_tokens or 0
+    cached = None if details is None else _tokens(details.cached_tokens)
+    read, made = map(
+        _tokens, (reported.cache_read_input_tokens, reported.cache_creation_input_tokens)
+    )
+    if read is not None:
+        cached = read
+    if prompt is None and (given := _tokens(reported.input_tokens)) is not None:
+        # Anthropic's do not count what was read from the cache.
+        prompt = given + (read or 0) + (made or 0)
     if completion is None:
-        completion = reported.output_tokens
+        completion = _tokens(reported.output_tokens)
     # Reports may be of some numbers only: the rest stays as reported before.
     return Usage(
-        before.prompt_tokens if prompt is None else max(0, prompt),
-        before.completion_tokens if completion is None else max(0, completion),
-        before.cached_tokens if cached is None else max(0, cached),
+        before.prompt_tokens if prompt is None else prompt,
+        before.completion_tokens if completion is None else completion,
+        before.cached_tokens if cached is None else cached,
+    )
+
+
+def _tokens(value: Any) -> int | None:
+    """Return a number of tokens, within bounds; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        return None
+    return int(min(max(value, 0), _MOST_TOKENS))
+
+
+def _stamped(event: bytes, fingerprint: str | None) -> bytes:
+    """Return an event with the fingerprint of the model's server."""
+    end = event.rfind(b"}")
+    if fingerprint is None or end < 0:
+        return event
+    return b'%b,"system_fingerprint":%b%b' % (
+        event[:end],
+        msgspec.json.encode(fingerprint),
+        event[end:],
     )

@@ -239,9 +239,10 @@ class Exchange:
             # Another engine would go on with other words. So a stream ends with an event that says
             # so: its end must not look like that of a whole answer.
             self._note_failure(reason)
+            last = b"" if self._events is None else self._events.last()
             is_stream = self._events is not None
             self._end(End.BROKEN, self.status, now)
-            return error_event(self.call.path, reason) if is_stream else b""
+            return last + error_event(self.call.path, reason) if is_stream else b""
         if self.stage is Stage.SENT or self.stage is Stage.KEPT:
             self._note_failure(reason)
             self._release()

@@ -106,6 +106,48 @@ def test_an_event_without_content_is_no_first_token(value: object) -> None:
     assert (events.has_event, events.has_content) == (True, False)
 
 
+STAMPED = event({"choices": [], "usage": USAGE, "system_fingerprint": "fp"})
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 10_000])
+def test_the_fingerprint_of_a_hidden_event_is_in_the_last_one_that_is_shown(pieces: int) -> None:
+    stream = TEXT + LAST + STAMPED + DONE
+    _, forwarded = read(
+        *(stream[at : at + pieces] for at in range(0, len(stream), pieces)), hides_usage=True
+    )
+    shown = LAST[:-3] + b',"system_fingerprint":"fp"}\n\n'
+    assert forwarded == TEXT + shown + DONE
+    assert json.loads(shown[6:])["choices"][0]["finish_reason"] == "stop"
+    assert read(stream)[1] == stream, "a client that asked for the usage has all as it is"
+
+
+@pytest.mark.parametrize("after", [b": keep-alive\n\n", TEXT, REPORT + DONE, DONE, b""])
+def test_an_event_that_waits_for_a_fingerprint_is_forwarded_without_one(after: bytes) -> None:
+    assert read(TEXT, LAST, after, hides_usage=True)[1] == TEXT + LAST + after.replace(REPORT, b"")
+
+
+def test_an_engine_that_reports_usage_to_all_clients_does_so_here() -> None:
+    stream = [BESIDE_CHOICES, LAST, REPORT, DONE]
+    assert read(*stream, hides_usage=True)[1] == b"".join(stream)
+
+
+def test_an_error_is_shown_also_if_it_has_usage() -> None:
+    error = event({"error": {"message": "no"}, "choices": [], "usage": USAGE})
+    assert read(error, hides_usage=True)[1] == error
+
+
+@pytest.mark.parametrize(
+    ("number", "tokens"),
+    [(-1, 0), (2**64 - 1, 2**32), (2**70, 2**32), (3.0, 3), ("3", None), (True, None), ([], None)],
+)
+def test_an_odd_number_of_an_engine_is_bounded_and_hides_nothing_else(
+    number: Any, tokens: int | None
+) -> None:
+    usage = {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": number}}
+    events, forwarded = read(event({"choices": [], "usage": usage}), hides_usage=True)
+    assert (events.usage, forwarded) == (Usage(10, 0, tokens), b"")
+
+
 def test_comments_are_no_events() -> None:
     events, forwarded = read(b": keep-alive\n\n: again\n\n")
     assert (events.has_event, forwarded) == (False, b": keep-alive\n\n: again\n\n")
@@ -160,7 +202,7 @@ def test_a_whole_answer_reports_its_usage() -> None:
 
 PARTS = st.sampled_from(
     [
-        *(ROLE, TEXT, LAST, REPORT, DONE),
+        *(ROLE, TEXT, LAST, REPORT, STAMPED, DONE),
         *(b": keep-alive\n\n", b"\n", b"\r\n", b"\r", b"event: ping\ndata: {}\n\n"),
         event(chunk(content="\u00e9\n\r")).replace(b"\n\n", b"\r\n\r\n"),
         event(chunk(content="a")).replace(b"\n\n", b"\r\r"),

@@ -75,7 +75,7 @@ class Fleet:
     ) -> Reservation:
         self.numbers = getattr(self, "numbers", 0) + 1
         details: dict[str, Any] = {"salt": None, "reads_cache": True}
-        details |= {"exclude": [], "prompt_tokens": 100}
+        details |= {"exclude": [], "prompt_tokens": 100 if token_ids is None else len(token_ids)}
         deadline = asyncio.get_running_loop().time() + options.pop("within", PATIENCE)
         return await self.routing.reserve(
             model,
