@@ -8,6 +8,7 @@ not read from, and TCP holds the engine back.
 from __future__ import annotations
 
 import asyncio
+import select
 import ssl
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from kvindex.wire.errors import ConfigurationError, KVIndexError
 _CONNECT_SECONDS: Final = 5.0
 _IDLE_SECONDS: Final = 4.0  # uvicorn, and so vLLM and SGLang, close after five
 _MOST_IDLE: Final = 256  # connections to one engine
+_NEVER: Final = select.POLLIN | select.POLLHUP | select.POLLERR  # of an idle connection
 
 
 class _Origin(NamedTuple):
@@ -49,7 +51,10 @@ class Upstream:
         self._token = token
         self._context = context
         self._origins: dict[str, _Origin] = {}
-        self._idle: defaultdict[_Origin, list[Wire]] = defaultdict(list)
+        # By the engine, and by what they are for: an answer that nobody asked for, and that comes
+        # too late to be noticed, must at least be no answer to another kind of request.
+        self._idle: defaultdict[tuple[_Origin, str], list[Wire]] = defaultdict(list)
+        self._sweep: asyncio.TimerHandle | None = None
         self._wires: set[Wire] = set()
         self._counters: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -63,10 +68,12 @@ class Upstream:
         *,
         method: str = "POST",
         head_within: float,
+        purpose: str = "",
     ) -> Answer:
         """Send a request; return the answer once its head has arrived.
 
         `headers` are all but Host and Content-Length; `head_within` counts once it is connected.
+        Requests of another `purpose` use other connections.
 
         Raises:
             UpstreamError: there is no answer; see its `reason`.
@@ -85,9 +92,10 @@ class Upstream:
         if body or method != "GET":
             lines.append(b"content-length: %d" % len(body))
         request = b"\r\n".join((*lines, b"", body))  # one write, and so often one packet
-        loop = asyncio.get_running_loop()
+        loop, pool = asyncio.get_running_loop(), (origin, purpose)
+        # Twice at most: an engine that closes without an answer may well have carried it out.
+        wire = self._idle_wire(pool) or await self._connect(pool)
         while True:
-            wire = self._idle_wire(origin) or await self._connect(origin)
             answer = wire.ask(request)
             why = f"no head of an answer within {head_within:g} s"
             timer = loop.call_later(head_within, partial(answer.fail, "timeout_head", why))
@@ -100,6 +108,7 @@ class Upstream:
                     self._failures[error.reason] += 1
                     raise
                 self._counters["sent_again"] += 1
+                wire = await self._connect(pool)
             except BaseException:  # cancelled: the engine must not work for a client that has gone
                 answer.close()
                 raise
@@ -123,7 +132,9 @@ class Upstream:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        answer = await self.send(url, path, body, headers, method=method, head_within=within)
+        answer = await self.send(
+            url, path, body, headers, method=method, head_within=within, purpose="asked"
+        )
         # One bound for head and body: `head_within` alone would let a body trickle for ever.
         left = max(0.0, began + within - loop.time())
         why = f"no whole answer within {within:g} s"
@@ -148,6 +159,8 @@ class Upstream:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._sweep is not None:
+            self._sweep.cancel()
         for wire in list(self._wires):
             if wire.is_open:
                 wire.abort()
@@ -166,12 +179,13 @@ class Upstream:
 
     # Connections --------------------------------------------------------------------------------
 
-    def _idle_wire(self, origin: _Origin) -> Wire | None:
-        """Return a kept connection; close those that were idle too long."""
-        idle, now = self._idle[origin], asyncio.get_running_loop().time()
+    def _idle_wire(self, pool: tuple[_Origin, str]) -> Wire | None:
+        """Return a kept connection, on which nothing waits."""
+        idle, now = self._idle[pool], asyncio.get_running_loop().time()
         while idle:
             wire = idle.pop()  # the last used: the engine closes the others first
-            if wire.is_open and now - wire.idle_since < _IDLE_SECONDS:
+            # What has come since, and was not read yet, would be taken for the next answer.
+            if now - wire.idle_since < _IDLE_SECONDS and wire.is_quiet():
                 self._counters["reused"] += 1
                 wire.is_reused = True
                 return wire
@@ -179,29 +193,44 @@ class Upstream:
                 wire.abort()
         return None
 
-    async def _connect(self, origin: _Origin) -> Wire:
-        name, idle = origin.field.decode(), self._idle
+    def _close_idle(self) -> None:
+        """Close what was idle too long; look again as long as there is something idle."""
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - _IDLE_SECONDS
+        for idle in list(self._idle.values()):
+            for wire in [wire for wire in idle if wire.idle_since <= oldest]:
+                idle.remove(wire)
+                wire.abort()
+        is_idle = any(self._idle.values())
+        self._sweep = loop.call_later(_IDLE_SECONDS, self._close_idle) if is_idle else None
+
+    async def _connect(self, pool: tuple[_Origin, str]) -> Wire:
+        origin, idle = pool[0], self._idle
+        name, loop = origin.field.decode(), asyncio.get_running_loop()
 
         def keep(wire: Wire) -> None:
-            wire.idle_since = asyncio.get_running_loop().time()
-            if len(idle[origin]) < _MOST_IDLE:
-                idle[origin].append(wire)
-            else:
+            wire.idle_since = loop.time()
+            if len(idle[pool]) >= _MOST_IDLE:
                 wire.abort()
+                return
+            idle[pool].append(wire)
+            if self._sweep is None:
+                self._sweep = loop.call_later(_IDLE_SECONDS, self._close_idle)
 
         def forget(wire: Wire) -> None:
             self._wires.discard(wire)
-            if wire in idle[origin]:
-                idle[origin].remove(wire)
-            if not idle[origin]:  # engines come and go
-                del idle[origin]
+            if wire in idle[pool]:
+                idle[pool].remove(wire)
+            if not idle[pool]:  # engines come and go
+                del idle[pool]
 
         wire = Wire(name, keep, forget)
-        context = (self._context or ssl.create_default_context()) if origin.is_secure else None
+        context = None
+        if origin.is_secure:
+            # Once: reading the certificates of all authorities takes some 20 ms.
+            context = self._context = self._context or ssl.create_default_context()
         try:
-            connecting = asyncio.get_running_loop().create_connection(
-                lambda: wire, origin.host, origin.port, ssl=context
-            )
+            connecting = loop.create_connection(lambda: wire, origin.host, origin.port, ssl=context)
             await asyncio.wait_for(connecting, _CONNECT_SECONDS)
         except (OSError, asyncio.TimeoutError) as error:
             reason = "unreachable"
@@ -410,6 +439,14 @@ class Wire(asyncio.Protocol):
         self._in_head, self.has_received, self._ends_by_closing = True, False, False
         self._transport.write(request)
         return answer
+
+    def is_quiet(self) -> bool:
+        """Whether it is open, and nothing has arrived on it."""
+        if not self.is_open:
+            return False
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), _NEVER)
+        return not poll.poll(0)
 
     def resume(self) -> None:
         """Read on."""

@@ -199,6 +199,32 @@ async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
         await served.closed.wait()
 
 
+async def test_a_request_is_sent_to_an_engine_twice_at_most() -> None:
+    scripts = [[WHOLE] for _ in range(5)] + [[CLOSE] for _ in range(2)]
+    async with connected(*scripts) as (upstream, served):
+        await asyncio.gather(*(whole(upstream, served) for _ in range(5)))
+        assert upstream.statistics()["idle"] == 5
+        assert await reason_of(sent(upstream, served)) == "reset"
+        assert upstream.statistics()["sent_again"] == 1
+
+
+async def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvindex.gateway.upstream._IDLE_SECONDS", 0.05)
+    async with connected([WHOLE]) as (upstream, served):
+        assert await whole(upstream, served) == b"hello"
+        await asyncio.wait_for(served.closed.wait(), PATIENCE)
+        assert upstream.statistics()["idle"] == 0
+
+
+async def test_a_question_about_a_prompt_has_connections_of_its_own() -> None:
+    async with connected([WHOLE], [WHOLE], [WHOLE]) as (upstream, served):
+        assert await whole(upstream, served) == b"hello"
+        for _ in range(2):
+            asked = await upstream.ask(served.url, "/tokenize", b"{}", within=PATIENCE)
+            assert asked == (200, b"hello")
+        assert upstream.statistics()["idle"] == served.connections == 2
+
+
 async def test_what_comes_on_an_idle_connection_closes_it() -> None:
     async with connected([WHOLE + WHOLE], [WHOLE]) as (upstream, served):
         assert await whole(upstream, served) == b"hello"
