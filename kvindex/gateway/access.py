@@ -192,6 +192,13 @@ class GatewayCollector(Collector):
             yield family
         for name, text in (("open", "Requests that are open"), ("waiting", "Requests that wait")):
             yield GaugeMetricFamily(f"kvindex_gateway_{name}", text, value=counters[name])
+        text = "Engines that failed, and were left out for a while"
+        yield CounterMetricFamily("kvindex_gateway_ejections", text, value=counters["ejections"])
+        text = "Seconds for which an engine is left out"
+        ejected = GaugeMetricFamily("kvindex_gateway_ejected_seconds", text, labels=("worker",))
+        for worker, seconds in counters["ejected"].items():
+            ejected.add_metric((worker,), seconds)
+        yield ejected
         for name, text in _DURATIONS.items():
             buckets = counters[name]["buckets"]
             # Prometheus counts in each bucket those of the lower ones, too.

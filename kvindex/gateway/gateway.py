@@ -22,7 +22,7 @@ from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Upstream
 from kvindex.replicas import Replica, nats
-from kvindex.routing import Capacity, Router, SharedLoad
+from kvindex.routing import Capacity, Ejection, Filter, Router, SharedLoad
 from kvindex.service.catalog import Catalog, Partition, Registration
 from kvindex.service.http import (
     Beside,
@@ -160,7 +160,10 @@ class Routers:
         self._policy = settings.policy
         limits = {"open_requests": settings.open_requests, "queued_tokens": settings.queued_tokens}
         has_limits = any(limit is not None for limit in limits.values())
-        self._filters = [Capacity(**limits)] if has_limits else []
+        ejection = Ejection()
+        self._filters: list[Filter] = [ejection]
+        if has_limits:
+            self._filters.append(Capacity(**limits))
         self._pool = settings.pool
         self._boards: dict[str, SharedLoad] = {}
         options = DiscoveryOptions(token=engine_token)
@@ -196,7 +199,7 @@ class Routers:
                     )
                 )
             self.models = Models(self.source, self._discovery.engines, self._new_router)
-            self.routing = Routing(self.models, settings.waiting)
+            self.routing = Routing(self.models, settings.waiting, ejection)
             self._opened = opened.pop_all()
 
     def _new_router(self, model: str) -> Router:
@@ -243,7 +246,8 @@ class Routers:
         """Return all counters.
 
         Those of `own`, and `waiting` and `shed`: requests that wait for a rank with room, and those
-        that found none, by reason; `routers`: as each says; `shared_load`: of a pool, by model.
+        that found none, by reason; `ejections` and `ejected`: as `Ejection` says; `routers`: as
+        each says; `shared_load`: of a pool, by model.
         """
         routing = self.routing.statistics()
         shed: Counter[str] = Counter()
@@ -254,6 +258,8 @@ class Routers:
             **own,
             "waiting": sum(model["waiting"] for model in routing["waiting"].values()),
             "shed": dict(shed),
+            "ejections": routing["ejections"],
+            "ejected": routing["ejected"],
             "routers": routing["routers"],
             "shared_load": {model: board.statistics() for model, board in self._boards.items()},
         }

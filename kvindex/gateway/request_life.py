@@ -176,6 +176,11 @@ class Exchange:
         if answer.status in _RETRIED:
             self.failed(f"status_{answer.status}", now)
             return
+        assert self.reservation is not None
+        if answer.status >= 500 and answer.status != 501:
+            self.reservation.failed(f"status_{answer.status}")
+        elif answer.status >= 300:  # it is the request, not the engine
+            self.reservation.answered()
         kind = next((value for name, value in answer.headers if name == b"content-type"), b"")
         is_stream = kind.lower().startswith(b"text/event-stream")
         self._events = Events(hides_usage=self.call.hides_usage) if is_stream else None
@@ -277,12 +282,18 @@ class Exchange:
         if self.stage is Stage.SENT and self.reservation is not None:
             self.stage, self.status = Stage.FORWARDED, 200
             self.first_token = now - self.began_at
+            self.reservation.answered()
             self.reservation.first_token()
 
     def reported(self, end: End, status: int, usage: Usage | None, now: float) -> None:
         """End as the proxy says."""
         if self.stage is not Stage.ENDED:
             self.usage = usage
+            if self.reservation is not None and end is not End.LEFT:
+                if status < 500:
+                    self.reservation.answered()
+                else:
+                    self.reservation.failed(f"status_{status}")
             self._end(end, status, now)
 
     # Steps --------------------------------------------------------------------------------------
@@ -298,6 +309,7 @@ class Exchange:
         assert self.reservation is not None
         assert self.answer is not None
         if self.answer.status < 300:  # an error has no tokens, and took no prefill
+            self.reservation.answered()
             self.first_token = now - self.began_at
             self._touched = (0, now)
             self.reservation.first_token()
@@ -305,6 +317,7 @@ class Exchange:
     def _note_failure(self, reason: str) -> None:
         assert self.reservation is not None
         self.failures.append(Failure(self.reservation.rank, reason))
+        self.reservation.failed(reason)
 
     def _end_as_reported(self, now: float) -> None:
         """End a stream that has all its events."""

@@ -18,7 +18,7 @@ import msgspec
 
 from kvindex import KVIndexError, Rank, TokenError, TokenIds, UnknownRankError
 from kvindex.gateway.calls import CallError
-from kvindex.routing import Booking, Followed, NoCandidateError, Router
+from kvindex.routing import Booking, Ejection, Followed, NoCandidateError, Router
 from kvindex.subscribe.discovery import EngineReport
 
 _HEADER: Final = b"x-data-parallel-rank"
@@ -228,8 +228,9 @@ class NoRankError(KVIndexError):
 class Routing:
     """Reserves ranks with the routers of the models. Owner: one event loop."""
 
-    def __init__(self, models: Models, most_waiting: int) -> None:
+    def __init__(self, models: Models, most_waiting: int, ejection: Ejection | None = None) -> None:
         self._models = models
+        self._ejection = ejection or Ejection()
         self._waiting: defaultdict[Router, Waiting] = defaultdict(partial(Waiting, most_waiting))
 
     def servings(self, model: str) -> Sequence[Serving]:
@@ -289,7 +290,7 @@ class Routing:
                     )
                     serving = None if booking is None else served.serving(booking.rank)
                     if booking is not None and serving is not None:
-                        return Reservation(booking, serving, waiting)
+                        return Reservation(booking, serving, waiting, self._ejection)
                     if booking is not None:  # the rank has come since `find`
                         booking.cancel()
                         continue
@@ -323,6 +324,7 @@ class Routing:
         self._models.names()
         routers = self._models.routers
         return {
+            **self._ejection.statistics(),
             "routers": {name: router.statistics() for name, router in routers.items()},
             "waiting": {
                 name: self._waiting[router].statistics()
@@ -368,10 +370,16 @@ def _book(
         raise CallError(400, f"the prompt has a token that is none: {error}") from None
 
 
+_DOWN: Final = frozenset({"refused", "unreachable", "timeout_connect"})
+
+
 class Reservation:
     """A rank that is reserved for a request. Calls after its end change nothing."""
 
-    def __init__(self, booking: Booking, serving: Serving, waiting: Waiting) -> None:
+    def __init__(
+        self, booking: Booking, serving: Serving, waiting: Waiting, ejection: Ejection
+    ) -> None:
+        ejection.sent(serving.worker)
         self.rank = booking.rank
         self.serving = serving
         self.pin = pin(serving, booking.rank)
@@ -382,11 +390,20 @@ class Reservation:
             self.reason = "no_tokens"
         self._booking = booking
         self._waiting = waiting
+        self._ejection = ejection
 
     @property
     def attainable(self) -> int:
         """The most tokens that any rank held of the prompt. O(ranks)."""
         return self._booking.decision.attainable
+
+    def failed(self, reason: str) -> None:
+        """Report that the engine failed the request."""
+        self._ejection.failed(self.rank.worker, is_down=reason in _DOWN)
+
+    def answered(self) -> None:
+        """Report that the engine answers the request, or refuses it for what it asks."""
+        self._ejection.succeeded(self.rank.worker)
 
     def move(self, worker: str) -> None:
         """Count the request on another engine, which serves it instead."""
@@ -394,6 +411,8 @@ class Reservation:
         if ranks:
             # A proxy tries again with the same head: so it is the rank with the same number there.
             own = self.rank.dp_rank - self.serving.first_rank
+            if worker != self.rank.worker:
+                self.failed("moved")
             self.rank = ranks[min(own, len(ranks) - 1)]
             self._booking.move(self.rank)
 

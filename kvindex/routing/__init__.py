@@ -18,6 +18,7 @@ May import: `kvindex.wire` and `kvindex.index`; `adapters/` also `kvindex.subscr
 from kvindex.routing.bookings import Booking, Stage
 from kvindex.routing.fleet import (
     Capacity,
+    Ejection,
     Filter,
     FilterRequest,
     Followed,
@@ -56,6 +57,7 @@ __all__ = [
     "CostPolicy",
     "Decision",
     "DuplicateBookingError",
+    "Ejection",
     "Filter",
     "FilterRequest",
     "Followed",

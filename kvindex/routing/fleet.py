@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
@@ -340,6 +343,130 @@ class OnlyLive:
         return request.live
 
 
+class Ejection:
+    """Leaves out workers that fail, for a while: they answer quickest, and so look idle.
+
+    A worker is ejected by the third failure in a row, or by one that shows that it is down, for
+    `seconds`; each further time for twice as long. Then one request tries it: if that fails, too,
+    it is ejected again. At most half of the workers are ejected at a time, those that were first,
+    and none if no other rank could serve a request.
+
+    The caller reports what became of requests; a router only reads it.
+
+    Args:
+        seconds: of the first time.
+        longest: seconds at most.
+        clock: returns monotonic seconds.
+
+    Raises:
+        ConfigurationError: a number that cannot work.
+
+    Thread safety: any thread may call every method.
+
+    Examples:
+        >>> from kvindex import Index
+        >>> from kvindex.routing import Router
+        >>> index, ejection = Index(), Ejection()
+        >>> for worker in ("a", "b"):
+        ...     index.add(Rank(worker))
+        >>> ejection.failed("a", is_down=True)
+        >>> Router(index, filters=[ejection]).select([1, 2, 3]).rank
+        Rank(worker='b', dp_rank=0)
+    """
+
+    name = "ejected"
+
+    def __init__(
+        self,
+        *,
+        seconds: float = 5.0,
+        longest: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < seconds <= longest < math.inf:
+            raise ConfigurationError(f"seconds={seconds!r} must be over 0 and up to {longest!r}")
+        self._seconds = seconds
+        self._longest = longest
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failing: dict[str, _Failing] = {}  # in the order of their ejection
+        self._ejections = 0
+
+    def keeps(self, request: FilterRequest) -> Iterable[object]:
+        if not self._failing:
+            return _all(request)
+        out = self._out({rank.worker for rank in request.ranks})
+        return [rank.worker not in out for rank in request.ranks]
+
+    def _out(self, workers: Collection[str]) -> list[str]:
+        now = self._clock()
+        with self._lock:
+            out = [
+                worker
+                for worker, failing in self._failing.items()
+                if worker in workers and failing.until > now
+            ]
+        return out[: len(workers) // 2]
+
+    def sent(self, worker: str) -> None:
+        """Note that a request was sent to a worker: one whose time is over is tried by it. O(1)."""
+        failing = self._failing.get(worker)
+        if failing is not None and failing.times and failing.until <= (now := self._clock()):
+            # Nobody else tries it meanwhile; if nothing is reported, the next one does.
+            failing.is_tried, failing.until = True, now + self._seconds
+
+    def succeeded(self, worker: str) -> None:
+        """Note that a worker answered a request, or refused it for what it asks. O(1)."""
+        if worker in self._failing:
+            with self._lock:
+                self._failing.pop(worker, None)
+
+    def failed(self, worker: str, *, is_down: bool = False) -> None:
+        """Note that a worker failed a request; `is_down` if it cannot be connected to. O(1)."""
+        now = self._clock()
+        with self._lock:
+            if len(self._failing) >= _MOST_FAILING:  # workers come and go
+                self._failing.pop(next(iter(self._failing)))
+            failing = self._failing.setdefault(worker, _Failing())
+            failing.in_a_row += 1
+            if failing.until > now and not failing.is_tried:
+                return  # of a request that was sent before: another one has judged the worker
+            if is_down or failing.is_tried or failing.in_a_row >= _MOST_IN_A_ROW:
+                failing.until = now + min(self._longest, self._seconds * 2.0**failing.times)
+                failing.times = min(failing.times + 1, 30)
+                failing.is_tried = False
+                self._ejections += 1
+                # Behind those that were ejected before it.
+                self._failing[worker] = self._failing.pop(worker)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return `ejections`, their number; `ejected`: workers, with the seconds that are left."""
+        now = self._clock()
+        with self._lock:
+            ejected = {
+                worker: failing.until - now
+                for worker, failing in self._failing.items()
+                if failing.until > now
+            }
+            return {"ejections": self._ejections, "ejected": ejected}
+
+
+_MOST_IN_A_ROW: Final = 3  # failures: one alone may be the request's own fault
+_MOST_FAILING: Final = 4_096
+
+
+class _Failing:
+    """A worker that has failed since it last answered."""
+
+    __slots__ = ("in_a_row", "is_tried", "times", "until")
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.times = 0  # that it was ejected
+        self.until = 0.0
+        self.is_tried = False  # by one request, since its time is over
+
+
 class Prefer:
     """Keeps the ranks that another filter keeps, unless the router would have no rank left.
 
@@ -396,10 +523,17 @@ class Eligible:
             for rank in self.drained:
                 undrained[fleet.row_of[rank]] = 0
             rules.append(("drained", undrained))
-        rules += [(f.name, f.keeps(request)) for f in self.filters if not isinstance(f, Prefer)]
+        # Before the load: who finds the others full waits for them, and does not try a failing one.
+        ejections = [f for f in self.filters if isinstance(f, Ejection)]
+        rules += [(f.name, f.keeps(request)) for f in ejections]
+        others = (f for f in self.filters if not isinstance(f, (Ejection, Prefer)))
+        rules += [(f.name, f.keeps(request)) for f in others]
         refused: Counter[str] = Counter()
         for reason, keeps in rules:
-            rows, lost = _narrow(rows, reason, keeps)
+            left, lost = _narrow(rows, reason, keeps)
+            if reason == Ejection.name and 1 not in left:
+                continue
+            rows = left
             if lost:
                 refused[reason] += lost
         self.refused += refused

@@ -63,6 +63,13 @@ class LoggedReservation(Reservation):
         self.held = 8
         self.prompt_tokens = 10
         self._log = log
+        self.outcomes: list[str] = []  # of the engine: what its ejection is judged by
+
+    def failed(self, reason: str) -> None:
+        self.outcomes.append(reason)
+
+    def answered(self) -> None:
+        self.outcomes.append("answered")
 
     def first_token(self) -> None:
         self._log.append(("first_token", self.rank))

@@ -63,6 +63,47 @@ def test_the_head_is_kept_until_the_first_event_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
+    ("status", "outcomes"),
+    [
+        (200, ["answered"]),
+        (400, ["answered"]),
+        (429, ["answered"]),
+        (500, ["status_500"]),
+        (501, ["answered"]),
+        (503, ["status_503"]),
+    ],
+)
+def test_what_an_engine_answers_is_what_its_ejection_is_judged_by(
+    status: int, outcomes: list[str]
+) -> None:
+    life = Life()
+    reservation = LoggedReservation(life.log, RANKS[0])
+    life.exchange.reserved(reservation, 1.0)
+    life.answer(status, JSON)
+    life.exchange.received(WHOLE, 3.0)
+    life.exchange.completed(4.0)
+    assert reservation.outcomes == outcomes
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_an_engine_that_breaks_off_has_failed_and_one_whose_client_leaves_has_not(
+    is_begun: bool,
+) -> None:
+    for failed in (True, False):
+        life = Life()
+        reservation = LoggedReservation(life.log, RANKS[0])
+        life.exchange.reserved(reservation, 1.0)
+        if is_begun:
+            life.answer()
+            life.exchange.received(event("x"), 2.0)
+        if failed:
+            life.exchange.failed("reset", 3.0)
+        else:
+            life.exchange.left(3.0)
+        assert reservation.outcomes == ["answered"] * is_begun + ["reset"] * failed
+
+
+@pytest.mark.parametrize(
     ("fields", "counts"),
     [
         ({"prompt": [1, 2, 3]}, True),
