@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,7 +21,14 @@ EMBEDDINGS: Final = "/v1/embeddings"
 TOKENIZE: Final = "/tokenize"
 
 ROUTES: Final = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
-"""The paths whose requests are routed to a rank."""
+"""The paths whose requests are routed by their prompts."""
+
+BY_LOAD: Final = (
+    *("/v1/messages/count_tokens", "/detokenize", "/pooling", "/classify"),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
+    *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
+)
+"""The paths whose requests are routed by load alone."""
 
 _MOST_LEVELS: Final = 128  # of nesting
 _MOST_BRACKETS: Final = 1 << 19  # bound what parsing costs; those in texts count, too
@@ -90,7 +98,7 @@ def read_call(path: str, body: bytes) -> Call:
         >>> call.hides_usage, call.body
         (True, b'{"prompt": "Once", "stream": true,"stream_options":{"include_usage":true}}')
     """
-    fields = _read_object(body)
+    fields = _read_form(body) if body.startswith(b"--") else _read_object(body)
     is_stream = _flag(fields, "stream", "stream")
     for name, check in _CHECKS.get(path, {}).items():
         check(fields, name)
@@ -159,6 +167,15 @@ def _read_object(body: bytes) -> dict[str, Any]:
     if any(body.count(name) > 1 for name in _READ):
         json.loads(body, object_pairs_hook=_check_names)
     return fields
+
+
+_FORM_MODEL: Final = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n')
+
+
+def _read_form(body: bytes) -> dict[str, Any]:
+    """Return what is read of a form with an audio file: its model."""
+    found = _FORM_MODEL.search(body)
+    return {} if found is None else {"model": found[1].decode("utf-8", "replace")}
 
 
 def _check_levels(fields: object) -> None:

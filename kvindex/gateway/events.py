@@ -89,6 +89,7 @@ class _Holder(msgspec.Struct):
     """A whole answer within an event."""
 
     usage: _Reported | None = None
+    id: Any = None
 
 
 class _Event(msgspec.Struct):
@@ -109,6 +110,7 @@ class _Started(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Event).decode
+_decode_holder = msgspec.json.Decoder(_Holder).decode
 _decode_started = msgspec.json.Decoder(_Started).decode
 
 
@@ -137,6 +139,7 @@ class Events:
         self.unread = 0  # events that were too long or no JSON, and were forwarded unread
         self.usage: Usage | None = None
         self.error: str | None = None  # the engine's message, reported instead of going on
+        self.response_id = ""  # of the responses API
         self._hides_usage = hides_usage
         self._kept = bytearray()  # of an event without its end
         self._last = b""  # a choice's last event, which waits for the fingerprint
@@ -264,6 +267,8 @@ class Events:
             self.has_content = True
             self.delivered += 1
         self.is_done = self.is_done or kind in _DONE
+        if holder is not None and not self.response_id and isinstance(holder.id, str):
+            self.response_id = holder.id
         if kind == "message_start":  # Anthropic's prompt tokens stand in the first event only
             try:
                 holder = _decode_started(data).message
@@ -285,6 +290,15 @@ def usage_of(body: bytes, before: Usage | None = None) -> Usage | None:
     except UNREADABLE:
         return before
     return before if usage is None else _merged(before, usage)
+
+
+def response_id_of(body: bytes) -> str:
+    """Return the id of a whole response; "" if it has none. O(bytes)."""
+    try:
+        response_id = _decode_holder(body).id
+    except UNREADABLE:
+        return ""
+    return response_id if isinstance(response_id, str) else ""
 
 
 def _merged(before: Usage | None, reported: _Reported) -> Usage:

@@ -13,13 +13,15 @@ import asyncio
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from itertools import count
 from typing import Final
 
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import (
+    BY_LOAD,
+    RESPONSES,
     ROUTES,
     TOKENIZE,
     Call,
@@ -49,6 +51,8 @@ from kvindex.service.http import (
 
 _ID: Final = re.compile(rb"[A-Za-z0-9._:+/=-]{1,128}")
 _METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_RESPONSE: Final = re.compile(rf"{RESPONSES}/([A-Za-z0-9_.:-]{{1,128}})(?:/cancel|/input_items)?")
+_FOLLOWS: Final = ("GET", "POST", "DELETE")  # methods of requests about a response
 _RETRY_AFTER: Final = (b"retry-after", b"1")
 
 
@@ -88,10 +92,15 @@ class Front:
 
     def routes(self) -> list[Route]:
         """Return the routes; another method on one of their paths is a 405."""
-        routes = [Route("POST", path, self._serve, cancels=True) for path in ROUTES]
+        routes = [Route("POST", path, self._serve, cancels=True) for path in (*ROUTES, *BY_LOAD)]
         routes += [
+            *(
+                Route(method, f"{RESPONSES}/*", self._follow_up, cancels=True)
+                for method in _FOLLOWS
+            ),
             Route("POST", TOKENIZE, self._tokenize, cancels=True),
             Route("GET", "/v1/models", self._models),
+            Route("GET", "/v1/models/*", self._model),
             Route("GET", "/health", lambda _: Reply(200, b"", b"")),
             Route("GET", "/ready", self._ready),
         ]
@@ -101,11 +110,14 @@ class Front:
             return error_reply(405, message, headers=((b"allow", allowed.encode()),))
 
         # The server's own 405 has no body: clients of this API read errors in OpenAI's form.
+        methods: dict[str, list[str]] = {}
+        for route in routes:
+            methods.setdefault(route.path, []).append(route.method)
         others = [
-            Route(method, route.path, partial(refuse, allowed=route.method))
-            for route in routes
+            Route(method, path, partial(refuse, allowed=", ".join(allowed)))
+            for path, allowed in methods.items()
             for method in _METHODS
-            if method != route.method
+            if method not in allowed
         ]
         return routes + others
 
@@ -133,12 +145,38 @@ class Front:
         return Reply(200, b"", b"")
 
     def _models(self, _: Request) -> Reply:
-        listed = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "kvindex"}
-            for name, servings in sorted(self._routing.models().items())
-            if not all(serving.is_silent for serving in servings)  # nobody would answer
-        ]
-        return json_reply(200, {"object": "list", "data": listed})
+        return json_reply(200, {"object": "list", "data": self._routing.listed()})
+
+    def _model(self, request: Request) -> Reply:
+        name = request.path.removeprefix("/v1/models/")
+        listed = self._routing.listed()
+        entry = next((entry for entry in listed if entry["id"] == name), None)
+        if entry is None:
+            return no_rank_reply(UnknownModelError(name, [entry["id"] for entry in listed]))
+        return json_reply(200, entry)
+
+    async def _follow_up(self, request: Request) -> Reply:
+        """Pass a question about a response on to the engine that has made it."""
+        found = _RESPONSE.fullmatch(request.path)
+        if found is None:  # the path was decoded: anything may stand in it
+            return self.not_found(request)
+        serving = self._routing.maker(found[1])
+        if serving is None:
+            return _call_error(unknown_response(found[1]))
+        fields = request_headers(request.headers, passes_keys=self._passes_keys)
+        query = b"?" + request.query if request.query else b""
+        try:
+            status, body = await self._upstream.ask(
+                serving.url,
+                request.path + query.decode("latin-1"),
+                request.body,
+                fields,
+                method=request.method,
+                within=self._head_within,
+            )
+        except UpstreamError as error:
+            return error_reply(502, f"its engine did not answer: {error.reason}", code="no_answer")
+        return Reply(status, body)
 
     async def _tokenize(self, request: Request) -> Reply:
         """Pass a request to an engine of its model, and to the next one if that does not answer."""
@@ -207,6 +245,7 @@ class Front:
             prompt = await self._tokenizing.tokens(call, self._routing.servings(call.model))
             length = prompt.length(call)
             exchange.tokenized(length, prompt.reason)
+            workers = makers_of(call, self._routing)
             kept: list[bytes] = []
             while exchange.stage is Stage.WAITING:
                 reservation = await self._routing.reserve(
@@ -218,6 +257,7 @@ class Front:
                     exclude=exchange.excluded,
                     request_id=unique,
                     deadline=time() + self._queue_within,
+                    workers=workers,
                 )
                 exchange.reserved(reservation, time())
                 # The engine may still know the id of a try before, and refuse it.
@@ -309,6 +349,26 @@ class Front:
             exchange.refused(500, now, End.FAILED)
         exchange.left(now)
         self.access.end(exchange)
+
+
+def makers_of(call: Call, routing: Routing) -> Collection[str] | None:
+    """Return the engines that can go on from the response before; None: any. Raises CallError."""
+    before = call.fields.get("previous_response_id") if call.path == RESPONSES else None
+    if not isinstance(before, str) or not before:
+        return None
+    serving, servings = routing.maker(before), routing.servings(call.model)
+    if serving is None and len(servings) > 1:
+        raise unknown_response(before)
+    return None if serving is None else [serving.worker]
+
+
+def unknown_response(response_id: str) -> CallError:
+    """Return the error for a response of which it is not known which engine has made it."""
+    text = (
+        f"no engine is known to have the response {response_id[:128]!r}: it was made before this "
+        "gateway began, by another gateway, or by an engine that has gone"
+    )
+    return CallError(404, text, param="previous_response_id", code="response_not_found")
 
 
 def refusal_reply(refusal: Refusal) -> Reply:

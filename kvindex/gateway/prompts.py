@@ -147,8 +147,9 @@ def prompt_of(call: Call, *, is_sglang: bool = False) -> Prompt:
         >>> prompt_of(read_call("/v1/responses", b'{"input": "Hi", "instructions": "Rhyme."}')).chat
         {'messages': [{'role': 'system', 'content': 'Rhyme.'}, {'role': 'user', 'content': 'Hi'}]}
     """
-    fields = call.fields
-    effects = FIELDS[call.path]
+    fields, effects = call.fields, FIELDS.get(call.path)
+    if effects is None:
+        return Prompt(unknown="route")
     for name, value in fields.items():
         if effects.get(name) is Effect.UNKNOWN and value not in (None, [], {}, ""):
             return Prompt(unknown=name)

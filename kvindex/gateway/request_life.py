@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
-from kvindex.gateway.calls import Call
-from kvindex.gateway.events import Events, Usage, usage_of
+from kvindex.gateway.calls import RESPONSES, Call
+from kvindex.gateway.events import Events, Usage, response_id_of, usage_of
 
 if TYPE_CHECKING:
     from kvindex import Rank
@@ -112,6 +112,7 @@ class Exchange:
         self.first_token: float | None = None  # and to the first content
         self.usage: Usage | None = None
         self._is_booked = False
+        self._is_made = False  # the id of its response is noted
         self._is_open = False  # the engine's answer is neither complete nor closed
         self._events: Events | None = None
         self._parts: list[bytes] = []  # kept back; of a whole answer all of it
@@ -203,6 +204,8 @@ class Exchange:
                     self.reservation.touch(tokens)
             elif events.has_content:
                 self._note_first(now)
+            if events.response_id and not self._is_made:
+                self._note_made(events.response_id)
             if stage is Stage.FORWARDED:
                 return data
         elif self.first_token is None:
@@ -234,7 +237,10 @@ class Exchange:
         kept = self._open() if self.stage is Stage.KEPT else b""
         # A longer one, such as of embeddings, is not worth its memory.
         if self._size <= _MOST_READ and self.status < 300:
-            self.usage = usage_of(b"".join(self._parts))
+            whole = b"".join(self._parts)
+            self.usage = usage_of(whole)
+            if self.call.path == RESPONSES:
+                self._note_made(response_id_of(whole))
         self._end(End.WHOLE if self.status < 300 else End.STATUS, self.status, now)
         return kept
 
@@ -313,6 +319,11 @@ class Exchange:
             self.first_token = now - self.began_at
             self._touched = (0, now)
             self.reservation.first_token()
+
+    def _note_made(self, response_id: str) -> None:
+        assert self.reservation is not None
+        self._is_made = True
+        self.reservation.made(response_id)
 
     def _note_failure(self, reason: str) -> None:
         assert self.reservation is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -26,6 +26,8 @@ _FIELD: Final = "data_parallel_rank"
 # SGLang reads the header from 0.5.10 on, and the field from 0.5.8 to then.
 _SGLANG_HEADER: Final = (0, 5, 10)
 _MOST_SHOWN: Final = 20  # models that a message names
+_MOST_RESPONSES: Final = 1 << 16  # whose engines are remembered, some 15 MB
+_MOST_ID: Final = 128  # characters of a response's id
 
 
 class UnknownModelError(KVIndexError):
@@ -53,6 +55,7 @@ class Serving(msgspec.Struct, frozen=True):
     first_rank: int = 0  # the lowest of its dp_ranks
     ranks: int = 1  # how many it has
     is_silent: bool = False  # it has left two questions about itself unanswered
+    listed: Mapping[str, Mapping[str, Any]] = {}  # by name, as it lists its models and adapters
 
 
 class Pin(NamedTuple):
@@ -103,7 +106,18 @@ def serving_of(worker: str, report: EngineReport) -> Serving:
         report.first_rank,
         max(1, len(report.ranks)),
         report.is_silent,
+        _listed(report),
     )
+
+
+def _listed(report: EngineReport) -> dict[str, Mapping[str, Any]]:
+    answer = report.answers.get("/v1/models")
+    data = answer.get("data") if isinstance(answer, Mapping) else None
+    entries = (
+        [entry for entry in data if isinstance(entry, Mapping)] if isinstance(data, list) else []
+    )
+    # Of those that it lists and that have no usable name nothing is served.
+    return {entry["id"]: entry for entry in entries if entry.get("id") in report.models}
 
 
 class Model:
@@ -231,6 +245,7 @@ class Routing:
     def __init__(self, models: Models, most_waiting: int, ejection: Ejection | None = None) -> None:
         self._models = models
         self._ejection = ejection or Ejection()
+        self._makers: OrderedDict[str, str] = OrderedDict()  # workers, by their responses' ids
         self._waiting: defaultdict[Router, Waiting] = defaultdict(partial(Waiting, most_waiting))
 
     def servings(self, model: str) -> Sequence[Serving]:
@@ -240,6 +255,28 @@ class Routing:
     def models(self) -> Mapping[str, Sequence[Serving]]:
         """Return the engines of each model and adapter, by its name. O(models)."""
         return {name: model.servings for name, model in self._models.table().items()}
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return all models, behind them all adapters, as their engines list them. O(models)."""
+        entries = []
+        models = self._models.table().values()
+        for model in sorted(models, key=lambda model: (model.lora is not None, model.name)):
+            servings = [serving for serving in model.servings if not serving.is_silent]
+            if servings:  # else nobody would answer
+                entry = servings[0].listed.get(model.name, {"owned_by": "kvindex", "created": 0})
+                entries.append({"object": "model", **entry, "id": model.name})
+        return entries
+
+    def note_made(self, response_id: str, worker: str) -> None:
+        """Note which engine has made a response: it alone has it."""
+        if 0 < len(response_id) <= _MOST_ID:
+            self._makers[response_id] = worker
+            if len(self._makers) > _MOST_RESPONSES:
+                self._makers.popitem(last=False)
+
+    def maker(self, response_id: str) -> Serving | None:
+        """Return the engine that has made a response; None if it is not known, or has gone."""
+        return self._models.servings().get(self._makers.get(response_id, ""))
 
     async def reserve(
         self,
@@ -290,7 +327,9 @@ class Routing:
                     )
                     serving = None if booking is None else served.serving(booking.rank)
                     if booking is not None and serving is not None:
-                        return Reservation(booking, serving, waiting, self._ejection)
+                        return Reservation(
+                            booking, serving, waiting, self._ejection, self.note_made
+                        )
                     if booking is not None:  # the rank has come since `find`
                         booking.cancel()
                         continue
@@ -377,7 +416,12 @@ class Reservation:
     """A rank that is reserved for a request. Calls after its end change nothing."""
 
     def __init__(
-        self, booking: Booking, serving: Serving, waiting: Waiting, ejection: Ejection
+        self,
+        booking: Booking,
+        serving: Serving,
+        waiting: Waiting,
+        ejection: Ejection,
+        note_made: Callable[[str, str], None],
     ) -> None:
         ejection.sent(serving.worker)
         self.rank = booking.rank
@@ -391,6 +435,7 @@ class Reservation:
         self._booking = booking
         self._waiting = waiting
         self._ejection = ejection
+        self._note_made = note_made
 
     @property
     def attainable(self) -> int:
@@ -404,6 +449,10 @@ class Reservation:
     def answered(self) -> None:
         """Report that the engine answers the request, or refuses it for what it asks."""
         self._ejection.succeeded(self.rank.worker)
+
+    def made(self, response_id: str) -> None:
+        """Report the id of the response that the engine makes."""
+        self._note_made(response_id, self.rank.worker)
 
     def move(self, worker: str) -> None:
         """Count the request on another engine, which serves it instead."""

@@ -110,6 +110,7 @@ class Scripted:
         self.sent: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
         self.wires: list[ScriptedWire] = []
         self.names: Sequence[str] = ("m",)
+        self.makers: dict[str, Any] = {}  # servings, by the ids of responses
         self.silent: Sequence[str] = ()
 
     async def tokens(self, call: Call, engines: Any) -> Tokens:
@@ -131,6 +132,12 @@ class Scripted:
 
     def servings(self, model: str) -> Sequence[Any]:
         return [LoggedReservation(self.log, rank).serving for rank in self.ranks]
+
+    def listed(self) -> list[dict[str, Any]]:
+        return [{"id": name, "max_model_len": 9} for name in self.names if name not in self.silent]
+
+    def maker(self, response_id: str) -> Any:
+        return self.makers.get(response_id)
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -157,9 +164,11 @@ class Scripted:
         return self.wires[-1].answer
 
     async def ask(
-        self, url: str, path: str, body: bytes, headers: Any, *, within: float
+        self, url: str, path: str, body: bytes, headers: Any, *, within: float, method: str = "POST"
     ) -> tuple[int, bytes]:
-        self.sent.append((url, path, body, dict(headers)))
+        self.sent.append(
+            (url, path if method == "POST" else f"{method} {path}", body, dict(headers))
+        )
         engine = self.engines.pop(0)
         if isinstance(engine.fails, str):
             raise UpstreamError("no answer", reason=engine.fails)

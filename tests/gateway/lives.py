@@ -65,6 +65,9 @@ class LoggedReservation(Reservation):
         self._log = log
         self.outcomes: list[str] = []  # of the engine: what its ejection is judged by
 
+    def made(self, response_id: str) -> None:
+        self._log.append(("made", self.rank, response_id))
+
     def failed(self, reason: str) -> None:
         self.outcomes.append(reason)
 

@@ -249,13 +249,14 @@ async def test_models_health_and_readiness() -> None:
             status, _, body = await client.answer()
             return status, body
 
-        served.scripted.names = ["m", "adapter"]
-        _, body = await get(b"/v1/models")
-        assert [each["id"] for each in json.loads(body)["data"]] == ["adapter", "m"]
-        served.scripted.silent = ["m"]  # its engine is down
-        _, body = await get(b"/v1/models")
-        assert [each["id"] for each in json.loads(body)["data"]] == ["adapter"]
-        served.scripted.silent = []
+        served.scripted.names = ["org/m", "adapter"]
+        listed = [{"id": "org/m", "max_model_len": 9}, {"id": "adapter", "max_model_len": 9}]
+        assert json.loads((await get(b"/v1/models"))[1])["data"] == listed
+        for path in (b"/v1/models/org/m", b"/v1/models/org%2Fm"):
+            status, body = await get(path)
+            assert (status, json.loads(body)) == (200, listed[0])
+        status, body = await get(b"/v1/models/other")
+        assert (status, error_of(body)["code"]) == (404, "model_not_found")
         assert (await get(b"/health"))[0] == (await get(b"/ready"))[0] == 200
         served.scripted.names = []
         assert (await get(b"/ready"))[0] == 503
@@ -263,6 +264,59 @@ async def test_models_health_and_readiness() -> None:
         served.front.drain()
         assert (await get(b"/ready"))[0] == 503
         assert (await get(b"/health"))[0] == 200
+
+
+async def test_a_follow_up_goes_to_the_engine_that_has_made_the_response() -> None:
+    async with fronted(Engine(), Engine([b"{}"]), Engine([b"{}"]), Engine([b"{}"])) as served:
+        scripted = served.scripted
+        fields = {"input": "Once", "previous_response_id": "resp_1"}
+        status, _, body = await served.ask(path="/v1/responses", **fields)
+        assert (status, error_of(body)["code"]) == (404, "response_not_found")
+        scripted.makers["resp_1"] = scripted.servings("m")[2]
+        assert (await served.ask(path="/v1/responses", **fields))[0] == 200
+        assert scripted.reserved[-1]["workers"] == ["e2"]
+        await served.ended()
+        client = await served.connect()
+        for line in (b"GET /v1/responses/resp_1?after=2", b"DELETE /v1/responses/resp_1"):
+            client.writer.write(line + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert (await client.answer())[0] == 200
+        assert (await served.ask(path="/v1/responses/resp_1/cancel"))[0] == 200
+        sent = [(url, path) for url, path, *_ in scripted.sent[1:]]
+        assert sent == [
+            ("http://e2", "GET /v1/responses/resp_1?after=2"),
+            ("http://e2", "DELETE /v1/responses/resp_1"),
+            ("http://e2", "/v1/responses/resp_1/cancel"),
+        ]
+        for path in ("resp_2", "resp_1/other", "%0d%0aGET /x", "resp_1%2f..%2fx"):
+            assert (await served.ask(path=f"/v1/responses/{path}"))[0] == 404
+        assert len(scripted.sent) == 4
+
+
+MADE = b'data: {"type":"response.created","response":{"id":"resp_1"}}\n\n'
+RESPONSE = b'{"id":"resp_1","object":"response","usage":{"input_tokens":3,"output_tokens":1}}'
+
+
+@pytest.mark.parametrize("engine", [Engine([MADE, DONE]), Engine([RESPONSE], headers=JSON)])
+async def test_which_engine_has_made_a_response_is_noted(engine: Engine) -> None:
+    async with fronted(engine) as served:
+        await served.ask(path="/v1/responses", input="Once")
+        await served.ended()
+        made = [entry for entry in served.scripted.log if entry[0] == "made"]
+        assert made == [("made", served.scripted.ranks[0], "resp_1")]
+
+
+async def test_a_request_without_a_prompt_is_forwarded_by_load() -> None:
+    async with fronted(Engine([b"{}"], headers=JSON), Engine([b"{}"], headers=JSON)) as served:
+        assert (await served.ask(path="/v1/messages/count_tokens"))[0] == 200
+        client = await served.connect()
+        form = (
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\xff\r\n'
+            b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n--x--\r\n'
+        )
+        client.post("/v1/audio/transcriptions", form)
+        assert (await client.answer())[0] == 200
+        assert [each["model"] for each in served.scripted.reserved] == ["m", "whisper"]
+        assert served.scripted.sent[1][2] == form
 
 
 async def test_tokenize_is_passed_to_an_engine_and_to_the_next_if_it_fails() -> None:

@@ -25,7 +25,7 @@ from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call, with_fields
 from kvindex.gateway.events import Usage, usage_of
-from kvindex.gateway.front import no_rank_reply
+from kvindex.gateway.front import makers_of, no_rank_reply
 from kvindex.gateway.picker import messages
 from kvindex.gateway.picker.messages import NOTES
 from kvindex.gateway.request_life import CLIENT_LEFT, MOST_TRIES, End, Exchange, Failure, Stage
@@ -287,7 +287,12 @@ class _PickedRequest:
             reachable = [serving for serving in servings if messages.endpoint_of(serving.url)]
             if not reachable:  # a proxy reaches engines by their addresses only
                 raise NoRankError({"named without an address": len(servings)})
-            eligible = [serving for serving in reachable if self._may_go_to(serving)]
+            makers = makers_of(call, picker.routing)
+            eligible = [
+                serving
+                for serving in reachable
+                if self._may_go_to(serving) and (makers is None or serving.worker in makers)
+            ]
             if not eligible:
                 raise NoRankError({"not in the request's subset": len(reachable)})
             reservation = await picker.routing.reserve(

@@ -35,7 +35,8 @@ class Site:
     """What the connections of one server share.
 
     Args:
-        routes: each path and method at most once.
+        routes: each path and method at most once. A path that ends with "/*" stands for all below
+            it that have no route of their own.
         guard: decides which requests are admitted.
         count: called with method, route and status code of each request, refused ones too.
         otherwise: answers for paths without a route; 404 by default.
@@ -60,6 +61,7 @@ class Site:
         self._routes: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._routes.setdefault(route.path, {})[route.method] = route
+        self._below = [path[:-1] for path in self._routes if path.endswith("/*")]
         self.note_time()
 
     def note_time(self) -> None:
@@ -79,7 +81,7 @@ class Site:
 
     def answer(self, request: Request) -> Reply | Awaitable[Reply | Stream]:
         """Return the answer to an admitted request, or what it is awaited from."""
-        served = self._routes.get(request.path)
+        served = self._routes.get(self._route_of(request.path))
         if served is None:
             if self._otherwise is None:
                 return Reply(404, b"", b"")
@@ -111,7 +113,13 @@ class Site:
         if self._count is not None:
             # Strangers send any words: each would be a series of its own.
             method = request.method if request.method in _METHODS else OTHER
-            self._count(method, request.path if request.path in self._routes else OTHER, status)
+            route = self._route_of(request.path)
+            self._count(method, route if route in self._routes else OTHER, status)
+
+    def _route_of(self, path: str) -> str:
+        if path in self._routes:
+            return path
+        return next((f"{below}*" for below in self._below if path.startswith(below)), path)
 
 
 def _failed(request: Request, error: Exception) -> Reply:
