@@ -106,18 +106,8 @@ def serving_of(worker: str, report: EngineReport) -> Serving:
         report.first_rank,
         max(1, len(report.ranks)),
         report.is_silent,
-        _listed(report),
+        report.listed,
     )
-
-
-def _listed(report: EngineReport) -> dict[str, Mapping[str, Any]]:
-    answer = report.answers.get("/v1/models")
-    data = answer.get("data") if isinstance(answer, Mapping) else None
-    entries = (
-        [entry for entry in data if isinstance(entry, Mapping)] if isinstance(data, list) else []
-    )
-    # Of those that it lists and that have no usable name nothing is served.
-    return {entry["id"]: entry for entry in entries if entry.get("id") in report.models}
 
 
 class Model:

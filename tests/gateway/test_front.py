@@ -287,7 +287,7 @@ async def test_a_follow_up_goes_to_the_engine_that_has_made_the_response() -> No
             ("http://e2", "DELETE /v1/responses/resp_1"),
             ("http://e2", "/v1/responses/resp_1/cancel"),
         ]
-        for path in ("resp_2", "resp_1/other", "%0d%0aGET /x", "resp_1%2f..%2fx"):
+        for path in ("resp_2", "resp_1/other", "%0d%0aGET%20/x", "resp_1%2f..%2fx"):
             assert (await served.ask(path=f"/v1/responses/{path}"))[0] == 404
         assert len(scripted.sent) == 4
 

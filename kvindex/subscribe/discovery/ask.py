@@ -7,7 +7,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -26,6 +26,7 @@ MAX_RANKS: Final = 1024
 _SERVER_INFO = ("/server_info", "/get_server_info")
 _MAX_TEXT = 1024
 _MAX_MODELS = 256
+_MAX_FIELDS = 32  # of one of them
 _MAX_NAMES = 16  # hosts that are looked up for one answer; further ones are used as given
 
 
@@ -43,6 +44,7 @@ class EngineReport(msgspec.Struct, frozen=True):
         ranks: where each rank can be reached, sorted.
         topic: of its messages, if all ranks have the same one.
         notes: remarks about these endpoints, for people.
+        listed: each of the models as the engine lists it, but for lists and objects in there.
         answers: by path, the received JSON, without keys and passwords.
         failures: by path, why no usable answer arrived.
         is_silent: whether the engine has left two questions unanswered since. Only reports of
@@ -59,6 +61,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     ranks: tuple[PublisherAddress, ...] = ()
     topic: str = ""
     notes: tuple[str, ...] = ()
+    listed: Mapping[str, Mapping[str, Any]] = {}
     answers: dict[str, Any] = {}
     failures: dict[str, str] = {}
     is_silent: bool = False
@@ -205,6 +208,7 @@ def ask_engine(
         tuple(ranks),
         topics.pop() if len(topics) == 1 else "",
         tuple(notes),
+        _listed(asking.answers.get("/v1/models"), models),
         asking.answers,
         asking.failures,
     )
@@ -418,6 +422,20 @@ def read_models(answer: Any) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     # What has a parent is an adapter of another model of that engine.
     adapters = tuple(entry["id"] for entry in models if entry.get("parent"))
     return names, adapters, str(owner) if _is_text(owner) else ""
+
+
+def _listed(answer: Any, models: Collection[str]) -> dict[str, dict[str, Any]]:
+    data = answer.get("data") if isinstance(answer, Mapping) else None
+    entries = [entry for entry in data or () if isinstance(entry, Mapping)]
+    return {
+        entry["id"]: {
+            name: value
+            for name, value in list(entry.items())[:_MAX_FIELDS]
+            if value is None or isinstance(value, (int, float)) or _is_text(value)
+        }
+        for entry in entries
+        if entry.get("id") in models
+    }
 
 
 def _without_secrets(answer: Any) -> Any:
