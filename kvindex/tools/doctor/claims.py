@@ -76,9 +76,9 @@ def ask_and_check(case: Case) -> None:
         kind = {"denied": "engine-denied", "tls": "tls-failed"}.get(error.reason)
         case.add(kind or "engine-unreachable", url=url, error=str(error))
         return
-    # Only what is no engine by its answers is asked whether it is kvindex.
-    if not report.kind and _check_service(case, web):
-        return  # a gateway, which answers as an engine does
+    # A gateway lists models as its engines do, but does not say where it publishes.
+    if report.publishes is None and _check_service(case, web):
+        return
     case.report = report
     refusal = next((why for why in report.failures.values() if _DENIED.match(why)), "")
     if refusal:  # vLLM guards only what is under /v1
