@@ -291,6 +291,8 @@ _HOP: Final = frozenset(
 # `accept-encoding`: usage and events are read from the answer, so engines must not compress it.
 _FROM_CLIENTS: Final = _HOP | {b"host", b"expect", b"accept-encoding", b"proxy-authorization"}
 _FROM_ENGINES: Final = _HOP | {b"date", b"server"}
+# Where clients' tools put a key: it is the gateway's own, and no engine's.
+_KEYS: Final = frozenset({b"authorization", b"x-api-key", b"cookie"})
 # Only a gateway may name ranks and destinations.
 FORGED: Final = (
     *(b"x-gateway-", b"x-kvindex-", b"x-data-parallel-", b"x-routed-dp-rank"),
@@ -309,7 +311,7 @@ def request_headers(headers: Headers, *, passes_keys: bool) -> list[tuple[bytes,
         for name, value in headers
         if name not in _FROM_CLIENTS
         and not name.startswith(FORGED)
-        and (passes_keys or name != b"authorization")
+        and (passes_keys or name not in _KEYS)
         and name not in named
     ]
 

@@ -33,6 +33,7 @@ from kvindex.service.http import (
     Route,
     Site,
     json_reply,
+    read_tokens,
 )
 from kvindex.service.page import Page
 from kvindex.service.traffic import Traffic
@@ -291,6 +292,8 @@ class Door:
     ) -> None:
         listening = settings.listening
         tokens = listening.tokens()
+        file = settings.admin_token_file
+        operators = () if file is None else read_tokens(file)
         self._routers = routers
         self._drain_seconds = settings.drain
         self._upstream = Upstream(engine_token)
@@ -303,13 +306,14 @@ class Door:
             self.tokenizing,
             access=self.access,
             # A client that proves itself to the gateway sends the gateway's token, not an engine's.
-            passes_keys=not tokens,
+            passes_keys=not (tokens or operators),
             queue_within=settings.queue_within,
             head_within=settings.head_within,
             silent_within=settings.silent_within,
         )
         self._guard = Guard(
             tokens=tokens,
+            operator_tokens=operators,
             allowed_hosts=listening.allowed_hosts,
             limits=listening.limits,
             form=refusal_reply,
@@ -320,8 +324,12 @@ class Door:
             Route("POST", "/admin/drain", partial(self._change, routers.routing.drain)),
             Route("POST", "/admin/undrain", partial(self._change, routers.routing.undrain)),
         ]
+        # No client may drain engines, or ask what others have sent.
+        operators_routes = [route._replace(is_operators=True) for route in (*own, *routes)]
         site = Site(
-            [*self._front.routes(), *own, *routes], self._guard, otherwise=self._front.not_found
+            [*self._front.routes(), *operators_routes],
+            self._guard,
+            otherwise=self._front.not_found,
         )
         self._server = HttpServer(site, shutdown_within=settings.drain, tls=listening.tls)
 

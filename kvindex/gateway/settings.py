@@ -23,6 +23,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         listening: where it listens, and whom it admits.
+        admin_token_file: a file with operators' tokens, each on a line of its own: /admin,
+            /metrics, the page and /api are for them alone. Without it these are served to this
+            machine only.
         open_requests: most open requests of a rank; by default without a limit.
         queued_tokens: most tokens that wait for their prefill on a rank; likewise.
         waiting: requests of one model that may wait for a rank with room.
@@ -43,6 +46,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     listening: Listening = Listening(port=8080, limits=Limits(body_bytes=MOST_BODY))
+    admin_token_file: str | None = None
     open_requests: int | None = None
     queued_tokens: int | None = None
     waiting: int = 1024

@@ -492,8 +492,29 @@ def test_with_a_token_only_admitted_clients_get_in_and_engines_do_not_see_it(
         for right in (f"Bearer {TOKEN}", f"bearer another-{TOKEN}"):
             assert served.ask(CHAT, chat(), authorization=right)[0] == 200
             assert served.ask("/v1/models", authorization=right)[0] == 200
-        keys = [head["authorization"] for head in received if head["path"] == CHAT]
-        assert keys == ["Bearer the-engines-key"] * 2
+        both = {"authorization": f"Bearer {TOKEN}", "cookie": f"key={TOKEN}"}
+        for fields in ({"x-api-key": TOKEN}, {"x-api-key": TOKEN, **both}):
+            assert served.ask(CHAT, chat(), **fields)[0] == 200
+        asked = [head for head in received if head["path"] == CHAT]
+        assert [head["authorization"] for head in asked] == ["Bearer the-engines-key"] * 4
+        assert not [head for head in asked if TOKEN in str(head)], "no key of ours"
+
+
+@WITH_AND_WITHOUT
+def test_what_is_for_operators_needs_their_token(tmp_path: Path, options: tuple[str, ...]) -> None:
+    tokens, admin = tmp_path / "tokens", tmp_path / "admin"
+    tokens.write_text(TOKEN)
+    admin.write_text(f"operator-{TOKEN}")
+    files = ("--token-file", str(tokens), "--admin-token-file", str(admin))
+    with (
+        http_engines("a") as engines,
+        gateway_of(engines, *options, *files, engines[0].url) as served,
+    ):
+        for path in ("/metrics", "/admin/statistics", "/", "/api/fleet"):
+            assert served.ask(path, authorization=f"Bearer {TOKEN}")[0] == 403
+            assert served.ask(path, authorization=f"Bearer operator-{TOKEN}")[0] == 200
+        assert served.ask(CHAT, chat(), authorization=f"Bearer {TOKEN}")[0] == 200
+        assert served.ask(CHAT, chat(), authorization=f"Bearer operator-{TOKEN}")[0] == 200
 
 
 def heads(engine: HttpEngine) -> list[dict[str, str]]:

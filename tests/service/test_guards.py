@@ -108,6 +108,51 @@ def test_only_a_token_of_the_server_opens(fields: list[tuple[bytes, bytes]], ref
     assert counted == ([refused] if refused else [])
 
 
+OPERATOR = "a-token-of-an-operator"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "operators", "is_local", "token", "client", "operator"),
+    [
+        ("", "", True, "", 200, 200),
+        ("", "", False, "", 200, 403),  # only this machine's own clients are operators
+        (TOKEN, "", True, TOKEN, 200, 200),
+        (TOKEN, "", True, "", 401, 401),
+        (TOKEN, "", False, TOKEN, 200, 403),
+        (TOKEN, OPERATOR, True, TOKEN, 200, 403),  # who has a token of theirs is one, nobody else
+        (TOKEN, OPERATOR, False, OPERATOR, 200, 200),
+        (TOKEN, OPERATOR, False, "", 401, 401),
+        (TOKEN, OPERATOR, False, "some-other-token-here", 401, 401),
+        ("", OPERATOR, True, "", 200, 401),
+        ("", OPERATOR, False, OPERATOR, 200, 200),
+    ],
+)
+@pytest.mark.parametrize("name", [b"authorization", b"x-api-key"])
+def test_what_is_for_operators_opens_to_them_alone(
+    tokens: str,
+    operators: str,
+    is_local: bool,
+    token: str,
+    client: int,
+    operator: int,
+    name: bytes,
+) -> None:
+    guard = Guard(tokens=[tokens][: bool(tokens)], operator_tokens=[operators][: bool(operators)])
+    scheme = b"Bearer " if name == b"authorization" else b""
+    headers = [HOST, *([(name, scheme + token.encode())] if token else [])]
+    for is_operators, expected in ((False, client), (True, operator)):
+        refusal = guard.admit(headers, is_operators=is_operators, is_local=is_local)
+        assert (200 if refusal is None else refusal.status) == expected
+
+
+def test_of_two_keys_the_authorization_counts() -> None:
+    guard = Guard(tokens=[TOKEN])
+    assert (
+        status(guard, HOST, (b"authorization", b"Bearer x"), (b"x-api-key", TOKEN.encode())) == 401
+    )
+    assert status(guard, HOST, (b"x-api-key", TOKEN.encode()), (b"x-api-key", b"x")) == 401
+
+
 def test_a_refusal_says_why_in_json_and_how_to_log_in() -> None:
     refusal = Guard(tokens=[TOKEN]).admit([HOST])
     assert refusal is not None

@@ -23,7 +23,7 @@ from kvindex.gateway.picker.stream import ENGINES
 from kvindex.gateway.request_life import MOST_TRIES
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.upstream import MOST_HEAD
-from kvindex.service.http import Limits, Listening
+from kvindex.service.http import PEER, Limits, Listening
 
 PICKER: Final = "picker"
 """The picker's socket, a file in the folder of the configuration."""
@@ -123,7 +123,7 @@ def _listener(
 def _manager(settings: GatewaySettings, tokens: Sequence[str]) -> dict[str, Any]:
     limits = settings.listening.limits
     # Clients name no ranks and destinations; usage can be read of answers as they are only.
-    names = ["accept-encoding", *(["authorization"] if tokens else [])]
+    names = ["accept-encoding", *(["authorization", "x-api-key", "cookie"] if tokens else [])]
     forged = [{"remove_on_match": {"key_matcher": {"prefix": prefix}}} for prefix in _FORGED]
     mutations = {
         "@type": f"{_TYPES}.filters.http.header_mutation.v3.HeaderMutation",
@@ -188,9 +188,13 @@ def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, 
         # Browsers of other sites name one: the guard decides by its own list.
         {"name": "origin", "present_match": False, "treat_missing_header_as_empty": False},
     ]
+    ways = [admitted]
     if tokens:
-        opens = f"(?i:bearer) +({'|'.join(map(re.escape, tokens))})"
-        admitted.append({"name": "authorization", "string_match": _regex(opens)})
+        keys = f"({'|'.join(map(re.escape, tokens))})"
+        bearer = {"name": "authorization", "string_match": _regex(f"(?i:bearer) +{keys}")}
+        none = {"name": "authorization", "present_match": False}
+        key = {"name": "x-api-key", "string_match": _regex(keys)}
+        ways = [[*admitted, bearer], [*admitted, none, key]]
     previous = f"{_TYPES}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
     retries = {
         "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
@@ -203,6 +207,7 @@ def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, 
     }
     # The Lua program reads from this field who serves a stream, and removes it.
     served = "%UPSTREAM_REMOTE_ADDRESS%"
+    peer = "%DOWNSTREAM_DIRECT_REMOTE_ADDRESS_WITHOUT_PORT%"
     to_engines = {
         # No time-out for a whole answer: it may stream for an hour.
         "route": {"cluster": ENGINES, "timeout": "0s", "retry_policy": retries},
@@ -218,11 +223,20 @@ def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, 
     to_door = {
         "match": {"prefix": "/"},
         "route": {"cluster": DOOR, "timeout": "0s"},
+        # Who asks: it decides by that what is for operators.
+        "request_headers_to_add": [
+            {
+                "header": {"key": PEER.decode(), "value": peer},
+                "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+            }
+        ],
         "typed_per_filter_config": {
             f"envoy.filters.http.{name}": off for name in ("header_mutation", "ext_proc", "lua")
         },
     }
-    picked = [{"match": {"path": path, "headers": admitted}, **to_engines} for path in ROUTES]
+    picked = [
+        {"match": {"path": path, "headers": way}, **to_engines} for path in ROUTES for way in ways
+    ]
     return [*picked, to_door]
 
 

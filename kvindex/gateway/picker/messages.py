@@ -31,6 +31,9 @@ _OVERWRITE: Final = 2  # HeaderAppendAction OVERWRITE_IF_EXISTS_OR_ADD
 _STRIPPED: Final = (
     *(SERVED, SUBSET, "x-gateway-inference-objective", "x-gateway-inference-fairness-id"),
     *("x-gateway-model-name-rewrite", "x-data-parallel-rank", "x-kvindex-booking"),
+    # Destinations for others before the engine, such as side-cars: only a gateway may name them.
+    *("x-prefiller-host", "x-prefiller-host-port", "x-prefiller-url", "x-encoder-hosts"),
+    *("x-encoder-hosts-ports", "x-routed-dp-rank"),
 )
 
 

@@ -5,9 +5,10 @@ admits requests; every limit on memory and time is in `Limits`.
 Read first: `messages.py`, then `site.py`, `connections.py` and `server.py`.
 """
 
-from kvindex.service.http.guards import Guard, Limits, Networks, Refusal
+from kvindex.service.http.guards import Guard, Limits, Networks, Refusal, is_loopback
 from kvindex.service.http.messages import (
     JSON,
+    PEER,
     BrokenOffError,
     Handler,
     Headers,
@@ -20,11 +21,12 @@ from kvindex.service.http.messages import (
     json_reply,
     sending,
 )
-from kvindex.service.http.server import Beside, HttpServer, Listening, is_loopback
+from kvindex.service.http.server import Beside, HttpServer, Listening, read_tokens
 from kvindex.service.http.site import Count, Site
 
 __all__ = [
     "JSON",
+    "PEER",
     "Beside",
     "BrokenOffError",
     "Count",
@@ -45,5 +47,6 @@ __all__ = [
     "Writer",
     "is_loopback",
     "json_reply",
+    "read_tokens",
     "sending",
 ]

@@ -26,8 +26,16 @@ from typing import Any, Final
 
 import httptools
 
-from kvindex.service.http.guards import Refusal
-from kvindex.service.http.messages import BrokenOffError, Headers, Reply, Request, Stream, Writer
+from kvindex.service.http.guards import Refusal, is_loopback
+from kvindex.service.http.messages import (
+    PEER,
+    BrokenOffError,
+    Headers,
+    Reply,
+    Request,
+    Stream,
+    Writer,
+)
 from kvindex.service.http.site import Site
 
 logger = logging.getLogger(__name__)
@@ -116,6 +124,7 @@ class Connection(asyncio.Protocol):
         self._body_since: float | None = None
         self._idle_since: float | None = None
         self._unused = 0  # bytes that came and were no body
+        self._is_local: bool | None = None  # None: our own proxy says of each request who asks
 
     # The transport's calls ----------------------------------------------------------------------
 
@@ -123,6 +132,9 @@ class Connection(asyncio.Protocol):
         """Accept a connection, or refuse it if there are too many."""
         self.transport: Any = transport
         self._unread = Unread(self.transport)
+        peer = transport.get_extra_info("peername")
+        if isinstance(peer, tuple):
+            self._is_local = is_loopback(peer[0])
         self._head_since = self._loop.time()
         connections, limit = self._site.connections, self._site.most_connections
         connections.add(self)
@@ -225,6 +237,11 @@ class Connection(asyncio.Protocol):
         incoming.is_last = incoming.is_old or not parser.should_keep_alive()
         expected = None if incoming.is_old else request.header(b"expect")
         incoming.expects = expected is not None and expected.lower() == b"100-continue"
+        if self._is_local is None:
+            peer = request.header(PEER) or b""
+            request.is_local = is_loopback(peer.decode("latin-1"))
+        else:
+            request.is_local = self._is_local
         refusal = self._site.admit(request)
         length = request.header(b"content-length")
         if refusal is not None:

@@ -45,6 +45,7 @@ REASONS: Final = (
     "host",  # 421: a Host header that names another host: DNS rebinding
     "host_form",  # 400: none, several, or no host name
     "malformed",  # 400: no HTTP/1.1
+    "operators",  # 403: it is for operators, and this is none
     "origin",  # 403: a page of another origin asks
     "pipelined",  # 503: one connection asks on and on before it is answered
     "slow_body",  # 408: not all there within Limits.body_seconds
@@ -133,6 +134,15 @@ _OTHER_ORIGIN = Refusal(403, "origin", "a page of another origin may not ask thi
 _NO_TOKEN = Refusal(
     401, "token_missing", "this server wants a token: send 'Authorization: Bearer TOKEN'"
 )
+_NO_OPERATOR = Refusal(
+    403, "operators", "this is for operators: it needs a token of theirs (--admin-token-file)"
+)
+_NOT_HERE = Refusal(
+    403,
+    "operators",
+    "this is for operators: ask from the machine itself, or start the server with "
+    "--admin-token-file",
+)
 _WRONG_TOKEN = Refusal(401, "token", "the token in the Authorization header is not this server's")
 
 
@@ -155,7 +165,10 @@ class Guard:
     """Decides which requests are admitted, and counts the refused ones.
 
     Args:
-        tokens: any of them opens; none: no token is wanted.
+        tokens: any of them opens; none: no token is wanted. A client sends it as OpenAI's clients
+            do (`authorization`), or as Anthropic's (`x-api-key`).
+        operator_tokens: any of them opens all, and only they what is for operators. None: only this
+            machine's own clients are operators.
         allowed_hosts: names besides localhost and addresses that a Host header may have;
             "*.example.com" stands for all below it, "*" for any.
         limits: see Limits.
@@ -175,6 +188,7 @@ class Guard:
         self,
         *,
         tokens: Sequence[str] = (),
+        operator_tokens: Sequence[str] = (),
         allowed_hosts: Sequence[str] = (),
         limits: Limits | None = None,
         form: Callable[[Refusal], Reply] = attrgetter("reply"),
@@ -182,18 +196,26 @@ class Guard:
         self.form = form
         self.limits = limits or Limits()
         self.counters = dict.fromkeys(REASONS, 0)  # refused requests
-        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
+        self._clients, self._operators = (
+            [hashlib.sha256(token.encode()).digest() for token in each]
+            for each in (tokens, operator_tokens)
+        )
         names = {name.lower().rstrip(".") for name in allowed_hosts}
         self._any_host = "*" in names
         self._names = _LOCAL_NAMES | {name for name in names if not name.startswith("*")}
         self._suffixes = (".localhost", *(name[1:] for name in names if name.startswith("*.")))
         self._hosts: dict[bytes, Refusal | None] = {}
 
-    def admit(self, headers: Headers) -> Refusal | None:
-        """Return why a request with these header fields is refused, or None; counts it."""
+    def admit(
+        self, headers: Headers, *, is_operators: bool = False, is_local: bool = True
+    ) -> Refusal | None:
+        """Return why a request with these header fields is refused, or None; counts it.
+
+        `is_operators`: what it asks for is for operators; `is_local`: it comes from this machine.
+        """
         host: bytes | None = None
         hosts = 0
-        authorization = origin = None
+        authorization = origin = key = None
         for name, value in headers:
             if name == b"host":
                 host = value
@@ -201,9 +223,14 @@ class Guard:
             elif name == b"authorization":
                 # Of two neither counts: a proxy before us may have checked the other one.
                 authorization = value if authorization is None else b""
+            elif name == b"x-api-key":
+                key = value if key is None else b""
             elif name == b"origin":
                 origin = value
-        refusal = self._judge(host if hosts == 1 else None, authorization, origin)
+        refusal = self._judge_names(host if hosts == 1 else None, origin)
+        if refusal is None:
+            token = key if authorization is None else _token(authorization)
+            refusal = self._judge_token(token, is_operators=is_operators, is_local=is_local)
         return None if refusal is None else self.refuse(refusal)
 
     def refuse(self, refusal: Refusal) -> Refusal:
@@ -211,9 +238,7 @@ class Guard:
         self.counters[refusal.reason] += 1
         return refusal
 
-    def _judge(
-        self, host: bytes | None, authorization: bytes | None, origin: bytes | None
-    ) -> Refusal | None:
+    def _judge_names(self, host: bytes | None, origin: bytes | None) -> Refusal | None:
         if host is None:
             return _NO_HOST
         refusal = self._hosts.get(host, _NO_HOST)
@@ -226,14 +251,30 @@ class Guard:
             ours = host.lower()
             if origin.lower() not in (b"http://" + ours, b"https://" + ours):
                 return _OTHER_ORIGIN
-        if not self._digests:
+        return None
+
+    def _judge_token(
+        self, token: bytes | None, *, is_operators: bool, is_local: bool
+    ) -> Refusal | None:
+        if is_operators and not self._operators and not is_local:
+            return _NOT_HERE
+        needs_operator = is_operators and bool(self._operators)
+        if not self._clients and not needs_operator:
             return None
-        if authorization is None:
+        if token is None:
             return _NO_TOKEN
         # All are compared, and by their digests: the time shows neither which nor how much fits.
-        digest = hashlib.sha256(_token(authorization)).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return None if any(matches) else _WRONG_TOKEN
+        digest = hashlib.sha256(token).digest()
+        matches = [
+            [hmac.compare_digest(digest, known) for known in each]
+            for each in (self._clients, self._operators)
+        ]
+        of_clients, of_operators = map(any, matches)
+        if of_operators:
+            return None
+        if not of_clients:
+            return _WRONG_TOKEN
+        return _NO_OPERATOR if needs_operator else None
 
     def _judge_host(self, host: bytes) -> Refusal | None:
         parts = _HOST.fullmatch(host.decode("latin-1"))
@@ -311,6 +352,20 @@ def address_of(text: str) -> Address | None:
         return ip_address(text.strip("[]"))
     except ValueError:
         return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, for itself only.
+
+    Examples:
+        >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, False)
+    """
+    address = address_of(host)
+    if address is None:
+        return host.lower() == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:

@@ -18,6 +18,9 @@ TEXT: Final = b"text/plain; charset=utf-8"
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 _T = TypeVar("_T")
+PEER: Final = b"x-kvindex-peer"
+"""The field in which a proxy of ours says who asks, on a socket that only it reaches."""
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -30,6 +33,7 @@ class Request:
     headers: Headers = ()  # in the order received, names in lower case
     body: bytes = b""  # until it has arrived
     query: bytes = b""  # what stands behind the "?", as received
+    is_local: bool = False  # it comes from this machine
     is_bare: bool = False  # the answer shows its status only
     cancels: bool = False  # as its route
 
@@ -120,6 +124,7 @@ class Route(NamedTuple):
     # Whether the handler is cancelled once the client has gone. By default only a stream ends with
     # its client: a change that was asked for is carried out to its end.
     cancels: bool = False
+    is_operators: bool = False  # not for each client: see `Guard`
 
 
 class BrokenOffError(Exception):

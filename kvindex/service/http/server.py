@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from kvindex.service.http.guards import Limits, address_of, check_tokens
+from kvindex.service.http.guards import Limits, check_tokens, is_loopback
 from kvindex.service.http.site import Site
 from kvindex.wire.errors import ConfigurationError
 
@@ -102,12 +102,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
                 beyond loopback and without --insecure.
         """
         if self.token_file is not None:
-            path = Path(self.token_file)
-            try:
-                lines = path.read_text("utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigurationError(f"the token file cannot be read: {error}") from None
-            return check_tokens((line.strip() for line in lines if line.strip()), str(path))
+            return read_tokens(self.token_file)
         if environ.get(TOKEN_VARIABLE):
             return check_tokens((environ[TOKEN_VARIABLE],), TOKEN_VARIABLE)
         if is_loopback(self.host) or self.insecure:
@@ -164,15 +159,13 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a listener at this host.
-
-    Examples:
-        >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("0.0.0.0")
-        (True, True, False)
-    """
-    address = address_of(host)
-    return host.lower() == "localhost" if address is None else address.is_loopback
+def read_tokens(file: str) -> tuple[str, ...]:
+    """Return the tokens in a file, each on a line of its own; raises ConfigurationError."""
+    try:
+        lines = Path(file).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the token file cannot be read: {error}") from None
+    return check_tokens((line.strip() for line in lines if line.strip()), file)
 
 
 class HttpServer:

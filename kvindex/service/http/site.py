@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from email.utils import formatdate
 from typing import Any, Final, TypeAlias
 
@@ -46,7 +46,7 @@ class Site:
 
     def __init__(
         self,
-        routes: Iterable[Route],
+        routes: Sequence[Route],
         guard: Guard,
         count: Count | None = None,
         *,
@@ -62,6 +62,7 @@ class Site:
         for route in routes:
             self._routes.setdefault(route.path, {})[route.method] = route
         self._below = [path[:-1] for path in self._routes if path.endswith("/*")]
+        self._operators = frozenset(route.path for route in routes if route.is_operators)
         self.note_time()
 
     def note_time(self) -> None:
@@ -72,7 +73,10 @@ class Site:
         """Return why a request is refused, by its head; None if it is not."""
         if request.path == _ALIVE:
             return None
-        refusal = self.guard.admit(request.headers)
+        is_operators = self._route_of(request.path) in self._operators
+        refusal = self.guard.admit(
+            request.headers, is_operators=is_operators, is_local=request.is_local
+        )
         # A probe of Kubernetes or of a balancer has neither the token nor a name of ours.
         if refusal is not None and request.path == _READY and refusal.status in (401, 421):
             request.is_bare = True

@@ -48,8 +48,10 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
     option(listening, "--threads N", text, count)
     option(listening, "--print-envoy", "print Envoy's configuration, and exit")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # of a process that this one starts
+    access = add_access_options(parser)
+    settings_options(access, settings, "--admin-token-file FILE")
     settings_options(
-        add_access_options(parser),
+        access,
         settings.listening.limits,
         *("--max-body BYTES=body_bytes", "--max-connections N=connections"),
     )
