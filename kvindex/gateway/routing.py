@@ -7,6 +7,7 @@ rank has room waits in its model's queue: first come, first served.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import threading
 from collections import OrderedDict, defaultdict, deque
@@ -20,6 +21,8 @@ from kvindex import KVIndexError, Rank, TokenError, TokenIds, UnknownRankError
 from kvindex.gateway.calls import CallError
 from kvindex.routing import Booking, Ejection, Followed, NoCandidateError, Router
 from kvindex.subscribe.discovery import EngineReport
+
+logger = logging.getLogger(__name__)
 
 _HEADER: Final = b"x-data-parallel-rank"
 _FIELD: Final = "data_parallel_rank"
@@ -150,6 +153,7 @@ class Models:
         self._following = threading.Lock()  # or two threads would make two routers of a model
         self._models: dict[str, Model] = {}
         self._servings: dict[str, Serving] = {}
+        self._contested: set[tuple[str, str]] = set()  # names and workers that were logged
         self.routers: dict[str, Router] = {}
 
     def find(self, name: str) -> Model:
@@ -207,14 +211,33 @@ class Models:
                     self.routers = {**self.routers, name: self._make_router(name)}
                 router = self.routers[name]  # kept while its engines are away, with its load
             for name in serving.models:
-                models.setdefault(name, Model(name, router, None)).servings.append(serving)
-            for name in serving.adapters:
-                models.setdefault(name, Model(name, router, name)).servings.append(serving)
+                self._serve(models, Model(name, router, None), serving)
+        # Behind all models: who loads an adapter must not get the requests of a model.
+        for serving in servings.values():
+            if serving.models:
+                router = models[serving.models[0]].router
+                for name in serving.adapters:
+                    self._serve(models, Model(name, router, name), serving)
         for model in models.values():
             workers = {serving.worker for serving in model.servings}
             own = tuple(rank for rank in ranks if rank.worker in workers)
             model.ranks = None if own == ranks else own  # None spares each request a mask
         self._models, self._servings = models, servings
+
+    def _serve(self, models: dict[str, Model], named: Model, serving: Serving) -> None:
+        """Note that an engine serves a model by a name, unless the name is another one's."""
+        model = models.setdefault(named.name, named)
+        if (model.router, model.lora) == (named.router, named.lora):
+            model.servings.append(serving)
+        elif (named.name, serving.worker) not in self._contested:
+            if len(self._contested) > 4096:  # engines come and go
+                self._contested.clear()
+            self._contested.add((named.name, serving.worker))
+            logger.warning(
+                "%s serves something else by the name %.200s than %s: requests for that name go to "
+                "%s alone",
+                *(serving.worker, named.name, *[model.servings[0].worker] * 2),
+            )
 
 
 # A rank for each request --------------------------------------------------------------------------

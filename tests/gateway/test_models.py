@@ -150,6 +150,28 @@ def test_models_and_adapters_are_those_of_the_engines_that_are_there() -> None:
     assert fleet.models.find("m").ranks == (Rank("b"),), "a is subscribed to, but no engine"
 
 
+def test_an_adapter_gets_no_requests_for_another_engines_model_of_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = Fleet()
+    engines = {
+        "a": report("a", "qwen", "llama", "sql", adapters=("llama", "sql")),
+        "b": report("b", "llama", "sql", adapters=("sql",)),
+        "c": report("c", "llama"),
+    }
+    for _ in range(2):
+        fleet.set(**engines)
+        llama, sql = fleet.models.find("llama"), fleet.models.find("sql")
+        assert ([s.worker for s in llama.servings], llama.lora) == (["b", "c"], None)
+        assert ([s.worker for s in sql.servings], sql.lora) == (["a"], "sql")
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2, "once for each"
+    assert "a serves something else by the name llama than b" in logged[0]
+    del engines["b"], engines["c"]
+    fleet.set(**engines)
+    assert fleet.models.find("llama").lora == "llama"
+
+
 def test_the_only_model_needs_no_name() -> None:
     fleet = Fleet()
     fleet.set(a=report("a", "m", "sql", adapters=("sql",)))
