@@ -31,7 +31,11 @@ BY_LOAD: Final = (
 """The paths whose requests are routed by load alone."""
 
 _MOST_LEVELS: Final = 128  # of nesting
-_MOST_BRACKETS: Final = 1 << 19  # bound what parsing costs; those in texts count, too
+# Bound what parsing costs, in time and memory; those in texts count, too.
+_MOST_BRACKETS: Final = 1 << 19
+_MOST_QUOTES: Final = 1 << 21
+_MOST_COMMAS: Final = 1 << 23
+_LONG: Final = 1 << 20  # bytes: a longer body is read by a thread
 _MOST_ITEMS: Final = 1 << 16  # messages, or prompts
 _MOST_TOKENS: Final = 1 << 22  # ids of a prompt
 _MOST_CHOICES: Final = 128  # as OpenAI
@@ -133,6 +137,11 @@ def read_call(path: str, body: bytes) -> Call:
     return msgspec.structs.replace(call, body=with_fields(body, wanted), hides_usage=True)
 
 
+def reads_long(body: bytes) -> bool:
+    """Return whether reading a body takes some milliseconds: worth a thread."""
+    return len(body) > _LONG
+
+
 def error_reply(
     status: int,
     message: str,
@@ -152,9 +161,18 @@ def error_reply(
 
 def _read_object(body: bytes) -> dict[str, Any]:
     # Before it is parsed, since that is what it bounds: a million objects take seconds.
-    brackets = body.count(b"[") + body.count(b"{")
-    if brackets > _MOST_BRACKETS:
-        raise CallError(400, f"the body has {brackets:,} brackets, over {_MOST_BRACKETS:,}")
+    brackets, quotes, commas = (
+        body.count(b"[") + body.count(b"{"),
+        body.count(b'"'),
+        body.count(b","),
+    )
+    for name, number, most in (
+        ("brackets", brackets, _MOST_BRACKETS),
+        ("quotes", quotes, _MOST_QUOTES),
+        ("commas", commas, _MOST_COMMAS),
+    ):
+        if number > most:
+            raise CallError(400, f"the body has {number:,} {name}, over {most:,}")
     try:
         fields = msgspec.json.decode(body)
     except UNREADABLE as error:

@@ -29,6 +29,7 @@ from kvindex.gateway.calls import (
     answer_headers,
     error_reply,
     read_call,
+    reads_long,
     request_headers,
     with_fields,
 )
@@ -202,13 +203,25 @@ class Front:
     # A routed request ---------------------------------------------------------------------------
 
     def _serve(self, request: Request) -> Reply | Awaitable[Reply | Stream]:
+        if reads_long(request.body):
+            return self._serve_long(request)
         # At once, without a task: what is refused costs the least.
         try:
             call = read_call(request.path, request.body)
         except CallError as error:
-            self.access.count(request.path, error.status)
-            return _call_error(error)
+            return self._refused(request, error)
         return self._answer(call, request)
+
+    async def _serve_long(self, request: Request) -> Reply | Stream:
+        try:
+            call = await asyncio.to_thread(read_call, request.path, request.body)
+        except CallError as error:
+            return self._refused(request, error)
+        return await self._answer(call, request)
+
+    def _refused(self, request: Request, error: CallError) -> Reply:
+        self.access.count(request.path, error.status)
+        return _call_error(error)
 
     async def _answer(self, call: Call, request: Request) -> Reply | Stream:
         # Two open requests may have the same id of their client, and bookings must not.

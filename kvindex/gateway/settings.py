@@ -17,6 +17,9 @@ from kvindex.wire.nats import NatsPool
 MOST_BODY: Final = 64 << 20
 """Bytes of a request's body by default: images come as text within it."""
 
+MOST_BODIES: Final = 1 << 30
+"""Bytes of the bodies of all open requests by default."""
+
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a gateway serves; the engines come beside it.
@@ -45,7 +48,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         ConfigurationError: a value cannot work, with what would.
     """
 
-    listening: Listening = Listening(port=8080, limits=Limits(body_bytes=MOST_BODY))
+    listening: Listening = Listening(
+        port=8080, limits=Limits(body_bytes=MOST_BODY, bodies_bytes=MOST_BODIES)
+    )
     admin_token_file: str | None = None
     open_requests: int | None = None
     queued_tokens: int | None = None

@@ -23,7 +23,15 @@ import msgspec
 
 from kvindex import Rank
 from kvindex.gateway.access import Access
-from kvindex.gateway.calls import ROUTES, Call, CallError, error_reply, read_call, with_fields
+from kvindex.gateway.calls import (
+    ROUTES,
+    Call,
+    CallError,
+    error_reply,
+    read_call,
+    reads_long,
+    with_fields,
+)
 from kvindex.gateway.events import Usage, usage_of
 from kvindex.gateway.front import makers_of, no_rank_reply
 from kvindex.gateway.picker import messages
@@ -229,7 +237,11 @@ class _PickedRequest:
         body, self._body = b"".join(self._body or ()), None
         # Other paths, such as /v1/models, need no prompt, and so any engine.
         try:
-            call = read_call(self._path, body) if self._path in ROUTES else None
+            call = None
+            if self._path in ROUTES and reads_long(body):
+                call = await asyncio.to_thread(read_call, self._path, body)
+            elif self._path in ROUTES:
+                call = read_call(self._path, body)
             picked = None if call is None else await self._reserve(call)
         except CallError as error:
             reply = error_reply(error.status, str(error), param=error.param, code=error.code)

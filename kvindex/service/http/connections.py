@@ -62,7 +62,8 @@ class _Incoming:
     refusal: Refusal | None = None
     is_answered: bool = False
     body: BytesIO = field(default_factory=BytesIO)
-    size: int = 0
+    size: int = 0  # of what has arrived of the body
+    held: int = 0  # of what is kept of it
 
 
 class Unread:
@@ -108,7 +109,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, site: Site) -> None:
         self._site = site
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._incoming: _Incoming | None = None  # whose body is received
@@ -146,7 +147,11 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End a stream; another answer is worked out to its end, unless its route cancels."""
         self._site.connections.discard(self)
+        for incoming in (self._incoming, *self._waiting):
+            self._release(incoming)
         self._waiting.clear()
+        # The parser and its connection hold each other, and a body until the collector comes.
+        self._incoming = self._parser = None
         self._writable.set()
         if self._task is not None and (self._cancels or self._stream is not None):
             # A turn later: a task that is cancelled before it began would never await its handler,
@@ -263,11 +268,18 @@ class Connection(asyncio.Protocol):
             return
         incoming.size += len(body)
         if incoming.refusal is None:
-            if incoming.size <= limit:
+            site, most = self._site, self._site.guard.limits.bodies_bytes
+            if incoming.size <= limit and site.held_bytes + len(body) <= most:
                 incoming.body.write(body)
+                incoming.held += len(body)
+                site.held_bytes += len(body)
                 return
             incoming.body = BytesIO()
-            self._refuse_request(incoming, self._too_long())
+            self._release(incoming)
+            text = f"bodies of {most} bytes are being served, the most at a time"
+            full = Refusal(503, "bodies", text)
+            is_long = incoming.size > limit
+            self._refuse_request(incoming, self._too_long() if is_long else site.guard.refuse(full))
         if incoming.size > _DRAINED * limit:
             self.transport.close()
 
@@ -359,7 +371,14 @@ class Connection(asyncio.Protocol):
                 self._reply(incoming, answer)
         finally:
             self._task = None
+            self._release(incoming)
         self._advance()
+
+    def _release(self, incoming: _Incoming | None) -> None:
+        """Count a body no longer among those that are held: its request has ended."""
+        if incoming is not None:
+            self._site.held_bytes -= incoming.held
+            incoming.held = 0
 
     async def _send(self, incoming: _Incoming, stream: Stream) -> None:
         """Send a stream to its end, or until the client is gone or cut off."""
@@ -445,6 +464,7 @@ class Connection(asyncio.Protocol):
     def _finish(self, incoming: _Incoming) -> None:
         """Note that a request is answered; close the connection after the last."""
         incoming.is_answered = True
+        self._release(incoming)
         if (incoming.is_last or self._site.is_ending) and incoming is not self._incoming:
             self.transport.close()
 

@@ -38,6 +38,7 @@ from kvindex.service.http.messages import Headers, Reply, refused
 from kvindex.wire.errors import ConfigurationError, EndpointRefusedError
 
 REASONS: Final = (
+    "bodies",  # 503: more than Limits.bodies_bytes are being served
     "body",  # 413: longer than Limits.body_bytes
     "connections",  # 503: more than Limits.connections
     "handshake",  # TLS failed, or took longer than Limits.head_seconds
@@ -72,6 +73,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         body_bytes: of a request's body; 8 MiB is a query of a million tokens.
+        bodies_bytes: of the bodies of all open requests.
         tokens: of a query.
         ranks: DP ranks that are registered over HTTP, all together.
         ranks_per_instance: of them, those of one instance.
@@ -88,6 +90,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     body_bytes: int = 8 << 20
+    bodies_bytes: int = 512 << 20
     tokens: int = 1 << 20
     ranks: int = 4096
     ranks_per_instance: int = 1024

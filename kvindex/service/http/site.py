@@ -55,6 +55,7 @@ class Site:
         self.guard = guard
         self.connections: set[Any] = set()  # those that are open
         self.most_connections = guard.limits.connections  # further ones are refused
+        self.held_bytes = 0  # of bodies of requests that have not ended
         self.is_ending = False  # each connection ends with its last answer
         self._count = count
         self._otherwise = otherwise

@@ -53,7 +53,8 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
     settings_options(
         access,
         settings.listening.limits,
-        *("--max-body BYTES=body_bytes", "--max-connections N=connections"),
+        *("--max-body BYTES=body_bytes", "--max-bodies BYTES=bodies_bytes"),
+        "--max-connections N=connections",
     )
     text = "Without these limits a request never waits for a rank."
     settings_options(
@@ -96,7 +97,11 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     if not sources:
         raise ConfigurationError("no engine is named: give the URL of one, http://HOST:PORT")
     listening = GatewaySettings().listening
-    limits = {"body_bytes": listening.limits.body_bytes, **settings_of(arguments, Limits)}
+    limits = {
+        "body_bytes": listening.limits.body_bytes,
+        "bodies_bytes": listening.limits.bodies_bytes,
+        **settings_of(arguments, Limits),
+    }
     # A model's name may have a "/", but no "=".
     folders = (text.rpartition("=") for text in arguments.tokenizers)
     own = {

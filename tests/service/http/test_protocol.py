@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, Iterator
 from http.client import HTTPException
 
@@ -466,3 +468,55 @@ async def test_refusals_have_the_form_that_the_guard_is_given() -> None:
         connection.data_received(sent)
         assert b"x-form: own\r\n" in transport.written[0]
         connection.connection_lost(None)
+
+
+async def test_bodies_of_all_connections_are_bounded_and_let_go_with_their_requests() -> None:
+    answering, done = asyncio.Event(), asyncio.Event()
+
+    async def serve(_: Request) -> Reply:
+        answering.set()
+        await done.wait()
+        return Reply(200)
+
+    guard = Guard(limits=Limits(body_bytes=100, bodies_bytes=150))
+    site = Site([Route("POST", "/query", serve)], guard)
+
+    def open_one(body: bytes, length: int = 100) -> tuple[Connection, Transport]:
+        connection, transport = Connection(site), Transport()
+        connection.connection_made(transport)
+        head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % length
+        connection.data_received(head + body)
+        return connection, transport
+
+    half, _ = open_one(b"x" * 90)
+    whole, answered = open_one(b"x" * 60, 60)
+    assert site.held_bytes == 150
+    refused, transport = open_one(b"x")
+    assert transport.written[0].startswith(b"HTTP/1.1 503")
+    assert guard.counters["bodies"] == 1
+    half.connection_lost(None)  # amid its body
+    assert (site.held_bytes, half._incoming) == (60, None)
+    await answering.wait()
+    assert site.held_bytes == 60, "its request has not ended"
+    done.set()
+    await turns()
+    assert answered.written[0].startswith(b"HTTP/1.1 200")
+    assert site.held_bytes == 0
+    for connection in (refused, whole):
+        connection.connection_lost(None)
+    assert site.held_bytes == 0
+
+
+async def test_a_body_goes_with_its_connection_and_waits_for_no_collector() -> None:
+    gc.disable()
+    try:
+        connection, transport = connected(Route("POST", "/query", lambda _: Reply(200)))
+        connection.data_received(
+            b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\nhalf"
+        )
+        body = weakref.ref(connection._incoming.body)  # type: ignore[union-attr]
+        connection.connection_lost(None)
+        del connection, transport
+        assert body() is None
+    finally:
+        gc.enable()
