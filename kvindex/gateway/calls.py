@@ -38,7 +38,6 @@ _MOST_COMMAS: Final = 1 << 23
 _LONG: Final = 1 << 20  # bytes: a longer body is read by a thread
 _MOST_ITEMS: Final = 1 << 16  # messages, or prompts
 _MOST_TOKENS: Final = 1 << 22  # ids of a prompt
-_MOST_CHOICES: Final = 128  # as OpenAI
 _MOST_NAME: Final = 512  # characters of a model's name, or of a salt
 # The fields that are read here: a body that has one twice would be read in two ways.
 _READ: Final = tuple(
@@ -110,8 +109,8 @@ def read_call(path: str, body: bytes) -> Call:
     if choices is None:
         choices = 1
     is_number = isinstance(choices, int) and not isinstance(choices, bool)
-    if not is_number or not 1 <= choices <= _MOST_CHOICES:
-        raise _wrong("n", f"a number from 1 to {_MOST_CHOICES}", choices)
+    if not is_number or not 1 <= choices < 1 << 31:  # engines have limits of their own
+        raise _wrong("n", "a number from 1", choices)
     call = Call(
         path=path,
         model=_name(fields, "model") or "",
@@ -256,9 +255,12 @@ def _check_messages(fields: Mapping[str, Any], name: str) -> None:
 
 
 def _check_prompt(fields: Mapping[str, Any], name: str) -> None:
-    """Accept text, token ids, or a list of either."""
+    """Accept text, token ids, or a list of either, and what engines accept instead."""
     prompt = fields.get(name)
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or (prompt is None and fields.get("prompt_embeds")):
+        return
+    if prompt is None and name == "input" and "messages" in fields:
+        _check_messages(fields, "messages")
         return
     # Whether it is ids or texts shows in the first item only; an engine would fail on a mixture.
     wanted = "text, token ids, or an array of either"

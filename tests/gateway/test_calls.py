@@ -85,7 +85,7 @@ def test_each_form_of_a_prompt_is_accepted(path: str, fields: dict[str, Any]) ->
         (body_of(stream=1), "stream"),
         (body_of(stream=True, stream_options=[]), "stream_options"),
         (body_of(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
-        (body_of(n=10**9), "n"),
+        (body_of(n=10**10), "n"),
         (body_of(n=0), "n"),
         (body_of(n=True), "n"),
         (body_of(cache_salt=["s"]), "cache_salt"),
@@ -107,6 +107,27 @@ def test_a_prompt_that_is_none_is_refused(prompt: object) -> None:
     assert caught.value.param == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt_embeds": "AA=="}),
+        (COMPLETIONS, {"prompt": None, "prompt_embeds": ["AA=="]}),
+        (COMPLETIONS, {"prompt": "a", "n": 4096}),
+        (EMBEDDINGS, {"messages": [MESSAGE]}),
+    ],
+)
+def test_what_engines_accept_instead_of_a_prompt_is_passed_on(path: str, fields: Any) -> None:
+    body = json.dumps(fields).encode()
+    assert read_call(path, body).body == body
+
+
+@pytest.mark.parametrize(("mark", "most"), [(b"[]", 1 << 19), (b'""', 1 << 20), (b"1", 1 << 23)])
+def test_a_body_with_more_than_can_be_read_in_a_moment_is_refused(mark: bytes, most: int) -> None:
+    body = b'{"prompt":[' + b",".join([mark] * (most + 2)) + b"]}"
+    with pytest.raises(CallError, match="the body has"):
+        read_call(COMPLETIONS, body)
+
+
 def test_an_error_has_the_form_of_openai() -> None:
     reply = error_reply(400, "no", param="n", code="bad", headers=[(b"a", b"b")])
     error = {"message": "no", "type": "invalid_request_error", "param": "n", "code": "bad"}
@@ -125,7 +146,13 @@ LOOKALIKES = st.sampled_from(["}", '"stream_options":{"include_usage":true}', "{
 
 @given(
     st.dictionaries(st.text(max_size=8) | LOOKALIKES, JSON | LOOKALIKES, max_size=4),
-    st.sampled_from([None, {}, {"include_usage": False}, {"include_usage": True}, {"a": [1]}]),
+    st.sampled_from(
+        [
+            *(None, {}, {"include_usage": False}, {"include_usage": True}, {"a": [1]}),
+            {"continuous_usage_stats": True},
+            {"continuous_usage_stats": True, "include_usage": True},
+        ]
+    ),
     st.sampled_from([None, 1, 2]),
     st.sampled_from(["", " ", "\n\t"]),
 )
@@ -139,6 +166,8 @@ def test_a_stream_reports_its_usage_and_else_nothing_is_changed(
     body = (json.dumps(fields, indent=indent) + after).encode()
     call = read_call(CHAT, body)
     wanted = {**(options or {}), "include_usage": True}
+    if options and "continuous_usage_stats" in options and not options.get("include_usage"):
+        wanted["continuous_usage_stats"] = False  # as if we had not asked
     assert json.loads(call.body) == {**fields, "stream_options": wanted}
     assert call.hides_usage == ((options or {}).get("include_usage") is not True)
     if call.hides_usage:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, read_call
 from kvindex.gateway.prompts import FIELDS, Cut, Effect, Prompt, prompt_of
@@ -265,6 +267,88 @@ def test_a_request_of_responses_is_the_chat_that_vllm_makes_of_it(fields: Any, c
     found = prompt(RESPONSES, **fields)
     assert found.chat == chat
     assert found.adds_special, "vLLM adds special tokens there"
+
+
+NAMES = st.sampled_from(
+    [
+        "type",
+        "role",
+        "content",
+        "text",
+        "thinking",
+        "name",
+        "input",
+        "id",
+        "call_id",
+        "output",
+        "summary",
+        "arguments",
+        "tools",
+        "input_schema",
+        "parameters",
+        "effort",
+        "status",
+        "namespace",
+        "tool_use_id",
+    ]
+)
+TYPES = st.sampled_from(
+    [
+        "text",
+        "message",
+        "user",
+        "assistant",
+        "system",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "function",
+        "custom",
+        "namespace",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        "input_text",
+        "image",
+        "incomplete",
+    ]
+)
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | TYPES | st.just("disabled"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=5),
+    max_leaves=20,
+)
+FIELD = st.sampled_from(
+    [
+        "system",
+        "tools",
+        "thinking",
+        "output_config",
+        "instructions",
+        "reasoning",
+        "truncate_prompt_tokens",
+        "truncation",
+        "truncation_side",
+        "chat_template_kwargs",
+        "add_special_tokens",
+    ]
+)
+OBJECTS = st.lists(st.dictionaries(NAMES, ANY, max_size=5), min_size=1, max_size=4)
+
+
+@given(
+    st.sampled_from([CHAT, MESSAGES, RESPONSES]),
+    OBJECTS,
+    st.dictionaries(FIELD, ANY, max_size=3),
+    st.booleans(),
+)
+def test_whatever_a_client_sends_has_a_prompt_or_none(
+    path: str, items: Any, fields: Any, is_sglang: bool
+) -> None:
+    body = {"input" if path == RESPONSES else "messages": items, **fields}
+    found = prompt(path, is_sglang=is_sglang, **body)
+    assert (found.chat is None) == bool(found.unknown)
+    json.dumps([found.chat, found.merged])
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://a/b"}}
