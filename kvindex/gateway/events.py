@@ -26,6 +26,8 @@ _DONE: Final = frozenset(
     {"response.completed", "response.failed", "response.incomplete", "message_stop"}
 )
 _CONTENT: Final = frozenset({"content_block_delta"})
+# Types of errors that another engine would answer, too.
+_CLIENTS: Final = ("invalid", "badrequest", "not_found", "notfound", "too_large", "unprocessable")
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -132,13 +134,14 @@ class Events:
     """
 
     def __init__(self, *, hides_usage: bool) -> None:
-        self.has_event = False  # comments are none
+        self.has_event = False  # comments are none, nor is the end
         self.has_content = False  # some of the generated text: also reasoning, tool calls
         self.is_done = False  # the last event has arrived
         self.delivered = 0  # events with content; engines send one for a token, or for a few
         self.unread = 0  # events that were too long or no JSON, and were forwarded unread
         self.usage: Usage | None = None
         self.error: str | None = None  # the engine's message, reported instead of going on
+        self.has_failed = False  # by the error it is the engine's fault, and not the request's
         self.response_id = ""  # of the responses API
         self._hides_usage = hides_usage
         self._kept = bytearray()  # of an event without its end
@@ -233,10 +236,10 @@ class Events:
         return last + event if last else event
 
     def _read_data(self, data: bytes) -> _Event | None:
-        self.has_event = True
         if len(data) < 9 and data.strip() == b"[DONE]":
             self.is_done = True
             return None
+        self.has_event = True
         try:
             read = _decode(data)
         except UNREADABLE:
@@ -251,8 +254,11 @@ class Events:
         elif read.type:
             self._read_typed(read.type, read.response, data)
         if read.error is not None or read.type == "error":
-            error = read.error.get("message") if isinstance(read.error, dict) else read.error
-            self.error = str(error)[:200]
+            error = read.error if isinstance(read.error, dict) else {"message": read.error}
+            self.error = str(error.get("message"))[:200]
+            code, kind = error.get("code"), str(error.get("type")).lower()
+            is_clients = isinstance(code, int) and 400 <= code < 500
+            self.has_failed = not (is_clients or any(word in kind for word in _CLIENTS))
         if usage is not None:
             self.usage = _merged(self.usage, usage)
             # Nobody has asked for usage with each piece: the engine sends it to all, unasked, and

@@ -73,6 +73,7 @@ class Front:
         passes_keys: bool = True,
         queue_within: float = 30.0,
         head_within: float = 600.0,
+        head_hold: float = 1.0,
         silent_within: float = 300.0,
     ) -> None:
         self.access = access or Access()
@@ -84,6 +85,7 @@ class Front:
         self._passes_keys = passes_keys
         self._queue_within = queue_within
         self._head_within = head_within
+        self._head_hold = head_hold
         self._silent_within = silent_within
         self._prefix = secrets.token_hex(6)
         self._numbers = count(1)
@@ -288,9 +290,7 @@ class Front:
                     exchange.failed(error.reason, time())
                     continue
                 exchange.answered(answer, time())
-                await self._pass_on(
-                    exchange, answer, kept.append, lambda: exchange.stage is Stage.KEPT
-                )
+                await self._keep_back(exchange, answer, kept)
         except CallError as error:
             exchange.refused(error.status, time())
             raise RefusedError(_call_error(error)) from None
@@ -309,6 +309,22 @@ class Front:
             reply = error_reply(exchange.status, message, code="no_answer", headers=headers)
             raise RefusedError(reply)
         return answer, b"".join(kept)
+
+    async def _keep_back(self, exchange: Exchange, answer: Answer, kept: list[bytes]) -> None:
+        """Keep an answer back until it may be forwarded, or has failed: for a while, a stream."""
+
+        def is_kept() -> bool:
+            return exchange.stage is Stage.KEPT
+
+        timer = self._loop().call_later(self._head_hold, answer.stop)
+        try:
+            await self._pass_on(exchange, answer, kept.append, is_kept)
+        finally:
+            timer.cancel()
+        if is_kept():  # its time is over
+            kept.append(exchange.held())
+        if is_kept():  # a whole answer is kept back to its end
+            await self._pass_on(exchange, answer, kept.append, is_kept)
 
     async def _forward(
         self, exchange: Exchange, answer: Answer, kept: bytes, writer: Writer

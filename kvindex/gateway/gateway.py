@@ -309,6 +309,7 @@ class Door:
             passes_keys=not (tokens or operators),
             queue_within=settings.queue_within,
             head_within=settings.head_within,
+            head_hold=settings.head_hold,
             silent_within=settings.silent_within,
         )
         self._guard = Guard(

@@ -6,8 +6,9 @@ WAITING ──reserved──▶ SENT ──answered──▶ KEPT ──first ev
    └────────────────────┴──────────────────┘ on another rank, MOST_TRIES in all
 ```
 
-The head of an answer is kept back until its first event, or until a whole answer is complete or
-long. Until then nothing was forwarded, so that another engine can be asked. Each reservation is
+The head of an answer is kept back until its first event, but not for long (`held`), or until a
+whole answer is complete or long. Until then nothing was forwarded, so that another engine can be
+asked: also if the first event is an error, or there is none at all. Each reservation is
 ended exactly once, after the engine's answer is closed: an engine must not work on for a rank that
 the router takes for free.
 """
@@ -114,6 +115,7 @@ class Exchange:
         self._is_booked = False
         self._is_made = False  # the id of its response is noted
         self._is_open = False  # the engine's answer is neither complete nor closed
+        self._is_opaque = False
         self._events: Events | None = None
         self._parts: list[bytes] = []  # kept back; of a whole answer all of it
         self._size = 0  # of them, in bytes
@@ -182,8 +184,11 @@ class Exchange:
             self.reservation.failed(f"status_{answer.status}")
         elif answer.status >= 300:  # it is the request, not the engine
             self.reservation.answered()
-        kind = next((value for name, value in answer.headers if name == b"content-type"), b"")
-        is_stream = kind.lower().startswith(b"text/event-stream")
+        fields = dict(answer.headers)
+        # Compressed by something before the engine: nothing can be read of it.
+        self._is_opaque = fields.get(b"content-encoding", b"identity").lower() != b"identity"
+        kind = fields.get(b"content-type", b"").lower()
+        is_stream = kind.startswith(b"text/event-stream") and not self._is_opaque
         self._events = Events(hides_usage=self.call.hides_usage) if is_stream else None
         self.stage = Stage.KEPT
 
@@ -218,9 +223,19 @@ class Exchange:
             self._parts = []
         if stage is Stage.FORWARDED:
             return data
+        if events is not None and events.has_failed and not events.has_content:
+            return self.failed("error_event", now)
         # A comment is no event: servers send some at once, and an engine may still fail then.
-        is_due = self._size > _MOST_KEPT or (events is not None and events.has_event)
-        return self._open() if is_due else b""
+        is_due = self._size > _MOST_KEPT or self._is_opaque
+        return self._open() if is_due or (events is not None and events.has_event) else b""
+
+    def held(self) -> bytes:
+        """Let the head of a stream go that was kept back for long enough; return what goes with it.
+
+        Who waits for a long prefill must see that somebody is there: balancers cut off silent ones.
+        """
+        is_stream = self._events is not None or self._is_opaque
+        return self._open() if self.stage is Stage.KEPT and is_stream else b""
 
     def completed(self, now: float) -> bytes:
         """End with the answer, which is complete; return the rest that is forwarded."""
@@ -229,6 +244,8 @@ class Exchange:
         self._is_open = False
         if self._events is not None:
             kept = self._events.end()
+            if self.stage is Stage.KEPT and not self._events.has_event:
+                return self.failed("empty", now)
             if self.stage is Stage.KEPT:
                 self._parts.append(kept)
                 kept = self._open()

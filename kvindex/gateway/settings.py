@@ -35,6 +35,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         queue_within: seconds for which a request may wait; then it is answered 429.
         head_within: seconds until an engine begins to answer. A whole answer begins when all of it
             is generated, so this is its longest generation.
+        head_hold: seconds for which the head of a stream waits for its first event. Then it goes
+            out, and no other engine can be asked.
         silent_within: seconds for which an engine may send nothing of an answer that has begun.
         tokens_within: seconds that a request may wait for its tokens.
         tokenizers: folders with a model's tokenizer and chat template, by the model's name; "": for
@@ -57,6 +59,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 1024
     queue_within: float = 30.0
     head_within: float = 600.0
+    head_hold: float = 1.0
     silent_within: float = 300.0
     tokens_within: float = 2.0
     tokenizers: Mapping[str, str] = {}
@@ -65,7 +68,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     pool: NatsPool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("queue_within", "head_within", "silent_within", "tokens_within", "drain"):
+        for name in (
+            "queue_within",
+            "head_within",
+            "head_hold",
+            "silent_within",
+            "tokens_within",
+            "drain",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be above 0 s, not {getattr(self, name)!r}")
         if self.waiting < 0:

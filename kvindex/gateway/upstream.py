@@ -303,6 +303,7 @@ class Answer:
         self._loop = asyncio.get_running_loop()
         self._receive: Callable[[bytes], bool] | None = None  # while a task waits in `pass_to`
         self._waiter: asyncio.Future[bool] | None = None
+        self._is_stopped = False
         self._heard_at: float | None = None  # None while what comes is not taken
         self._silence: asyncio.TimerHandle | None = None
 
@@ -328,6 +329,9 @@ class Answer:
                 if not receive(self._taken()):
                     return True
                 continue
+            if self._is_stopped:
+                self._is_stopped = False
+                return True
             self._receive, self._heard_at = receive, self._loop.time()
             try:
                 if await self._wait():
@@ -338,6 +342,13 @@ class Answer:
         if self._error is not None:
             raise self._error
         return False
+
+    def stop(self) -> None:
+        """Make `pass_to` return True once, now or after what has arrived."""
+        self._is_stopped = True
+        if self._waiter is not None and not self._waiter.done():
+            self._receive = None
+            self._waiter.set_result(False)
 
     def close(self) -> None:
         """Close the connection, unless the answer is complete: the engine stops working on it."""

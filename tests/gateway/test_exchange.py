@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvindex import Rank
 from kvindex.gateway.request_life import MOST_TRIES, End, Exchange, Stage
 from tests.gateway.lives import (
     DONE,
+    HEAD,
     JSON,
     ROLE,
     WHOLE,
@@ -124,6 +126,63 @@ def test_the_hit_of_one_of_several_prompts_or_answers_is_not_counted(
     assert (life.exchange.delivered is not None) == counts
 
 
+def failing(**error: Any) -> bytes:
+    return b"data: " + msgspec.json.encode({"error": {"message": "no", **error}}) + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (failing(code=500, type="InternalServerError"), "error_event"),
+        (failing(), "error_event"),
+        (COMMENT + failing(type="overloaded_error"), "error_event"),
+        (b"", "empty"),
+        (COMMENT, "empty"),
+        (DONE, "empty"),
+    ],
+)
+def test_a_stream_that_is_an_error_or_nothing_is_asked_of_another_engine(
+    stream: bytes, reason: str
+) -> None:
+    life = Life()
+    exchange = life.begin()
+    forwarded = exchange.received(stream, 2.0) + exchange.completed(3.0)
+    assert (forwarded, exchange.stage) == (b"", Stage.WAITING)
+    assert [failure.reason for failure in exchange.failures] == [reason]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [{"code": 400}, {"code": 404}, {"type": "BadRequestError"}, {"type": "invalid_request_error"}],
+)
+def test_an_error_that_is_the_requests_own_is_the_clients_to_see(error: dict[str, Any]) -> None:
+    exchange = Life().begin()
+    assert exchange.received(failing(**error), 2.0) == failing(**error)
+    exchange.completed(3.0)
+    assert exchange.end is End.EVENT
+
+
+def test_a_head_that_was_kept_for_long_enough_goes_out_and_then_nothing_is_retried() -> None:
+    exchange = Life().begin()
+    assert exchange.received(COMMENT, 2.0) == b""
+    assert exchange.held() == COMMENT
+    assert exchange.stage is Stage.FORWARDED
+    assert exchange.received(COMMENT, 3.0) == COMMENT
+    assert b"broke off" in exchange.failed("reset", 4.0)
+    assert exchange.end is End.BROKEN
+    whole = Life().begin(headers=JSON)
+    assert (whole.held(), whole.stage) == (b"", Stage.KEPT), "a whole answer has no events"
+
+
+def test_a_compressed_stream_passes_piece_by_piece_unread() -> None:
+    fields = (*HEAD, (b"content-encoding", b"gzip"))
+    exchange = Life().begin(headers=fields)
+    assert exchange.received(b"\x1f\x8b", 2.0) == b"\x1f\x8b"
+    assert exchange.received(b"more", 2.0) == b"more"
+    assert exchange.completed(3.0) == b""
+    assert (exchange.end, exchange.usage) == (End.WHOLE, None)
+
+
 def test_a_stream_without_events_is_forwarded_once_it_is_long() -> None:
     exchange = Life().begin()
     comments = COMMENT * 5000
@@ -188,7 +247,7 @@ TABLE = {
     "answered": ("waiting", "kept", "kept", "forwarded", "ended"),
     "unavailable": ("waiting", "waiting", "kept", "forwarded", "ended"),
     "event": ("waiting", "sent", "forwarded", "forwarded", "ended"),
-    "completed": ("waiting", "sent", "ended", "ended", "ended"),
+    "completed": ("waiting", "sent", "waiting", "ended", "ended"),  # a stream without an event
     "failed": ("waiting", "waiting", "waiting", "ended", "ended"),
     "refused": ("ended", "ended", "ended", "ended", "ended"),
     "left": ("ended", "ended", "ended", "ended", "ended"),

@@ -127,6 +127,17 @@ async def test_the_only_engine_that_fails_is_named_by_its_failure_not_as_no_rank
         assert (status, error_of(body)["message"][-5:]) == (502, "reset")
 
 
+async def test_the_head_of_a_stream_goes_out_before_its_first_event_if_that_is_late() -> None:
+    engine = Engine([b": keep-alive\n\n", Hang()])
+    async with fronted(engine, head_hold=0.01) as served:
+        client = await served.begin()
+        assert (await client.head())[0] == 200
+        assert await client.reader.readuntil(b": keep-alive\n\n")
+        client.writer.close()
+        await served.ended()
+        assert served.access.statistics()["requests"][0][1:3] == (200, "client_left")
+
+
 @pytest.mark.parametrize(
     ("rest", "options", "why"),
     [

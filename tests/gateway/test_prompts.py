@@ -269,69 +269,26 @@ def test_a_request_of_responses_is_the_chat_that_vllm_makes_of_it(fields: Any, c
     assert found.adds_special, "vLLM adds special tokens there"
 
 
-NAMES = st.sampled_from(
-    [
-        "type",
-        "role",
-        "content",
-        "text",
-        "thinking",
-        "name",
-        "input",
-        "id",
-        "call_id",
-        "output",
-        "summary",
-        "arguments",
-        "tools",
-        "input_schema",
-        "parameters",
-        "effort",
-        "status",
-        "namespace",
-        "tool_use_id",
-    ]
+def words(text: str) -> st.SearchStrategy[str]:
+    return st.sampled_from(text.split())
+
+
+NAMES = words(
+    "type role content text thinking name input id call_id output summary arguments tools "
+    "input_schema parameters effort status namespace tool_use_id"
 )
-TYPES = st.sampled_from(
-    [
-        "text",
-        "message",
-        "user",
-        "assistant",
-        "system",
-        "tool_use",
-        "tool_result",
-        "thinking",
-        "function",
-        "custom",
-        "namespace",
-        "function_call",
-        "function_call_output",
-        "reasoning",
-        "input_text",
-        "image",
-        "incomplete",
-    ]
+TYPES = words(
+    "text message user assistant system tool_use tool_result thinking function custom "
+    "namespace function_call function_call_output reasoning input_text image incomplete"
 )
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2) | TYPES | st.just("disabled"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=5),
     max_leaves=20,
 )
-FIELD = st.sampled_from(
-    [
-        "system",
-        "tools",
-        "thinking",
-        "output_config",
-        "instructions",
-        "reasoning",
-        "truncate_prompt_tokens",
-        "truncation",
-        "truncation_side",
-        "chat_template_kwargs",
-        "add_special_tokens",
-    ]
+FIELD = words(
+    "system tools thinking output_config instructions reasoning truncate_prompt_tokens "
+    "truncation truncation_side chat_template_kwargs add_special_tokens"
 )
 OBJECTS = st.lists(st.dictionaries(NAMES, ANY, max_size=5), min_size=1, max_size=4)
 

@@ -66,7 +66,7 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
     settings_options(
         parser.add_argument_group("engines' answers"),
         settings,
-        *("--head-within S", "--silent-within S", "--tokens-within S"),
+        *("--head-within S", "--head-hold S", "--silent-within S", "--tokens-within S"),
     )
     tokens = parser.add_argument_group("tokens", "By default engines are asked for them.")
     text = "folder with a model's tokenizer.json and chat template: spares the engines the work"
