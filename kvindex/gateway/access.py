@@ -23,7 +23,7 @@ from kvindex import Client
 from kvindex.gateway.request_life import End, Exchange
 from kvindex.replicas import Replica
 from kvindex.routing import Router
-from kvindex.service.metrics import FunnelCollector, RankCollector
+from kvindex.service.metrics import FunnelCollector, RankCollector, SeriesLabels
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,15 @@ class Access:
     def end(self, exchange: Exchange) -> None:
         """Log and count a request that `begin` counted, and that has ended."""
         self.open -= 1  # first: what follows may ask how many are open
+        try:
+            self._count(exchange)
+            self.on_end(exchange)
+        except Exception:  # what counts must not break an answer
+            logger.exception("a request could not be counted")
+        if not self.open:
+            self.on_idle()
+
+    def _count(self, exchange: Exchange) -> None:
         reservation, usage = exchange.reservation, exchange.usage
         duration = exchange.ended_at - exchange.began_at
         self._requests[exchange.call.path, exchange.status, str(exchange.end)] += 1
@@ -94,7 +103,6 @@ class Access:
                 self._tokens["delivered"] += exchange.delivered or 0
             self._tokens["answers"] += 1
             self._tokens["answers_with_usage"] += usage is not None
-        self.on_end(exchange)
         if logger.isEnabledFor(logging.INFO):
             fields = {
                 "id": exchange.request_id,
@@ -116,8 +124,6 @@ class Access:
                 "failures": [f"{failure.rank} {failure.reason}" for failure in exchange.failures],
             }
             logger.info("%s", msgspec.json.encode(fields).decode())
-        if not self.open:
-            self.on_idle()
 
     def count(self, path: str, status: int, end: End = End.REFUSED) -> None:
         """Count a request that has no life here: it is refused before, or not picked for."""
@@ -216,10 +222,12 @@ class AllCollector(Collector):
         source: Client | Replica,
         routers: Callable[[], Iterable[Router]],
         read: Callable[[], Mapping[str, Any]],
+        model_of: Callable[[str], str],
     ) -> None:
         self._source = source
         self._routers = routers
         self._read = read
+        self._model_of = model_of
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: which series there are is only known when they are read."""
@@ -228,16 +236,21 @@ class AllCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the present values."""
         # Anew each time: models and their routers come and go.
-        yield from RankCollector(self._source).collect()
+        yield from RankCollector(
+            self._source, labels_of=lambda worker: SeriesLabels(self._model_of(worker))
+        ).collect()
         yield from FunnelCollector(tuple(self._routers())).collect()
         yield from GatewayCollector(self._read).collect()
 
 
 def exposition(
-    source: Client | Replica, routers: Iterable[Router], read: Mapping[str, Any]
+    source: Client | Replica,
+    routers: Iterable[Router],
+    read: Mapping[str, Any],
+    model_of: Callable[[str], str],
 ) -> bytes:
     """Return all series as text. It takes a moment for many ranks: not on an event loop."""
     registry = CollectorRegistry()
-    registry.register(AllCollector(source, lambda: routers, lambda: read))
+    registry.register(AllCollector(source, lambda: routers, lambda: read, model_of))
     text: bytes = generate_latest(registry)
     return text

@@ -143,8 +143,9 @@ class Front:
         if self.is_draining:
             return error_reply(503, "this gateway is being drained", headers=(_RETRY_AFTER,))
         # It would refuse every request: a balancer in front has others to send them to.
-        if not self._routing.models():
-            return error_reply(503, "no engine is known yet", headers=(_RETRY_AFTER,))
+        if not self._routing.is_ready:
+            text = "no engine is there that would answer"
+            return error_reply(503, text, headers=(_RETRY_AFTER,))
         return Reply(200, b"", b"")
 
     def _models(self, _: Request) -> Reply:

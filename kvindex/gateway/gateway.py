@@ -379,7 +379,11 @@ class Door:
         counters = self._all()
         # Of many ranks it takes a while: not on the event loop.
         text = await asyncio.to_thread(
-            exposition, routers.source, list(routers.models.routers.values()), counters
+            exposition,
+            routers.source,
+            list(routers.models.routers.values()),
+            counters,
+            routers.models.name_of,
         )
         return Reply(200, text, CONTENT_TYPE)
 

@@ -59,6 +59,7 @@ class Serving(msgspec.Struct, frozen=True):
     ranks: int = 1  # how many it has
     is_silent: bool = False  # it has left two questions about itself unanswered
     listed: Mapping[str, Mapping[str, Any]] = {}  # by name, as it lists its models and adapters
+    is_away: bool = False  # it says that it serves nothing now
 
 
 class Pin(NamedTuple):
@@ -110,6 +111,7 @@ def serving_of(worker: str, report: EngineReport) -> Serving:
         max(1, len(report.ranks)),
         report.is_silent,
         report.listed,
+        report.is_away,
     )
 
 
@@ -174,6 +176,11 @@ class Models:
         """Return the names of all models and adapters that are served."""
         return self._current().keys()
 
+    def name_of(self, worker: str) -> str:
+        """Return the name of an engine's model; "" if it is not known. From any thread."""
+        serving = self.servings().get(worker)
+        return serving.models[0] if serving is not None and serving.models else ""
+
     def servings(self) -> Mapping[str, Serving]:
         """Return all engines, by worker."""
         self._current()
@@ -219,7 +226,7 @@ class Models:
                 for name in serving.adapters:
                     self._serve(models, Model(name, router, name), serving)
         for model in models.values():
-            workers = {serving.worker for serving in model.servings}
+            workers = {serving.worker for serving in model.servings if not serving.is_away}
             own = tuple(rank for rank in ranks if rank.worker in workers)
             model.ranks = None if own == ranks else own  # None spares each request a mask
         self._models, self._servings = models, servings
@@ -274,11 +281,20 @@ class Routing:
         entries = []
         models = self._models.table().values()
         for model in sorted(models, key=lambda model: (model.lora is not None, model.name)):
-            servings = [serving for serving in model.servings if not serving.is_silent]
+            servings = [s for s in model.servings if not (s.is_silent or s.is_away)]
             if servings:  # else nobody would answer
                 entry = servings[0].listed.get(model.name, {"owned_by": "kvindex", "created": 0})
                 entries.append({"object": "model", **entry, "id": model.name})
         return entries
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some engine would answer. O(engines)."""
+        drained = self.drained()
+        return any(
+            not (serving.is_silent or serving.is_away or serving.worker in drained)
+            for serving in self._models.servings().values()
+        )
 
     def note_made(self, response_id: str, worker: str) -> None:
         """Note which engine has made a response: it alone has it."""

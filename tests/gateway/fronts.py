@@ -110,6 +110,7 @@ class Scripted:
         self.sent: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
         self.wires: list[ScriptedWire] = []
         self.names: Sequence[str] = ("m",)
+        self.is_ready = True
         self.makers: dict[str, Any] = {}  # servings, by the ids of responses
         self.silent: Sequence[str] = ()
 

@@ -269,9 +269,9 @@ async def test_models_health_and_readiness() -> None:
         status, body = await get(b"/v1/models/other")
         assert (status, error_of(body)["code"]) == (404, "model_not_found")
         assert (await get(b"/health"))[0] == (await get(b"/ready"))[0] == 200
-        served.scripted.names = []
+        served.scripted.is_ready = False
         assert (await get(b"/ready"))[0] == 503
-        served.scripted.names = ["m"]
+        served.scripted.is_ready = True
         served.front.drain()
         assert (await get(b"/ready"))[0] == 503
         assert (await get(b"/health"))[0] == 200

@@ -172,6 +172,26 @@ def test_an_adapter_gets_no_requests_for_another_engines_model_of_its_name(
     assert fleet.models.find("llama").lora == "llama"
 
 
+async def test_an_engine_that_is_away_gets_no_requests_and_one_that_answers_makes_it_ready() -> (
+    None
+):
+    fleet = Fleet()
+    assert not fleet.routing.is_ready
+    fleet.set(a=report("a", "m", is_away=True), b=report("b", "m"))
+    for _ in range(3):
+        assert (await fleet.reserve()).rank == Rank("b")
+    assert fleet.routing.is_ready
+    fleet.set(a=report("a", "m", is_away=True), b=report("b", "m", is_silent=True))
+    assert not fleet.routing.is_ready
+    fleet.set(a=report("a", "m", is_away=True))
+    with pytest.raises(NoRankError):
+        await fleet.reserve()
+    fleet.set(a=report("a", "m"))
+    assert (await fleet.reserve()).rank == Rank("a")
+    fleet.routing.drain("a")
+    assert not fleet.routing.is_ready
+
+
 def test_the_only_model_needs_no_name() -> None:
     fleet = Fleet()
     fleet.set(a=report("a", "m", "sql", adapters=("sql",)))

@@ -324,7 +324,7 @@ class _PickerProcess:
     async def run(self, accepts: asyncio.Event) -> None:
         """Serve Envoy, and tell it which engines there are, until cancelled."""
         self._loop = asyncio.get_running_loop()
-        health = Health(lambda: bool(self._routers.models.names()))
+        health = Health(lambda: self._routers.routing.is_ready)
         server = new_server(self._picker, health, self._body_bytes)
         server.add_insecure_port(f"unix:{self._folder}/{PICKER}")
         await server.start()

@@ -59,7 +59,7 @@ class PickerServer:
         self._queue_within = gateway.queue_within
         self._tokens_within = gateway.tokens_within
         self._engine_token = engine_token
-        self._health = Health(lambda: bool(routers.models.names()))
+        self._health = Health(lambda: routers.routing.is_ready)
         self._credentials = None if settings.is_plain else _credentials(settings.tls)
 
     async def serve(self, on_listening: Callable[[], None] = lambda: None) -> None:
@@ -114,7 +114,11 @@ class PickerServer:
             return
         registry, routers = CollectorRegistry(), self._routers
         models = routers.models
-        registry.register(AllCollector(routers.source, lambda: list(models.routers.values()), read))
+        registry.register(
+            AllCollector(
+                routers.source, lambda: list(models.routers.values()), read, models.name_of
+            )
+        )
         port, host = self._settings.metrics_port, self._settings.metrics_host or self._settings.host
         try:
             server, thread = start_http_server(port, host, registry)

@@ -226,8 +226,15 @@ def test_a_vllm_tells_its_ranks(server: CannedServer) -> None:
         "/kv_event_sources": (200, VLLM_033),
         "/v1/models": (200, MODELS),
         "/version": (200, {"version": "0.33.0"}),
+        "/health": (200, {}),
+        "/is_sleeping": (404, {}),
     }
     report = ask_engine(server.url, token="sk-1")
+    assert not report.is_away
+    assert report.listed == {
+        "llama": {"id": "llama", "owned_by": "vllm"},
+        "llama-lora": {"id": "llama-lora"},
+    }
     assert (report.kind, report.version, report.model) == ("vllm", "0.33.0", "llama")
     assert report.publishes
     assert not report.notes
@@ -239,6 +246,25 @@ def test_a_vllm_tells_its_ranks(server: CannedServer) -> None:
     assert worker.name == server.url.removeprefix("http://")
     assert tuple(worker.publishers()) == report.ranks
     assert set(server.asked) == {(path, "Bearer sk-1") for path in server.replies}
+
+
+@pytest.mark.parametrize(
+    ("replies", "is_away"),
+    [
+        ({}, False),
+        ({"/health": (503, {})}, True),
+        ({"/health": (500, {})}, False),
+        ({"/is_sleeping": (200, {"is_sleeping": True})}, True),
+        ({"/is_sleeping": (200, {"is_sleeping": False})}, False),
+        ({"/is_sleeping": (200, {"is_sleeping": "yes"})}, False),
+        ({"/is_sleeping": (200, [])}, False),
+    ],
+)
+def test_an_engine_that_serves_nothing_now_is_away(
+    server: CannedServer, replies: Any, is_away: bool
+) -> None:
+    server.replies = {"/kv_event_sources": (200, VLLM_033), **replies}
+    assert ask_engine(server.url).is_away == is_away
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
