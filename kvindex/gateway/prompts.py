@@ -62,13 +62,15 @@ _SHARED: Final = _effects(
         return_flat_raw_top_logprobs_b64 regex ebnf json_schema stop_regex no_stop_trim
         separate_reasoning stream_reasoning custom_logit_processor custom_params custom_labels
         encoding_format dimensions""",
-    CACHE="model cache_salt extra_key lora_path",
+    CACHE="model cache_salt",
     ASKED="tools tool_choice chat_template_kwargs reasoning_effort documents",
     CUT="truncate_prompt_tokens truncation_side",
     MEDIA="""
         media_io_kwargs mm_processor_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video
         images_config video_config""",
-    UNKNOWN="prompt_embeds session_params suffix task embed_override_token_id embed_overrides",
+    UNKNOWN="""
+        prompt_embeds session_params suffix task embed_override_token_id embed_overrides extra_key
+        lora_path""",
 )
 
 FIELDS: Final[Mapping[str, Mapping[str, Effect]]] = {

@@ -251,6 +251,11 @@ class Exchange:
                 kept = self._open()
             self._end_as_reported(now)
             return kept
+        assert self.reservation is not None
+        assert self.answer is not None
+        is_refused = self.stage is Stage.KEPT and self.answer.status == 400
+        if is_refused and self.reservation.is_misnumbered(b"".join(self._parts)):
+            return self.failed("rank_number", now)
         kept = self._open() if self.stage is Stage.KEPT else b""
         # A longer one, such as of embeddings, is not worth its memory.
         if self._size <= _MOST_READ and self.status < 300:

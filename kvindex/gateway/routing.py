@@ -69,8 +69,10 @@ class Pin(NamedTuple):
     body_fields: Mapping[str, Any] = {}
 
 
-def pin(serving: Serving, rank: Rank) -> Pin:
+def pin(serving: Serving, rank: Rank, *, is_global: bool = False) -> Pin:
     """Return what pins a request to a rank of an engine. Engines count their own ranks from 0.
+
+    Some front ends count the ranks of all engines: `is_global`.
 
     vLLM and SGLang from 0.5.10 on read the header X-Data-Parallel-Rank, SGLang before that a field
     of the body. An engine with one rank needs neither.
@@ -81,7 +83,7 @@ def pin(serving: Serving, rank: Rank) -> Pin:
     """
     if serving.ranks < 2:
         return Pin()
-    own = rank.dp_rank - serving.first_rank
+    own = rank.dp_rank - (0 if is_global else serving.first_rank)
     release = release_of(serving.version)
     if serving.kind == "sglang" and release and release < _SGLANG_HEADER:
         return Pin(body_fields={_FIELD: own})
@@ -164,6 +166,10 @@ class Models:
         model = models.get(name)
         if model is None and not name and len(self.routers) == 1 and models:
             model = next(iter(models.values()))
+        if model is None and ":" in name:  # SGLang's way to name an adapter
+            base, _, adapter = name.rpartition(":")
+            if base in models and adapter in models and models[adapter].lora is not None:
+                model = models[adapter]
         if model is None:
             raise UnknownModelError(name, models)
         return model
@@ -264,8 +270,9 @@ class Routing:
 
     def __init__(self, models: Models, most_waiting: int, ejection: Ejection | None = None) -> None:
         self._models = models
-        self._ejection = ejection or Ejection()
+        self.ejection = ejection or Ejection()
         self._makers: OrderedDict[str, str] = OrderedDict()  # workers, by their responses' ids
+        self.counting_globally: set[str] = set()  # workers; see `pin`
         self._waiting: defaultdict[Router, Waiting] = defaultdict(partial(Waiting, most_waiting))
 
     def servings(self, model: str) -> Sequence[Serving]:
@@ -356,9 +363,7 @@ class Routing:
                     )
                     serving = None if booking is None else served.serving(booking.rank)
                     if booking is not None and serving is not None:
-                        return Reservation(
-                            booking, serving, waiting, self._ejection, self.note_made
-                        )
+                        return Reservation(booking, serving, waiting, self)
                     if booking is not None:  # the rank has come since `find`
                         booking.cancel()
                         continue
@@ -392,7 +397,7 @@ class Routing:
         self._models.names()
         routers = self._models.routers
         return {
-            **self._ejection.statistics(),
+            **self.ejection.statistics(),
             "routers": {name: router.statistics() for name, router in routers.items()},
             "waiting": {
                 name: self._waiting[router].statistics()
@@ -438,6 +443,7 @@ def _book(
         raise CallError(400, f"the prompt has a token that is none: {error}") from None
 
 
+_ABOUT_RANKS: Final = re.compile(rb"\brank\b|data_parallel_rank|dp_rank", re.IGNORECASE)
 _DOWN: Final = frozenset({"refused", "unreachable", "timeout_connect"})
 
 
@@ -449,13 +455,13 @@ class Reservation:
         booking: Booking,
         serving: Serving,
         waiting: Waiting,
-        ejection: Ejection,
-        note_made: Callable[[str, str], None],
+        routing: Routing,
     ) -> None:
-        ejection.sent(serving.worker)
+        routing.ejection.sent(serving.worker)
         self.rank = booking.rank
         self.serving = serving
-        self.pin = pin(serving, booking.rank)
+        is_global = serving.worker in routing.counting_globally
+        self.pin = pin(serving, booking.rank, is_global=is_global)
         self.held = booking.decision.tokens  # that the rank will find cached
         self.prompt_tokens = booking.decision.prompt_tokens
         self.reason = "cache" if self.held else "load"
@@ -463,8 +469,7 @@ class Reservation:
             self.reason = "no_tokens"
         self._booking = booking
         self._waiting = waiting
-        self._ejection = ejection
-        self._note_made = note_made
+        self._routing = routing
 
     @property
     def attainable(self) -> int:
@@ -473,15 +478,27 @@ class Reservation:
 
     def failed(self, reason: str) -> None:
         """Report that the engine failed the request."""
-        self._ejection.failed(self.rank.worker, is_down=reason in _DOWN)
+        self._routing.ejection.failed(self.rank.worker, is_down=reason in _DOWN)
 
     def answered(self) -> None:
         """Report that the engine answers the request, or refuses it for what it asks."""
-        self._ejection.succeeded(self.rank.worker)
+        self._routing.ejection.succeeded(self.rank.worker)
 
     def made(self, response_id: str) -> None:
         """Report the id of the response that the engine makes."""
-        self._note_made(response_id, self.rank.worker)
+        self._routing.note_made(response_id, self.rank.worker)
+
+    def is_misnumbered(self, refusal: bytes) -> bool:
+        """Return whether the engine counts its ranks otherwise, by its 400; note that it does."""
+        if (
+            self.serving.ranks < 2
+            or not self.serving.first_rank
+            or not _ABOUT_RANKS.search(refusal)
+        ):
+            return False
+        # Should that have been about something else, the next 400 turns it back.
+        self._routing.counting_globally ^= {self.serving.worker}
+        return True
 
     def move(self, worker: str) -> None:
         """Count the request on another engine, which serves it instead."""

@@ -65,6 +65,9 @@ class LoggedReservation(Reservation):
         self._log = log
         self.outcomes: list[str] = []  # of the engine: what its ejection is judged by
 
+    def is_misnumbered(self, refusal: bytes) -> bool:
+        return b"rank" in refusal
+
     def made(self, response_id: str) -> None:
         self._log.append(("made", self.rank, response_id))
 

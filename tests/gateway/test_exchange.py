@@ -162,6 +162,13 @@ def test_an_error_that_is_the_requests_own_is_the_clients_to_see(error: dict[str
     assert exchange.end is End.EVENT
 
 
+def test_a_refusal_of_the_ranks_number_is_asked_again_with_another() -> None:
+    exchange = Life().begin(400, JSON)
+    exchange.received(b'{"error":{"message":"no such rank"}}', 2.0)
+    assert (exchange.completed(3.0), exchange.stage) == (b"", Stage.WAITING)
+    assert exchange.failures[0].reason == "rank_number"
+
+
 def test_a_head_that_was_kept_for_long_enough_goes_out_and_then_nothing_is_retried() -> None:
     exchange = Life().begin()
     assert exchange.received(COMMENT, 2.0) == b""

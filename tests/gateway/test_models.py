@@ -192,10 +192,41 @@ async def test_an_engine_that_is_away_gets_no_requests_and_one_that_answers_make
     assert not fleet.routing.is_ready
 
 
+async def test_an_engine_that_counts_all_ranks_is_noticed_by_its_refusal() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m", ranks=4, first=4))
+
+    async def sent() -> tuple[Reservation, bytes]:
+        reservation = await fleet.reserve()
+        ((_, number),) = reservation.pin.headers
+        reservation.cancel()
+        return reservation, number
+
+    reservation, number = await sent()
+    assert int(number) < 4
+    assert not reservation.is_misnumbered(b'{"error":{"message":"temperature"}}')
+    assert (await sent())[1] < b"4"
+    assert reservation.is_misnumbered(b'{"error":{"message":"data_parallel_rank 0 is not here"}}')
+    reservation, number = await sent()
+    assert int(number) >= 4
+    assert reservation.is_misnumbered(b"no such rank"), "it was about something else"
+    assert (await sent())[1] < b"4"
+
+
 def test_the_only_model_needs_no_name() -> None:
     fleet = Fleet()
     fleet.set(a=report("a", "m", "sql", adapters=("sql",)))
     assert fleet.models.find("").name == "m"
+
+
+def test_an_adapter_is_also_named_behind_its_model() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m:7b", "sql", adapters=("sql",)))
+    assert fleet.models.find("m:7b:sql").lora == "sql"
+    assert fleet.models.find("m:7b").lora is None
+    for name in ("m:7b:other", "other:sql", "sql:m:7b"):
+        with pytest.raises(UnknownModelError):
+            fleet.models.find(name)
 
 
 async def test_a_request_gets_the_rank_that_holds_its_prompt() -> None:

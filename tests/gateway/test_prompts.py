@@ -334,6 +334,8 @@ _UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
         "media",
     ),
     (COMPLETIONS, {"prompt": "Once", "suffix": "end"}, "suffix"),
+    (CHAT, {"messages": [USER], "extra_key": "tenant"}, "extra_key"),
+    (CHAT, {"messages": [USER], "lora_path": "sql"}, "lora_path"),
     (COMPLETIONS, {"prompt": "", "prompt_embeds": "AA=="}, "prompt_embeds"),
 ]
 
