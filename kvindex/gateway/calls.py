@@ -310,7 +310,8 @@ _HOP: Final = frozenset(
 )
 # `accept-encoding`: usage and events are read from the answer, so engines must not compress it.
 _FROM_CLIENTS: Final = _HOP | {b"host", b"expect", b"accept-encoding", b"proxy-authorization"}
-_FROM_ENGINES: Final = _HOP | {b"date", b"server"}
+_FROM_ENGINES: Final = _HOP | {b"date", b"server", b"proxy-authenticate"}
+_CORS: Final = b"access-control-"  # pages ask the gateway: its own list decides
 # Where clients' tools put a key: it is the gateway's own, and no engine's.
 _KEYS: Final = frozenset({b"authorization", b"x-api-key", b"cookie"})
 # Only a gateway may name ranks and destinations.
@@ -340,7 +341,11 @@ def answer_headers(headers: Headers) -> tuple[list[tuple[bytes, bytes]], int | N
     """Return the fields of an engine's answer that the client receives, and the body's length."""
     # A length is told only where the body goes out as it came: in a stream events may be left out.
     length = next((value for name, value in headers if name == b"content-length"), None)
-    passed = [field for field in headers if field[0] not in _FROM_ENGINES]
+    passed = [
+        field
+        for field in headers
+        if field[0] not in _FROM_ENGINES and not field[0].startswith(_CORS)
+    ]
     return passed, int(length) if length is not None and length.isdigit() else None
 
 

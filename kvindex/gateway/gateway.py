@@ -316,6 +316,7 @@ class Door:
             tokens=tokens,
             operator_tokens=operators,
             allowed_hosts=listening.allowed_hosts,
+            allowed_origins=listening.allowed_origins,
             limits=listening.limits,
             form=refusal_reply,
         )

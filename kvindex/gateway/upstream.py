@@ -539,7 +539,11 @@ class Wire(asyncio.Protocol):
         names = {name for name, _ in headers}
         has_end = b"content-length" in names or b"transfer-encoding" in names
         self._ends_by_closing = not has_end and status not in _NO_BODY
-        self._answer.begin(status, [field for field in headers if field[0] not in _HOP])
+        dropped = _HOP
+        if b"connection" in names:  # which may name others that belong to it
+            listed = (value for name, value in headers if name == b"connection")
+            dropped |= {part.strip().lower() for value in listed for part in value.split(b",")}
+        self._answer.begin(status, [field for field in headers if field[0] not in dropped])
 
     def on_body(self, body: bytes) -> None:
         """Receive a piece; read no more if too much is unread."""

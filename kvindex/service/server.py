@@ -101,6 +101,7 @@ class Server:
             self._guard = Guard(
                 tokens=self._tokens,
                 allowed_hosts=settings.allowed_hosts,
+                allowed_origins=settings.allowed_origins,
                 limits=settings.limits,
             )
             self._page = Page(self.service, tokenizer=settings.tokenizer, guard=self._guard)

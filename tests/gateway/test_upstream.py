@@ -64,6 +64,13 @@ async def test_an_answer_has_status_fields_and_body() -> None:
         assert served.bodies == [b"{}"]
 
 
+async def test_fields_that_belong_to_the_connection_stay_there() -> None:
+    head = b"HTTP/1.1 200 OK\r\nConnection: keep-alive, X-Hop\r\nX-Hop: a\r\nX-B: b\r\n"
+    async with connected([head + b"content-length: 0\r\n\r\n"]) as (upstream, served):
+        answer = await sent(upstream, served)
+        assert answer.headers == [(b"x-b", b"b"), (b"content-length", b"0")]
+
+
 async def test_a_clients_key_is_kept_and_a_get_has_no_body() -> None:
     async with connected([WHOLE], token=lambda: "key") as (upstream, served):
         fields = [(b"authorization", b"Bearer own")]

@@ -74,6 +74,21 @@ def test_a_page_of_another_origin_is_refused(scheme: bytes) -> None:
     assert status(guard, (b"host", b"[::1]:1"), (b"origin", scheme + b"://[::1]:1")) == 200
 
 
+def test_pages_of_origins_that_are_allowed_may_ask_and_ask_whether_they_may() -> None:
+    guard = Guard(tokens=[TOKEN], allowed_origins=["https://Chat.example.com/"])
+    site = Site([Route("POST", "/query", lambda _: Reply(200))], guard)
+    for origin, code in ((b"https://chat.example.com", 401), (b"https://evil.example", 403)):
+        assert status(guard, HOST, (b"origin", origin)) == code
+        asks = (b"access-control-request-method", b"POST")
+        preflight = Request("OPTIONS", "/query", (HOST, (b"origin", origin), asks))
+        refusal = site.admit(preflight)
+        assert (204 if refusal is None else refusal.status) == (204 if code == 401 else 403)
+        reply = site.answer(preflight)
+        assert isinstance(reply, Reply)
+        assert dict(reply.headers)[b"access-control-allow-headers"] == b"*, authorization"
+    assert status(Guard(allowed_origins=["*"]), HOST, (b"origin", b"https://evil.example")) == 200
+
+
 def test_many_names_take_bounded_memory() -> None:
     guard = Guard()
     for number in range(1000):

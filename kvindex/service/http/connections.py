@@ -455,6 +455,9 @@ class Connection(asyncio.Protocol):
         self._site.count(incoming.request, status)
         lines = [_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status, self._site.date]
         lines += [b"%b: %b\r\n" % field for field in fields]
+        origin = incoming.request.header(b"origin")
+        if origin is not None and self._site.guard.allows_origin(origin):
+            lines.append(b"access-control-allow-origin: %b\r\nvary: origin\r\n" % origin)
         incoming.is_last |= self._site.is_ending
         if incoming.is_last:
             lines.append(b"connection: close\r\n")

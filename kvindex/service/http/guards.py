@@ -133,7 +133,9 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 _NO_HOST = Refusal(400, "host_form", "a request needs exactly one Host header with a host name")
-_OTHER_ORIGIN = Refusal(403, "origin", "a page of another origin may not ask this server")
+_OTHER_ORIGIN = Refusal(
+    403, "origin", "a page of another origin may not ask this server: see --allow-origin"
+)
 _NO_TOKEN = Refusal(
     401, "token_missing", "this server wants a token: send 'Authorization: Bearer TOKEN'"
 )
@@ -174,6 +176,7 @@ class Guard:
             machine's own clients are operators.
         allowed_hosts: names besides localhost and addresses that a Host header may have;
             "*.example.com" stands for all below it, "*" for any.
+        allowed_origins: "https://HOST[:PORT]" of other sites whose pages may ask; "*": any.
         limits: see Limits.
         form: returns the answer to a request that is refused.
 
@@ -193,6 +196,7 @@ class Guard:
         tokens: Sequence[str] = (),
         operator_tokens: Sequence[str] = (),
         allowed_hosts: Sequence[str] = (),
+        allowed_origins: Sequence[str] = (),
         limits: Limits | None = None,
         form: Callable[[Refusal], Reply] = attrgetter("reply"),
     ) -> None:
@@ -203,6 +207,7 @@ class Guard:
             [hashlib.sha256(token.encode()).digest() for token in each]
             for each in (tokens, operator_tokens)
         )
+        self._origins = frozenset(origin.lower().rstrip("/").encode() for origin in allowed_origins)
         names = {name.lower().rstrip(".") for name in allowed_hosts}
         self._any_host = "*" in names
         self._names = _LOCAL_NAMES | {name for name in names if not name.startswith("*")}
@@ -236,6 +241,16 @@ class Guard:
             refusal = self._judge_token(token, is_operators=is_operators, is_local=is_local)
         return None if refusal is None else self.refuse(refusal)
 
+    def allows_origin(self, origin: bytes) -> bool:
+        """Return whether pages of another site may ask."""
+        return origin.lower() in self._origins or b"*" in self._origins
+
+    def admit_preflight(self, headers: Headers) -> Refusal | None:
+        """As `admit`, for a browser's question whether it may ask: it brings no token."""
+        fields = dict(headers)
+        refusal = self._judge_names(fields.get(b"host"), fields.get(b"origin"))
+        return None if refusal is None else self.refuse(refusal)
+
     def refuse(self, refusal: Refusal) -> Refusal:
         """Count a refusal, and return it."""
         self.counters[refusal.reason] += 1
@@ -252,7 +267,8 @@ class Guard:
         if origin is not None:
             # A proxy in front may speak TLS for this server, so its own pages come by either.
             ours = host.lower()
-            if origin.lower() not in (b"http://" + ours, b"https://" + ours):
+            own = (b"http://" + ours, b"https://" + ours)
+            if origin.lower() not in own and not self.allows_origin(origin):
                 return _OTHER_ORIGIN
         return None
 

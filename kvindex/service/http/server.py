@@ -58,6 +58,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         tls_cert: file with the certificate chain, in PEM.
         tls_key: file with its private key.
         allowed_hosts: names besides localhost and addresses that a Host header may have.
+        allowed_origins: https://HOST of other sites whose pages may send requests; "*": any.
         limits: bounds on input from the network.
 
     Raises:
@@ -71,6 +72,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str | None = None
     tls_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:

@@ -74,6 +74,8 @@ class Site:
         """Return why a request is refused, by its head; None if it is not."""
         if request.path == _ALIVE:
             return None
+        if is_preflight(request):
+            return self.guard.admit_preflight(request.headers)
         is_operators = self._route_of(request.path) in self._operators
         refusal = self.guard.admit(
             request.headers, is_operators=is_operators, is_local=request.is_local
@@ -86,6 +88,8 @@ class Site:
 
     def answer(self, request: Request) -> Reply | Awaitable[Reply | Stream]:
         """Return the answer to an admitted request, or what it is awaited from."""
+        if is_preflight(request):
+            return Reply(204, b"", b"", _PREFLIGHT)
         served = self._routes.get(self._route_of(request.path))
         if served is None:
             if self._otherwise is None:
@@ -125,6 +129,19 @@ class Site:
         if path in self._routes:
             return path
         return next((f"{below}*" for below in self._below if path.startswith(below)), path)
+
+
+_PREFLIGHT: Final = (
+    (b"access-control-allow-methods", b"GET, POST, DELETE"),
+    (b"access-control-allow-headers", b"*, authorization"),
+    (b"access-control-max-age", b"600"),
+)
+
+
+def is_preflight(request: Request) -> bool:
+    """Return whether a browser asks if a page of another site may send a request (Fetch, 3.3)."""
+    is_asked = request.header(b"access-control-request-method") is not None
+    return request.method == "OPTIONS" and is_asked
 
 
 def _failed(request: Request, error: Exception) -> Reply:

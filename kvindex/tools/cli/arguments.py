@@ -239,7 +239,7 @@ def add_access_options(parser: argparse.ArgumentParser) -> Options:
         access,
         Listening(),
         *("--token-file FILE", "--insecure", "--tls-cert FILE", "--tls-key FILE"),
-        "--allowed-host NAME=allowed_hosts",
+        *("--allowed-host NAME=allowed_hosts", "--allow-origin ORIGIN=allowed_origins"),
     )
     return access
 

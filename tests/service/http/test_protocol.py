@@ -507,6 +507,16 @@ async def test_bodies_of_all_connections_are_bounded_and_let_go_with_their_reque
     assert site.held_bytes == 0
 
 
+@pytest.mark.parametrize("origin", [b"https://chat.example.com", b"http://localhost"])
+async def test_an_answer_says_that_a_page_of_another_site_may_read_it(origin: bytes) -> None:
+    guard = Guard(allowed_origins=["https://chat.example.com"])
+    connection, transport = connected(Route("POST", "/query", lambda _: Reply(200)), guard)
+    connection.data_received(post(b"/query", b"origin: " + origin, b"content-length: 0"))
+    allows = b"access-control-allow-origin: " + origin
+    assert (allows in transport.written[0]) == (origin != b"http://localhost"), "not to its own"
+    connection.connection_lost(None)
+
+
 async def test_a_body_goes_with_its_connection_and_waits_for_no_collector() -> None:
     gc.disable()
     try:
