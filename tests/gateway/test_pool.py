@@ -1,4 +1,4 @@
-"""`kvindex gateway --from`: two gateways follow one relay on NATS, and share their load.
+"""`kvindex gateway --from` and `epp --from`: two follow one relay on NATS, and share their load.
 
 The second one has Envoy in front, where that is installed.
 """
@@ -14,6 +14,7 @@ import pytest
 
 from tests.gateway.picker.envoys import binary
 from tests.gateway.test_gateway import ENVOY, LONG, Gateway, cached_in, chat, gateway_of, live_ranks
+from tests.live import PATIENCE as LONG_ENOUGH
 from tests.live import until
 from tests.nats_server import NatsServer
 from tests.tools.commands import http_engines, started
@@ -37,6 +38,30 @@ def two_gateways(folder: Path) -> Iterator[tuple[list[Gateway], NatsServer]]:
         for gateway in gateways:
             assert json.loads(gateway.ask("/v1/models")[1])["data"]
         yield gateways, server
+
+
+def test_two_pickers_count_each_others_load(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    from tests.gateway.picker.streams import body, endpoint_in, head, iter_open, picker_of
+
+    with ExitStack() as opened:
+        server = opened.enter_context(NatsServer(tmp_path))
+        engines = opened.enter_context(http_engines("a", "b"))
+        urls = [engine.url for engine in engines]
+        small = ("--max-bytes", "16m")
+        opened.enter_context(started("relay", server.url, "--pool", "p", *small, *urls))
+        command = ("--from", f"{server.url}/p")
+        first, second = (opened.enter_context(picker_of(urls, *command)) for _ in range(2))
+        text = json.dumps({"prompt": list(range(2000)), "max_tokens": 1}).encode()
+        open_one = [head("/v1/completions"), body(text)]
+        busy = endpoint_in(next(first.stub.Process(iter_open(open_one), timeout=LONG_ENOUGH)))
+
+        def chosen(number: int) -> str:
+            ids = json.dumps({"prompt": [number] * 40, "max_tokens": 1}).encode()
+            return endpoint_in(second.process_all([head("/v1/completions"), body(ids)])[0])
+
+        # Alone it would choose the busy one as often as the other.
+        until(lambda: all(chosen(number) != busy for number in range(12)))
 
 
 def cached(gateway: Gateway, text: str) -> int:

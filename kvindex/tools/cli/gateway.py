@@ -72,11 +72,7 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
     text = "folder with a model's tokenizer.json and chat template: spares the engines the work"
     option(tokens, "--tokenizer [MODEL=]DIR", text, repeat=True, dest="tokenizers")
     add_discovery_options(parser, _FOLLOWED)
-    text = (
-        "follow a pool's relay on NATS, nats://HOST[,HOST]/POOL, and share load with its gateways"
-    )
-    option(parser, "--from URL", text, dest="from_url")
-    add_nats_options(parser)
+    _add_pool_options(parser)
 
 
 def run_gateway(arguments: argparse.Namespace) -> int:
@@ -215,6 +211,7 @@ def add_epp_options(parser: argparse.ArgumentParser) -> None:
     )
     settings_options(parser, picker, "--endpoints N", "--conformance=is_conformance")
     add_discovery_options(parser, _FOLLOWED)
+    _add_pool_options(parser)
 
 
 def run_epp(arguments: argparse.Namespace) -> int:
@@ -232,7 +229,7 @@ def run_epp(arguments: argparse.Namespace) -> int:
     from kvindex.gateway.settings import GatewaySettings, PickerSettings
 
     sources = _sources(arguments)
-    settings = GatewaySettings(**settings_of(arguments, GatewaySettings))
+    settings = GatewaySettings(**settings_of(arguments, GatewaySettings), pool=pool_of(arguments))
     tls: dict[str, Any] = {}
     # Without any the picker signs a certificate by itself: half a pair would pass unnoticed.
     if arguments.tls_cert is not None or arguments.tls_key is not None:
@@ -258,6 +255,12 @@ def run_epp(arguments: argparse.Namespace) -> int:
 
 
 # Both --------------------------------------------------------------------------------------------
+
+
+def _add_pool_options(parser: argparse.ArgumentParser) -> None:
+    text = "follow a pool's relay on NATS, nats://HOST[,HOST]/POOL, and share load with its others"
+    option(parser, "--from URL", text, dest="from_url")
+    add_nats_options(parser)
 
 
 def _sources(arguments: argparse.Namespace) -> list[Source]:

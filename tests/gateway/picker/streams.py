@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -73,6 +74,12 @@ def picker_of(urls: Sequence[str], *options: str, is_plain: bool = True) -> Iter
             yield served
         finally:
             served.channel.close()
+
+
+def iter_open(requests: list[Any]) -> Iterator[Any]:
+    """Yield requests, and then nothing, without an end."""
+    yield from requests
+    threading.Event().wait(PATIENCE)
 
 
 def head(path: str = CHAT, method: str = "POST", *, end: bool = False, **fields: str) -> Any:

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import ssl
-import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.error import HTTPError
@@ -32,6 +31,7 @@ from tests.gateway.picker.streams import (
     endpoints_in,
     fields_of,
     head,
+    iter_open,
     picker,
     picker_of,
     streamed,
@@ -163,12 +163,6 @@ def test_a_bad_request_has_an_answer_in_the_form_of_openai(
     (answer,) = served.process_all(requests)
     assert answer.immediate_response.status.code == status
     assert json.loads(answer.immediate_response.body)["error"]["message"]
-
-
-def iter_open(requests: list[Any]) -> Iterator[Any]:
-    """Yield requests, and then nothing, without an end."""
-    yield from requests
-    threading.Event().wait(PATIENCE)
 
 
 def test_the_load_moves_to_the_engine_that_has_served(served: Picker) -> None:
