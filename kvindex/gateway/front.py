@@ -74,6 +74,7 @@ class Front:
         queue_within: float = 30.0,
         head_within: float = 600.0,
         head_hold: float = 1.0,
+        explains: bool = False,
         silent_within: float = 300.0,
     ) -> None:
         self.access = access or Access()
@@ -86,6 +87,7 @@ class Front:
         self._queue_within = queue_within
         self._head_within = head_within
         self._head_hold = head_hold
+        self._explains = explains
         self._silent_within = silent_within
         self._prefix = secrets.token_hex(6)
         self._numbers = count(1)
@@ -241,6 +243,12 @@ class Front:
             raise
         headers, length = answer_headers(answer.headers)
         headers.append((b"x-request-id", request_id.encode()))
+        if self._explains and (reservation := exchange.reservation) is not None:
+            headers += [
+                (b"x-kvindex-rank", str(reservation.rank).encode()),
+                (b"x-kvindex-held", b"%d" % reservation.held),
+                (b"x-kvindex-reason", reservation.reason.encode()),
+            ]
         # A short whole answer is complete by now: one write, and no chunks.
         if exchange.stage is Stage.ENDED:
             self._end(exchange)

@@ -310,6 +310,7 @@ class Door:
             queue_within=settings.queue_within,
             head_within=settings.head_within,
             head_hold=settings.head_hold,
+            explains=settings.explain_headers,
             silent_within=settings.silent_within,
         )
         self._guard = Guard(

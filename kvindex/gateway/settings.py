@@ -38,6 +38,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         head_hold: seconds for which the head of a stream waits for its first event. Then it goes
             out, and no other engine can be asked.
         silent_within: seconds for which an engine may send nothing of an answer that has begun.
+        explain_headers: say in each answer which rank served it, how many tokens of the prompt that
+            held, and why it was chosen: x-kvindex-rank, -held and -reason.
         tokens_within: seconds that a request may wait for its tokens.
         tokenizers: folders with a model's tokenizer and chat template, by the model's name; "": for
             any other model.
@@ -61,6 +63,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     head_within: float = 600.0
     head_hold: float = 1.0
     silent_within: float = 300.0
+    explain_headers: bool = False
     tokens_within: float = 2.0
     tokenizers: Mapping[str, str] = {}
     drain: float = 30.0

@@ -131,11 +131,10 @@ class Tokenizing:
             tokens = local or await self._find_in_engines(call, prompt, engines, until)
         self._counters[tokens.reason] += 1
         if tokens.token_ids is not None and prompt.others:
-            # Where their text is not encoded, each token counts as long as it is on the average.
-            sizes = (
-                len(p) if isinstance(p, list) else len(p) // _BYTES_A_TOKEN for p in prompt.others
-            )
-            return tokens._replace(others=sum(sizes))
+            # Texts count as if they had as many tokens for their length as the first one.
+            per_character = len(tokens.token_ids) / max(1, len(prompt.text or ""))
+            sizes = (len(p) * (per_character if isinstance(p, str) else 1) for p in prompt.others)
+            return tokens._replace(others=int(sum(sizes)))
         return tokens
 
     def _shortened(

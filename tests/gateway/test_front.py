@@ -36,6 +36,17 @@ async def test_a_stream_passes_through_and_its_place_is_finished_with_the_usage(
         assert fields[b"x-data-parallel-rank"] == b"0"
 
 
+async def test_an_answer_says_where_it_is_from_if_it_is_to() -> None:
+    async with fronted(Engine(), explains=True) as served:
+        _, headers, _ = await served.ask()
+        found = {name: value for name, value in headers.items() if name.startswith(b"x-kvindex-")}
+        assert found == {
+            b"x-kvindex-rank": b"e0/0",
+            b"x-kvindex-held": b"8",
+            b"x-kvindex-reason": b"held",
+        }
+
+
 async def test_a_whole_answer_is_one_reply_with_its_length() -> None:
     fields = (*JSON, (b"content-length", b"%d" % len(WHOLE)), (b"server", b"uvicorn"))
     async with fronted(Engine([WHOLE], headers=fields)) as served:

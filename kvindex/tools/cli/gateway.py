@@ -43,6 +43,7 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
     settings_options(listening, settings, "--drain S")
     text = "write a line of JSON for each request to stderr; no prompts"
     option(listening, "--access-log", text)
+    settings_options(listening, settings, "--explain-headers")
     option(listening, "--proxy NAME", "have Envoy in front (needs kvindex[envoy])", ("envoy",))
     text = "of Envoy (default: one for each processor)"
     option(listening, "--threads N", text, count)
@@ -120,6 +121,8 @@ def run_gateway(arguments: argparse.Namespace) -> int:
                 "with --proxy envoy, --head-within is for all of an answer: leave out "
                 "--silent-within"
             )
+        if arguments.explain_headers:
+            raise ConfigurationError("--explain-headers is of the gateway without --proxy envoy")
         check_engines(arguments.engine)
     # Everything is checked by now: what is printed would run.
     if arguments.print_envoy:
