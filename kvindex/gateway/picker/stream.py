@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice
 from typing import Any, Final
@@ -407,6 +408,8 @@ HIDES: Final = "hides"
 ENGINES: Final = "engines"
 """The name of the engines' cluster."""
 
+_EARLY_SECONDS: Final = 60.0  # for which a request may be placed after its client has left
+_MOST_EARLY: Final = 4096
 _SILENT_SECONDS: Final = 200.0  # after which an open request, reported each minute, is given up
 _GONE: Final = 502
 
@@ -425,6 +428,9 @@ class Reports:
         self._time = time
         self._open: dict[str, Exchange] = {}  # by the key of the booking
         self._heard: dict[str, float] = {}
+        # Lines about requests that are not followed, with the time: a client may leave while its
+        # request is placed. Else they are another picker's, which has died.
+        self._early: OrderedDict[str, tuple[float, Any]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -432,6 +438,8 @@ class Reports:
     def begin(self, key: str, exchange: Exchange) -> None:
         """Follow a request that goes to an engine."""
         self._open[key], self._heard[key] = exchange, self._time()
+        if (early := self._early.pop(key, None)) is not None:
+            self.logged(early[1])
 
     def first(self, message: bytes) -> None:
         """Accept the report that content has begun: the request's key, and who serves it."""
@@ -447,10 +455,12 @@ class Reports:
         key = notes.fields[BOOKING].string_value if notes and BOOKING in notes.fields else ""
         exchange = self._open.get(key)
         if exchange is None:
-            # Without a key: the picker was away, and Envoy has chosen an engine by itself.
-            if common.upstream_cluster == ENGINES and not common.intermediate_log_entry:
-                path = entry.request.path.partition("?")[0]
-                self._access.count(path, entry.response.response_code.value, End.UNPICKED)
+            if key and not common.intermediate_log_entry:
+                self._early[key] = self._time(), entry
+                if len(self._early) > _MOST_EARLY:
+                    self._count_unpicked(self._early.popitem(last=False)[1][1])
+            elif not common.intermediate_log_entry:
+                self._count_unpicked(entry)
             return
         if common.intermediate_log_entry:
             self._heard[key] = self._time()
@@ -475,6 +485,12 @@ class Reports:
         )
         self._end(key, end, status, usage_noted(noted), min(ended, self._time()))
 
+    def _count_unpicked(self, entry: Any) -> None:
+        # The picker was away, and Envoy has chosen an engine by itself.
+        if entry.common_properties.upstream_cluster == ENGINES:
+            path = entry.request.path.partition("?")[0]
+            self._access.count(path, entry.response.response_code.value, End.UNPICKED)
+
     def abandon(self) -> None:
         """End all requests: their Envoy is gone, and will report none of them."""
         for key, exchange in list(self._open.items()):
@@ -482,6 +498,8 @@ class Reports:
 
     def sweep(self) -> None:
         """End requests that Envoy has not reported for minutes: it has lost their reports."""
+        while self._early and self._time() - next(iter(self._early.values()))[0] > _EARLY_SECONDS:
+            self._count_unpicked(self._early.popitem(last=False)[1][1])
         for key, heard in list(self._heard.items()):
             if self._time() - heard > _SILENT_SECONDS:
                 exchange = self._open[key]

@@ -32,10 +32,14 @@ class Reported:
         self.now = 10.0
         self.access = Access()
         self.reports = Reports(self.access, self.move, lambda: self.now)
-        self.exchange = Exchange(call_of(), "id", 10.0)
+        self.exchange = self.open_another(KEY)
+
+    def open_another(self, key: str) -> Exchange:
+        exchange = Exchange(call_of(), "id", 10.0)
         self.access.begin()
-        self.exchange.reserved(LoggedReservation(self.log, RANK), 10.0)
-        self.reports.begin(KEY, self.exchange)
+        exchange.reserved(LoggedReservation(self.log, RANK), 10.0)
+        self.reports.begin(key, exchange)
+        return exchange
 
     def move(self, exchange: Exchange, endpoint: str) -> None:
         self.log.append(("move", endpoint))
@@ -130,8 +134,27 @@ def test_the_first_content_moves_the_load_to_who_serves_it() -> None:
 def test_a_request_of_another_picker_or_of_none_is_counted_by_its_status() -> None:
     served = Reported()
     served.reports.logged(line(key="of a picker that has died"))
+    served.now += 61.0
+    served.reports.sweep()
     assert served.access.statistics()["requests"] == [("/v1/chat/completions", 200, "unpicked", 1)]
     assert served.exchange.end is None
+
+
+def test_a_client_that_leaves_while_its_request_is_placed_leaves_no_booking() -> None:
+    served = Reported()
+    gone = line(0, "downstream_remote_disconnect", LEFT, key="placed too late")
+    served.reports.logged(gone)
+    exchange = served.open_another("placed too late")
+    assert (exchange.end, len(served.reports)) == (End.LEFT, 1)
+    assert served.log == [("cancel", RANK)]
+
+
+def test_what_is_remembered_of_lines_that_come_early_is_bounded() -> None:
+    served = Reported()
+    for number in range(5000):
+        served.reports.logged(line(key=str(number)))
+    assert len(served.reports._early) == 4096
+    assert served.access.statistics()["requests"][0][3] == 5000 - 4096
 
 
 def test_an_open_request_is_heard_of_each_minute_or_given_up() -> None:
