@@ -11,6 +11,7 @@ local CONTENT = {  -- what stands in an event with content, of each API; most to
 }
 local MOST_KEPT = 1048576  -- bytes of an event without an end
 local MOST_USAGE = 4096  -- bytes of a usage
+local MOST_USAGES = 64  -- that are looked at in one piece
 
 local function has_content(events)
   for _, pattern in ipairs(CONTENT) do
@@ -39,13 +40,35 @@ local function end_of_events(data)
   end
 end
 
--- Events without the one that has the usage and no choices.
-local function without_usage(events)
+-- An event with the fingerprint of the model's server, if there is one.
+local function stamped(event, fingerprint)
+  local stop = fingerprint and find(event, '}[^}]*$')
+  if not stop then return event end
+  return sub(event, 1, stop - 1) .. ',"system_fingerprint":' .. fingerprint .. sub(event, stop)
+end
+
+-- Events without the one that has the usage and no choices: nobody but us has asked for it. vLLM
+-- puts its fingerprint there and not into the event before, which waits for it in `shown.last`.
+local function without_usage(events, shown)
   local kept, from = {}, 1
   while from <= #events do
     local _, stop = find(events, '\n\r?\n', from)
     local event = sub(events, from, stop or #events)
-    if not (find(event, '"choices":%s*%[%s*%]') and find(event, '"usage":%s*{')) then
+    local has_choices = find(event, '"choices":%s*%[%s*{')
+    local has_usage = find(event, '"usage":%s*{')
+    -- Usage with each piece was not asked for: the engine sends it to all, and this client, too.
+    if has_usage and has_choices then shown.hides = false end
+    local last = shown.last
+    shown.last = ""
+    if shown.hides and has_usage and find(event, '"choices":%s*%[%s*%]')
+      and not find(event, '"error":%s*[^n%s]') then
+      kept[#kept + 1] = stamped(last, string.match(event, '"system_fingerprint":%s*("[^"\\]*")'))
+    elseif shown.hides and has_choices and find(event, '"finish_reason":%s*"')
+      and not find(event, '"system_fingerprint":%s*"') then
+      kept[#kept + 1] = last
+      shown.last = event
+    else
+      kept[#kept + 1] = last
       kept[#kept + 1] = event
     end
     from = (stop or #events) + 1
@@ -68,26 +91,36 @@ end
 -- Note the usage that stands first in an answer, and the last one; return whether there is one here.
 local function note_usage(handle, text)
   local has_some = false
-  for usage in string.gmatch(text, '"usage":%s*(%b{})') do
-    local notes = handle:streamInfo():dynamicMetadata():get("kvindex")
-    if #usage <= MOST_USAGE and not find(usage, '[\128-\255]') then  -- what the log can carry
-      note(handle, notes["usage"] and "usage_at_end" or "usage", usage)
+  local from = 1
+  -- Bounded: one that has no end would be searched to the end of the text, each time.
+  for _ = 1, MOST_USAGES do
+    local begin, brace = find(text, '"usage":%s*{', from)
+    if not begin then break end
+    has_some, from = true, brace
+    local usage = string.match(sub(text, brace, brace + MOST_USAGE), '^%b{}')
+    if usage then
+      from = brace + #usage
+      if #usage <= MOST_USAGE and not find(usage, '[\128-\255]') then  -- what the log can carry
+        local notes = handle:streamInfo():dynamicMetadata():get("kvindex")
+        note(handle, notes["usage"] and "usage_at_end" or "usage", usage)
+      end
     end
-    has_some = true
   end
   return has_some
 end
 
 -- Note what events say; return those that are forwarded.
-local function read(handle, events, hides)
+local function read(handle, events, shown)
   if find(events, '{"error":', 1, true) then note(handle, "error", "yes") end
   if is_last(events) then note(handle, "last", "yes") end
-  if not find(events, 'usage":', 1, true) then return events end
-  return note_usage(handle, events) and hides and without_usage(events) or events
+  local has_usage = find(events, 'usage":', 1, true) and note_usage(handle, events)
+  if not shown.hides then return events end
+  local is_plain = not has_usage and shown.last == "" and not find(events, '"finish_reason":%s*"')
+  return is_plain and events or without_usage(events, shown)
 end
 
 local function read_events(handle, booking, served, hides)
-  local has_begun = false
+  local has_begun, shown = false, {hides = hides, last = ""}
   local parts, size, tail = {}, 0, ""  -- of an event without its end, and its last bytes
   for chunk in handle:bodyChunks() do
     local data = chunk:getBytes(0, chunk:length())
@@ -114,9 +147,12 @@ local function read_events(handle, booking, served, hides)
         has_begun = true
         report_first(handle, booking, served)
       end
-      local forwarded = read(handle, events, hides)
+      local forwarded = read(handle, events, shown)
       is_changed = is_changed or #forwarded ~= #events
       events = forwarded
+    end
+    if data == "" and shown.last ~= "" then  -- nothing came that could have had the fingerprint
+      events, is_changed, shown.last = events .. shown.last, true, ""
     end
     if hides and is_changed then chunk:setBytes(events) end
   end

@@ -19,7 +19,18 @@ from lupa import luajit21
 from kvindex.gateway.envoy.config import lua
 from kvindex.gateway.events import Events, Usage
 from kvindex.gateway.picker.stream import usage_noted
-from tests.gateway.test_events import DONE, LAST, REPORT, ROLE, TEXT, USAGE, chunk, event
+from tests.gateway.test_events import (
+    BESIDE_CHOICES,
+    DONE,
+    LAST,
+    REPORT,
+    ROLE,
+    STAMPED,
+    TEXT,
+    USAGE,
+    chunk,
+    event,
+)
 
 pytestmark = pytest.mark.service
 
@@ -106,6 +117,11 @@ RESPONSES = [
 PARTS = [ROLE, TEXT, LAST, REPORT, DONE, b": keep-alive\n\n", event({"error": {"message": "m"}})]
 PARTS += [event(chunk(content='"usage": {"a": 1} [DONE]')), event(chunk(tool_calls=[{"id": 1}]))]
 PARTS += [event(chunk(reasoning_content="b")), event({"choices": [{"text": "a"}], "usage": None})]
+PARTS += [
+    STAMPED,
+    BESIDE_CHOICES,
+    event({"error": {"message": "m"}, "choices": [], "usage": USAGE}),
+]
 PARTS += [part.replace(b"\n", b"\r\n") for part in (TEXT, REPORT)]
 
 
@@ -152,6 +168,20 @@ def test_a_usage_that_the_access_log_cannot_carry_is_not_noted(program: Any, odd
     report = b'data: {"choices": [], "usage": {"a": ' + odd + b"}}\n\n"
     answer = answered(program, [TEXT, report, DONE], hides=True)
     assert (answer.body, usage_noted(answer.notes)) == (TEXT + DONE, None)
+
+
+@pytest.mark.parametrize("unit", [b'"usage":{', b'"usage":{"a":1},', b'"choices":[],"usage":{'])
+def test_usages_without_an_end_cost_no_more_for_each_byte_the_more_there_are(
+    program: Any, unit: bytes
+) -> None:
+    def taken(size: int) -> float:
+        began = time.thread_time()
+        answered(program, [b"data: {" + unit * (size // len(unit)) + b"\n\n"], hides=True)
+        return (time.thread_time() - began) / size
+
+    taken(1 << 16)
+    least = [min(taken(size) for _ in range(3)) for size in (1 << 17, 1 << 20)]
+    assert least[1] < 4 * least[0]
 
 
 def test_an_event_without_an_end_costs_no_more_for_each_byte_the_longer_it_is(program: Any) -> None:
