@@ -146,6 +146,7 @@ class Events:
         self._hides_usage = hides_usage
         self._kept = bytearray()  # of an event without its end
         self._last = b""  # a choice's last event, which waits for the fingerprint
+        self._ends_choice = False  # the present event is the last of a choice
         self._is_overlong = False  # the rest of the present event is forwarded unread
 
     def feed(self, data: bytes) -> bytes:
@@ -226,11 +227,7 @@ class Events:
         if self._hides_usage and read is not None:
             if read.usage is not None and not (read.choices or read.type) and read.error is None:
                 return _stamped(last, read.system_fingerprint)
-            if (
-                read.choices
-                and read.system_fingerprint is None
-                and any(choice.finish_reason is not None for choice in read.choices)
-            ):
+            if self._ends_choice and read.system_fingerprint is None:
                 self._last = event
                 return last
         return last + event if last else event
@@ -246,11 +243,14 @@ class Events:
             self.unread += 1
             return None
         choices, usage = read.choices, read.usage
+        self._ends_choice = False
         if choices:
             for choice in choices:
                 if choice.delta or choice.text:
                     self.has_content = True
                     self.delivered += 1
+                if choice.finish_reason is not None:
+                    self._ends_choice = True
         elif read.type:
             self._read_typed(read.type, read.response, data)
         if read.error is not None or read.type == "error":
