@@ -282,6 +282,7 @@ class Front:
                     request_id=unique,
                     deadline=time() + self._queue_within,
                     workers=workers,
+                    media=prompt.media,
                 )
                 exchange.reserved(reservation, time())
                 # The engine may still know the id of a try before, and refuse it.

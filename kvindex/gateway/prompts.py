@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -139,6 +140,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     # Whether tokens such as BOS are added, if that differs from what its route does of itself.
     adds_special: bool | None = None
     others: Sequence[Any] = ()  # further prompts of the same request
+    media: bytes = b""  # a name of the first image or sound in it
 
 
 def prompt_of(call: Call, *, is_sglang: bool = False) -> Prompt:
@@ -165,7 +167,8 @@ def prompt_of(call: Call, *, is_sglang: bool = False) -> Prompt:
         else:
             prompt = _of_texts(fields, "prompt" if call.path == COMPLETIONS else "input")
     except _UnreadError as error:
-        return Prompt(unknown=str(error))
+        is_media = str(error) == "media"
+        return Prompt(unknown=str(error), media=_first_media(fields) if is_media else b"")
     except msgspec.ValidationError:
         return Prompt(unknown="form")
     most, side = fields.get("truncate_prompt_tokens"), fields.get("truncation_side")
@@ -194,11 +197,15 @@ def _of_chat(fields: _Fields) -> Prompt:
     if isinstance(token_ids, list) and token_ids:  # of SGLang
         return Prompt(token_ids=token_ids)
     if any(_has_media(message) for message in fields["messages"]):
-        return Prompt(unknown="media")
+        raise _UnreadError("media")
     return Prompt(chat=fields, adds_special=fields.get("add_special_tokens"))
 
 
 _TEXTS: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_NO_MEDIA: Final = _TEXTS | {
+    *("message", "redacted_thinking", "reasoning", "tool_use", "tool_result", "tool_reference"),
+    *("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+}
 
 
 def _has_media(message: Any) -> bool:
@@ -207,6 +214,24 @@ def _has_media(message: Any) -> bool:
         isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _TEXTS)
         for part in content
     )
+
+
+def _first_media(fields: _Fields) -> bytes:
+    """Return a name of the first image or sound in a request, in whichever API's form."""
+    items = fields.get("messages") or fields.get("input")
+    waiting = list(reversed(items)) if isinstance(items, list) else []
+    while waiting:
+        item = waiting.pop()
+        if not isinstance(item, dict):
+            continue
+        inner = item.get("content") or item.get("output")
+        if isinstance(inner, list):  # a message, or the result of a tool
+            waiting += reversed(inner)
+        elif item.get("type", "message") not in _NO_MEDIA and "role" not in item:
+            # What is beside it, such as marks for a cache, does not make it another one.
+            own = {k: v for k, v in item.items() if k not in ("cache_control", "detail", "id")}
+            return blake2b(msgspec.json.encode(own, order="deterministic"), digest_size=16).digest()
+    return b""
 
 
 def with_effort(prompt: Prompt, effort: str) -> Prompt:

@@ -12,6 +12,7 @@ import re
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -271,6 +272,7 @@ class Routing:
     def __init__(self, models: Models, most_waiting: int, ejection: Ejection | None = None) -> None:
         self._models = models
         self.ejection = ejection or Ejection()
+        self._seen_media: OrderedDict[bytes, Rank] = OrderedDict()
         self._makers: OrderedDict[str, str] = OrderedDict()  # workers, by their responses' ids
         self.counting_globally: set[str] = set()  # workers; see `pin`
         self._waiting: defaultdict[Router, Waiting] = defaultdict(partial(Waiting, most_waiting))
@@ -326,6 +328,7 @@ class Routing:
         request_id: str,
         deadline: float,
         workers: Collection[str] | None = None,
+        media: bytes = b"",
     ) -> Reservation:
         """Reserve a rank for a request; wait for one if none has room.
 
@@ -339,6 +342,8 @@ class Routing:
             request_id: of the booking; no two open requests have the same.
             deadline: until when it may wait, in seconds of the event loop.
             workers: names of the engines that count; None: all.
+            media: a name of what the prompt shows and its tokens do not say. It goes where it went
+                before, unless that rank has much more to do than others.
 
         Raises:
             UnknownModelError, NoRankError, ShedError: it has no rank.
@@ -351,17 +356,24 @@ class Routing:
                 # Who waits is first come, first served: a new request does not pass the queue.
                 if not len(waiting) if ticket is None else waiting.is_first(ticket):
                     served = self._models.find(model)  # anew: engines come and go meanwhile
+                    before = self._rank_of(media, served, workers, exclude)
                     booking = _book(
                         served,
                         token_ids,
                         workers,
                         exclude,
+                        before,
                         request_id=request_id,
                         salt=salt,
                         reads_cache=reads_cache,
                         prompt_tokens=prompt_tokens,
                     )
                     serving = None if booking is None else served.serving(booking.rank)
+                    if booking is not None and media:
+                        self._seen_media[media] = booking.rank
+                        self._seen_media.move_to_end(media)
+                        if len(self._seen_media) > _MOST_RESPONSES:
+                            self._seen_media.popitem(last=False)
                     if booking is not None and serving is not None:
                         return Reservation(booking, serving, waiting, self)
                     if booking is not None:  # the rank has come since `find`
@@ -372,6 +384,24 @@ class Routing:
         finally:
             if ticket is not None:
                 waiting.leave(ticket)
+
+    def _rank_of(
+        self,
+        media: bytes,
+        model: Model,
+        workers: Collection[str] | None,
+        exclude: Sequence[Rank],
+    ) -> Rank | None:
+        """Return the rank that has seen a prompt's media, if it may serve the prompt again."""
+        rank = self._seen_media.get(media) if media else None
+        known = model.router.ranks if model.ranks is None else model.ranks
+        if rank is None or rank in exclude or rank not in known:
+            return None
+        if workers is not None and rank.worker not in workers:
+            return None
+        opened = [model.router.load(other).open_requests for other in known]
+        is_busy = model.router.load(rank).open_requests > 2 * (sum(opened) / len(opened)) + 2
+        return None if is_busy else rank
 
     def drain(self, worker: str) -> None:
         """Send an engine no more requests; open ones go on. Raises UnknownRankError."""
@@ -419,11 +449,15 @@ def _book(
     token_ids: TokenIds | None,
     workers: Collection[str] | None,
     exclude: Sequence[Rank],
+    only: Rank | None,
     **options: Any,
 ) -> Booking | None:
-    """Reserve a rank; None if none has room."""
+    """Reserve a rank, `only` this one if it may be chosen; None if none has room."""
     router = model.router
     known = router.ranks
+    if only is not None:
+        with suppress(NoCandidateError, UnknownRankError):
+            return router.reserve((), ranks=only, lora=model.lora, **options)
     try:
         return router.reserve(
             () if token_ids is None else token_ids,

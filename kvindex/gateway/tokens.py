@@ -82,6 +82,7 @@ class Tokens(NamedTuple):
     token_ids: Sequence[int] | None  # None if they are not known
     reason: str  # where they are from, or why there are none
     others: int = 0  # tokens of further prompts of the same request, perhaps as an estimate
+    media: bytes = b""  # a name of the first image or sound, if that is why there are none
 
     def length(self, call: Call) -> int:
         """Return how many there are in all, or an estimate by the request's bytes."""
@@ -129,6 +130,7 @@ class Tokenizing:
             until = asyncio.get_running_loop().time() + self._within
             local = await self._local_tokens(call, prompt, engines, until)
             tokens = local or await self._find_in_engines(call, prompt, engines, until)
+            tokens = tokens._replace(media=prompt.media)
         self._counters[tokens.reason] += 1
         if tokens.token_ids is not None and prompt.others:
             # Texts count as if they had as many tokens for their length as the first one.

@@ -213,6 +213,31 @@ async def test_an_engine_that_counts_all_ranks_is_noticed_by_its_refusal() -> No
     assert (await sent())[1] < b"4"
 
 
+async def test_a_prompt_goes_where_its_image_went_unless_that_rank_is_busy() -> None:
+    fleet = Fleet()
+    fleet.set(**{name: report(name, "m") for name in "abcd"})
+
+    async def place(media: bytes, **options: Any) -> Reservation:
+        return await fleet.reserve(token_ids=None, media=media, **options)
+
+    homes = {}
+    for number in range(12):
+        image = b"%d" % number
+        reservation = await place(image)
+        homes[image] = reservation.rank
+        reservation.cancel()
+    for image, home in homes.items():
+        reservation = await place(image)
+        assert reservation.rank == home
+        reservation.cancel()
+    image, home = next(iter(homes.items()))
+    assert (await place(image, exclude=[home])).rank != home
+    placed = [(await place(image)).rank for _ in range(40)]
+    assert len(set(placed)) > 1, "it is one image, but others have nothing to do"
+    fleet.set(**{name: report(name, "m") for name in "abcd" if name != home.worker})
+    assert (await place(b"5")).rank.worker in "abcd"
+
+
 def test_the_only_model_needs_no_name() -> None:
     fleet = Fleet()
     fleet.set(a=report("a", "m", "sql", adapters=("sql",)))

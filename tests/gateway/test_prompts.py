@@ -342,7 +342,31 @@ _UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "fields", "reason"), _UNKNOWN)
 def test_what_only_the_engine_knows_is_unknown(path: str, fields: Any, reason: str) -> None:
-    assert prompt(path, **fields) == Prompt(unknown=reason)
+    found = prompt(path, **fields)
+    assert (found.unknown, found.chat, found.text) == (reason, None, None)
+    assert bool(found.media) == (reason == "media")
+
+
+def shown(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def test_a_prompt_with_media_is_named_by_the_first_of_them() -> None:
+    def name(*parts: Any, **fields: Any) -> bytes:
+        turns = [{"role": "user", "content": list(parts)}]
+        return prompt(CHAT, messages=[*turns, *fields.pop("later", ())], **fields).media
+
+    first = name(*texts("See"), shown("a"))
+    later = [{"role": "user", "content": [shown("b")]}]
+    assert first == name(*texts("Look"), shown("a", cache_control={"type": "x"}), later=later)
+    assert first != name(shown("b"), shown("a"))
+    source = {"type": "image", "source": {"type": "base64", "data": "AA=="}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [*texts("one"), source]}
+    direct, in_result = (
+        prompt(MESSAGES, messages=[{"role": "user", "content": [block]}]).media
+        for block in (source, result)
+    )
+    assert direct == in_result != first
 
 
 @pytest.mark.parametrize(

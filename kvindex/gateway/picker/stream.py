@@ -318,6 +318,7 @@ class _PickedRequest:
                 request_id=self._key,
                 deadline=time() + picker.queue_within,
                 workers=None if len(eligible) == len(servings) else {e.worker for e in eligible},
+                media=prompt.media,
             )
         except (UnknownModelError, NoRankError, ShedError, CallError) as error:
             status = error.status if isinstance(error, CallError) else no_rank_reply(error).status
