@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -134,6 +135,22 @@ def read_call(path: str, body: bytes) -> Call:
         asked["continuous_usage_stats"] = False
     wanted = {"stream_options": asked}
     return msgspec.structs.replace(call, body=with_fields(body, wanted), hides_usage=True)
+
+
+def inflated(body: bytes, most: int) -> bytes:
+    """Return what a gzip body has in it, at most so many bytes; raises CallError. O(`most`)."""
+    reader = zlib.decompressobj(wbits=31)
+    try:
+        text = reader.decompress(body, most + 1)
+    except zlib.error as error:
+        raise CallError(400, f"the body is no gzip: {error}") from None
+    if len(text) > most:
+        raise CallError(
+            413, f"the body has more than {most} bytes once it is inflated", code="body"
+        )
+    if not reader.eof or reader.unused_data:
+        raise CallError(400, "the body is not one whole gzip")
+    return text
 
 
 def reads_long(body: bytes) -> bool:

@@ -14,13 +14,17 @@ import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Final
 
+import msgspec
+
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import (
     BY_LOAD,
+    MESSAGES,
     RESPONSES,
     ROUTES,
     TOKENIZE,
@@ -28,6 +32,7 @@ from kvindex.gateway.calls import (
     CallError,
     answer_headers,
     error_reply,
+    inflated,
     read_call,
     reads_long,
     request_headers,
@@ -35,6 +40,7 @@ from kvindex.gateway.calls import (
 )
 from kvindex.gateway.request_life import End, Exchange, Stage
 from kvindex.gateway.routing import NoRankError, Routing, ShedError, UnknownModelError
+from kvindex.gateway.settings import MOST_BODY
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Answer, Upstream, UpstreamError
 from kvindex.service.http import (
@@ -75,6 +81,7 @@ class Front:
         head_within: float = 600.0,
         head_hold: float = 1.0,
         explains: bool = False,
+        most_body: int = MOST_BODY,
         silent_within: float = 300.0,
     ) -> None:
         self.access = access or Access()
@@ -88,6 +95,7 @@ class Front:
         self._head_within = head_within
         self._head_hold = head_hold
         self._explains = explains
+        self._most_body = most_body  # bytes, once they are inflated
         self._silent_within = silent_within
         self._prefix = secrets.token_hex(6)
         self._numbers = count(1)
@@ -208,6 +216,9 @@ class Front:
     # A routed request ---------------------------------------------------------------------------
 
     def _serve(self, request: Request) -> Reply | Awaitable[Reply | Stream]:
+        coding = request.header(b"content-encoding")
+        if coding is not None and coding.strip().lower() != b"identity":
+            return self._serve_coded(request, coding.strip().lower())
         if reads_long(request.body):
             return self._serve_long(request)
         # At once, without a task: what is refused costs the least.
@@ -216,6 +227,19 @@ class Front:
         except CallError as error:
             return self._refused(request, error)
         return self._answer(call, request)
+
+    async def _serve_coded(self, request: Request, coding: bytes) -> Reply | Stream:
+        """Inflate a body first: engines receive it plain, since not all of them read gzip."""
+        try:
+            if coding != b"gzip":
+                text = f"bodies may be gzip or plain, not {coding.decode('latin-1')[:40]}"
+                raise CallError(415, text, param="content-encoding")
+            body = await asyncio.to_thread(inflated, request.body, self._most_body)
+        except CallError as error:
+            return self._refused(request, error)
+        headers = [field for field in request.headers if field[0] != b"content-encoding"]
+        plain = replace(request, body=body, headers=headers)
+        return await self._serve_long(plain)
 
     async def _serve_long(self, request: Request) -> Reply | Stream:
         try:
@@ -226,7 +250,7 @@ class Front:
 
     def _refused(self, request: Request, error: CallError) -> Reply:
         self.access.count(request.path, error.status)
-        return _call_error(error)
+        return in_form(request.path, _call_error(error))
 
     async def _answer(self, call: Call, request: Request) -> Reply | Stream:
         # Two open requests may have the same id of their client, and bookings must not.
@@ -238,6 +262,9 @@ class Front:
         self.access.begin()
         try:
             answer, kept = await self._begun(exchange, fields, unique)
+        except RefusedError as error:
+            self._end(exchange, error)
+            return in_form(call.path, error.reply)
         except BaseException as error:
             self._end(exchange, error)
             raise
@@ -408,6 +435,19 @@ def unknown_response(response_id: str) -> CallError:
         "gateway began, by another gateway, or by an engine that has gone"
     )
     return CallError(404, text, param="previous_response_id", code="response_not_found")
+
+
+def in_form(path: str, reply: Reply) -> Reply:
+    """Return an error of ours in the form that clients of a route read."""
+    if not path.startswith(MESSAGES) or reply.status < 400:
+        return reply
+    error = msgspec.json.decode(reply.body)["error"]
+    kind = _ANTHROPICS.get(reply.status, "api_error" if reply.status >= 500 else error["type"])
+    body = {"type": "error", "error": {"type": kind, "message": error["message"]}}
+    return reply._replace(body=msgspec.json.encode(body))
+
+
+_ANTHROPICS: Final = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 def refusal_reply(refusal: Refusal) -> Reply:

@@ -311,6 +311,7 @@ class Door:
             head_within=settings.head_within,
             head_hold=settings.head_hold,
             explains=settings.explain_headers,
+            most_body=listening.limits.body_bytes,
             silent_within=settings.silent_within,
         )
         self._guard = Guard(

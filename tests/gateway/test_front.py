@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvindex.gateway.routing import NoRankError, ShedError, UnknownModelError
-from tests.gateway.fronts import STREAM, Engine, Hang, fronted
+from tests.gateway.fronts import STREAM, Engine, Hang, body_of, fronted
 from tests.gateway.lives import DONE, HEAD, JSON, ROLE, USAGE, WHOLE, event
 
 pytestmark = pytest.mark.unit
@@ -286,6 +287,42 @@ async def test_models_health_and_readiness() -> None:
         served.front.drain()
         assert (await get(b"/ready"))[0] == 503
         assert (await get(b"/health"))[0] == 200
+
+
+async def test_errors_of_the_messages_api_have_anthropics_form() -> None:
+    async with fronted() as served:
+        served.scripted.refusal = NoRankError({"drained": 1})
+        wrong: dict[str, Any] = {"messages": []}
+        for fields, status, kind in (
+            ({}, 503, "overloaded_error"),
+            (wrong, 400, "invalid_request_error"),
+        ):
+            found, _, body = await served.ask(path="/v1/messages", **fields)
+            answer = json.loads(body)
+            assert (found, answer["type"], answer["error"]["type"]) == (status, "error", kind)
+            assert answer["error"]["message"]
+
+
+async def test_a_gzip_body_is_read_and_sent_plain_within_limits() -> None:
+    async with fronted(Engine(), most_body=3000) as served:
+        plain = body_of(user="x" * 2000)
+
+        async def post(body: bytes, coding: bytes = b"gzip") -> tuple[int, Any]:
+            client = await served.connect()
+            client.post("/v1/chat/completions", body, b"content-encoding: " + coding)
+            return (await client.answer())[::2]
+
+        assert (await post(gzip.compress(plain)))[0] == 200
+        (_, _, sent, fields) = served.scripted.sent[0]
+        assert (sent, b"content-encoding" in fields) == (plain, False)
+        for body, coding, status in (
+            (gzip.compress(b" " * 3001), b"gzip", 413),
+            (gzip.compress(plain)[:-9], b"gzip", 400),
+            (gzip.compress(plain) + b"more", b"gzip", 400),
+            (plain, b"gzip", 400),
+            (plain, b"br", 415),
+        ):
+            assert (await post(body, coding))[0] == status
 
 
 async def test_a_follow_up_goes_to_the_engine_that_has_made_the_response() -> None:

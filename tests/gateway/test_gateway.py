@@ -451,16 +451,20 @@ def test_a_body_that_is_too_long_has_an_answer_in_the_form_of_openai(served: Gat
     assert json.loads(answer)["error"]["type"] == "invalid_request_error"
 
 
-@WITH_AND_WITHOUT
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [((), signal.SIGTERM), ((), signal.SIGHUP), (ENVOY, signal.SIGTERM)],
+    ids=["alone", "alone, hung up", "envoy"],
+)
 def test_a_signal_lets_open_streams_end_while_it_reports_not_ready(
-    options: tuple[str, ...],
+    options: tuple[str, ...], number: int
 ) -> None:
     with gateway(*options, ranks=1) as served:
         for engine in served.engines:
             engine.faults = HttpFaults(gap=0.05)
         pids = children(served)
         with streaming(served) as (response,):
-            served.process.process.send_signal(signal.SIGTERM)
+            served.process.process.send_signal(number)
             until(lambda: served.ask("/ready")[0] == 503)
             assert served.ask(CHAT, chat("meanwhile", max_tokens=1))[0] == 200
             assert response.read().endswith(b"data: [DONE]\n\n")

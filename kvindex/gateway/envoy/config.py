@@ -42,6 +42,7 @@ _HUNG_SECONDS: Final = 3  # without an answer to a health check: then requests g
 _KEEPALIVE_SECONDS: Final = 4  # vLLM and SGLang close idle connections after 5
 _CONNECT_SECONDS: Final = 3
 _REPORT_SECONDS: Final = 60  # between reports of a request that is open
+_ENVOYS_OWN: Final = 256 << 20  # bytes that Envoy needs beside bodies
 _FORGED: Final = (*(prefix.decode() for prefix in FORGED), "x-envoy-")
 
 
@@ -60,6 +61,16 @@ def bootstrap(
     }
     name = "envoy.resource_monitors.global_downstream_max_connections"
     monitor = {"name": name, "typed_config": connections}
+    # Envoy keeps each body for a retry, whatever the number of its streams.
+    heap = {
+        "@type": f"{_TYPES}.resource_monitors.fixed_heap.v3.FixedHeapConfig",
+        "max_heap_size_bytes": settings.listening.limits.bodies_bytes + _ENVOYS_OWN,
+    }
+    full = "envoy.resource_monitors.fixed_heap"
+    refuses = {
+        "name": "envoy.overload_actions.stop_accepting_requests",  # 503
+        "triggers": [{"name": full, "threshold": {"value": 1.0}}],
+    }
     return {
         "node": {"id": "kvindex", "cluster": "kvindex"},  # the engines' file needs them
         "static_resources": {
@@ -71,7 +82,11 @@ def bootstrap(
                 _server(folder, DOOR),
             ],
         },
-        "overload_manager": {"resource_monitors": [monitor]},
+        "overload_manager": {
+            "refresh_interval": "0.25s",
+            "resource_monitors": [monitor, {"name": full, "typed_config": heap}],
+            "actions": [refuses],
+        },
     }
 
 
@@ -187,6 +202,8 @@ def _routes(settings: GatewaySettings, tokens: Sequence[str]) -> list[dict[str, 
         {"name": ":authority", "string_match": _regex(_hosts(settings.listening))},
         # Browsers of other sites name one: the guard decides by its own list.
         {"name": "origin", "present_match": False, "treat_missing_header_as_empty": False},
+        # A compressed body is inflated there, too.
+        {"name": "content-encoding", "present_match": False},
     ]
     ways = [admitted]
     if tokens:

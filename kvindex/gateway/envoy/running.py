@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -238,7 +239,8 @@ def with_envoy(
     """
     binary, tokens = envoy_binary(), settings.listening.tokens()
     opened = ExitStack()
-    folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="kvindex-"))
+    _sweep()
+    folder = opened.enter_context(tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-"))
     path = Path(folder) / "envoy.json"
     path.touch(mode=0o600)  # before the tokens are in there
     path.write_text(json.dumps(bootstrap(settings, folder, address, tokens)))
@@ -371,6 +373,23 @@ class _PickerProcess:
             self._written = endpoints
             self._version += 1
             _replace(self._folder, self._version, sorted(endpoints - {""}))
+
+
+_PREFIX: Final = "kvindex-gateway-"
+
+
+def _sweep() -> None:
+    """Remove what gateways that were killed have left: their tokens are in there."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        try:
+            is_own = path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
+            if is_own and pid.isdigit():
+                os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue  # it is somebody else's, or has just gone
 
 
 def _replace(folder: str, version: int, endpoints: Sequence[str]) -> None:

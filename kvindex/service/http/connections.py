@@ -66,6 +66,16 @@ class _Incoming:
     held: int = 0  # of what is kept of it
 
 
+def _unsupported(version: str, request: Request) -> Refusal | None:
+    if version not in ("1.0", "1.1"):
+        return Refusal(505, "malformed", f"this server speaks HTTP/1.1, not {version[:8]}")
+    # RFC 9112, 6.1: a body that is coded otherwise cannot be read.
+    coding = request.header(b"transfer-encoding")
+    if coding is not None and coding.strip().lower() != b"chunked":
+        return Refusal(501, "malformed", "of the transfer codings this server reads chunked only")
+    return None
+
+
 class Unread:
     """The bytes that a client has not read yet: whether it reads, and fast enough."""
 
@@ -236,6 +246,12 @@ class Connection(asyncio.Protocol):
             raise httptools.HttpParserError("too many requests at once")
         self._head_since, self._body_since = None, self._loop.time()
         headers, self._headers = self._headers, []  # what follows a body is no field of the request
+        site, limit = self._site, self._site.guard.limits.head_bytes
+        # Once more: a whole head may have come with one piece.
+        if len(self._url) + sum(len(name) + len(value) for name, value in headers) > limit:
+            text = f"the request line and its headers exceed {limit} bytes"
+            self._refuse(Refusal(431, "head", text))
+            raise httptools.HttpParserError("the head is too long")
         request = Request.of(parser.get_method().decode("ascii"), self._url, headers)
         incoming = self._incoming = _Incoming(request)
         incoming.is_old = parser.get_http_version() == "1.0"
@@ -247,7 +263,10 @@ class Connection(asyncio.Protocol):
             request.is_local = is_loopback(peer.decode("latin-1"))
         else:
             request.is_local = self._is_local
-        refusal = self._site.admit(request)
+        refusal = site.admit(request)
+        unsupported = _unsupported(parser.get_http_version(), request)
+        if refusal is None and unsupported is not None:
+            refusal = site.guard.refuse(unsupported)
         length = request.header(b"content-length")
         if refusal is not None:
             self._refuse_request(incoming, refusal)

@@ -113,7 +113,7 @@ class Refusal(msgspec.Struct, frozen=True):
     """The answer to a request that is not let in."""
 
     status: int
-    reason: str  # one of REASONS
+    reason: str  # one of REASONS, or "failed"
     message: str  # what is wrong and what to do
 
     @property
@@ -129,7 +129,7 @@ class Refusal(msgspec.Struct, frozen=True):
     @property
     def closes(self) -> bool:
         """Whether the connection is closed after it, since the next request cannot be found."""
-        return self.status in (408, 413, 431)
+        return self.status in (408, 413, 431, 501, 505)
 
 
 _NO_HOST = Refusal(400, "host_form", "a request needs exactly one Host header with a host name")

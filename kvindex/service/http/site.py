@@ -15,7 +15,6 @@ from kvindex.service.http.messages import (
     Request,
     Route,
     Stream,
-    refused,
 )
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ OTHER: Final = "(other)"
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ALIVE: Final = "/health"  # shows nothing, so every client may ask
 _READY: Final = "/ready"  # the status code is for every client, the reasons for admitted ones
-_FAILED: Final = refused(500, "this request failed: the server's log says how")
+_FAILED: Final = Refusal(500, "failed", "this request failed: the server's log says how")
 
 
 class Site:
@@ -105,7 +104,7 @@ class Site:
             answer = serve(request)
         # A bug in one route ends neither its connection nor the server.
         except Exception as error:
-            return _failed(request, error)
+            return self._failed(request, error)
         return answer if isinstance(answer, Reply) else self._await(request, answer)
 
     async def _await(
@@ -114,8 +113,14 @@ class Site:
         try:
             answer = await answering
         except Exception as error:
-            answer = _failed(request, error)
+            answer = self._failed(request, error)
         return Reply(answer.status, b"", b"") if request.is_bare else answer
+
+    def _failed(self, request: Request, error: Exception) -> Reply:
+        if isinstance(error, RefusedError):
+            return error.reply
+        logger.error("%s %s failed", request.method, request.path, exc_info=error)
+        return self.guard.form(_FAILED)
 
     def count(self, request: Request, status: int) -> None:
         """Count an answer."""
@@ -142,10 +147,3 @@ def is_preflight(request: Request) -> bool:
     """Return whether a browser asks if a page of another site may send a request (Fetch, 3.3)."""
     is_asked = request.header(b"access-control-request-method") is not None
     return request.method == "OPTIONS" and is_asked
-
-
-def _failed(request: Request, error: Exception) -> Reply:
-    if isinstance(error, RefusedError):
-        return error.reply
-    logger.error("%s %s failed", request.method, request.path, exc_info=error)
-    return _FAILED

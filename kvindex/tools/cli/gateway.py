@@ -143,7 +143,10 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     elif arguments.proxy is not None:
         _run_envoy(arguments.threads, settings)
     else:
-        with Gateway(sources, settings, engine_token=token) as running, ending(running):
+        with (
+            Gateway(sources, settings, engine_token=token) as running,
+            ending(running, hangs_up=True),
+        ):
             _print_address(running.url)
             _print_engines(running.routers, running.url)
             _print_admission(settings)
@@ -169,7 +172,7 @@ def _run_envoy(threads: int | None, settings: Any) -> None:
         children = with_envoy(command, settings, address, threads)
         threading.Thread(target=announce, name="kvindex-envoy-listens", daemon=True).start()
         try:
-            with ending(children, at_once=children.kill):
+            with ending(children, at_once=children.kill, hangs_up=True):
                 _print_admission(settings)
                 children.run()
         finally:

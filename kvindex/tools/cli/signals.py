@@ -45,8 +45,14 @@ class Stoppable(Protocol):
 
 
 @contextmanager
-def ending(server: Stoppable, at_once: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Let the first SIGTERM or Ctrl-C in this block stop a server, and the second the process."""
+def ending(
+    server: Stoppable, at_once: Callable[[], object] = lambda: None, *, hangs_up: bool = False
+) -> Iterator[None]:
+    """Let the first SIGTERM or Ctrl-C in this block stop a server, and the second the process.
+
+    With `hangs_up`, SIGHUP does, too: nothing is to be read again, and a terminal that has gone
+    must leave nothing behind.
+    """
     is_ending = False
 
     def end(number: int) -> None:
@@ -59,5 +65,6 @@ def ending(server: Stoppable, at_once: Callable[[], object] = lambda: None) -> I
         print("ending; once more ends at once", file=sys.stderr, flush=True)
         server.stop()
 
-    with handled({signal.SIGTERM: end, signal.SIGINT: end}, to_the_end=True):
+    signals = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else [])]
+    with handled(dict.fromkeys(signals, end), to_the_end=True):
         yield

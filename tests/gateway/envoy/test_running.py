@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from kvindex.gateway.envoy import running as running_module
 from kvindex.gateway.envoy.config import bootstrap, engines_file
 from kvindex.gateway.envoy.running import envoy_binary
 from kvindex.gateway.settings import GatewaySettings
@@ -281,3 +283,20 @@ def test_two_gateways_do_not_share_a_port() -> None:
         started("gateway", *ENVOY, "--port", str(port), "http://127.0.0.1:1") as second,
     ):
         assert f"cannot listen at 127.0.0.1 port {port}" in second.finish()[1]
+
+
+def test_what_a_killed_gateway_has_left_is_swept_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = {f"kvindex-gateway-{pid}-x": pid for pid in (dead.pid, os.getpid())}
+    for name in (*names, "kvindex-gateway-other", "kvindex-1-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "envoy.json").write_text(TOKEN)
+    running_module._sweep()
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted(
+        [f"kvindex-gateway-{os.getpid()}-x", "kvindex-gateway-other", "kvindex-1-x"]
+    )

@@ -470,6 +470,33 @@ async def test_refusals_have_the_form_that_the_guard_is_given() -> None:
         connection.connection_lost(None)
 
 
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (b"POST /query HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 70_000, 431),
+        (b"POST /query HTTP/2.0\r\nhost: localhost\r\ncontent-length: 0", 505),
+        (b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip, chunked", 501),
+    ],
+)
+async def test_what_is_not_read_here_is_refused_by_its_name(head: bytes, code: int) -> None:
+    connection, transport = connected(Route("POST", "/query", lambda _: Reply(200)))
+    connection.data_received(head + b"\r\n\r\n")
+    assert transport.written[0].startswith(b"HTTP/1.1 %d" % code)
+    connection.connection_lost(None)
+
+
+async def test_a_bug_in_a_route_is_answered_in_the_form_of_the_guard() -> None:
+    def fail(_: Request) -> Reply:
+        raise ZeroDivisionError
+
+    guard = Guard(form=lambda refusal: Reply(refusal.status, b"own form", b""))
+    connection, transport = connected(Route("POST", "/query", fail), guard)
+    connection.data_received(post(b"/query"))
+    assert transport.written[0].startswith(b"HTTP/1.1 500")
+    assert transport.written[0].endswith(b"own form")
+    connection.connection_lost(None)
+
+
 async def test_bodies_of_all_connections_are_bounded_and_let_go_with_their_requests() -> None:
     answering, done = asyncio.Event(), asyncio.Event()
 
