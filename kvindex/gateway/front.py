@@ -293,7 +293,7 @@ class Front:
         """Send a request until an engine's answer may be forwarded; return what is kept of it."""
         call, time = exchange.call, self._loop().time
         try:
-            prompt = await self._tokenizing.tokens(call, self._routing.servings(call.model))
+            prompt = await self._tokenizing.tokens(call, await self._routing.known(call.model))
             length = prompt.length(call)
             exchange.tokenized(length, prompt.reason)
             workers = makers_of(call, self._routing)

@@ -140,6 +140,8 @@ def door_with_page(
 # Engines ------------------------------------------------------------------------------------------
 
 
+_ASK_SECONDS: Final = 5.0  # between such questions: clients send any names
+_ANSWER_SECONDS: Final = 2.0
 _NO_ENGINE: Final = "no engine is named: give the URL of one, http://HOST:PORT"
 
 
@@ -169,6 +171,7 @@ class Routers:
         self._boards: dict[str, SharedLoad] = {}
         options = DiscoveryOptions(token=engine_token)
         self._news = threading.Event()  # what discovery misses may have changed
+        self._asks_from = 0.0  # when engines may be asked again for a name that nobody knows
         with ExitStack() as opened:
             # The index and the states of its ranks: our own, or a replica of a pool's relay.
             self.source: Client | Replica
@@ -200,7 +203,7 @@ class Routers:
                     )
                 )
             self.models = Models(self.source, self._discovery.engines, self._new_router)
-            self.routing = Routing(self.models, settings.waiting, ejection)
+            self.routing = Routing(self.models, settings.waiting, ejection, self._ask_again)
             self._opened = opened.pop_all()
 
     def _new_router(self, model: str) -> Router:
@@ -228,6 +231,23 @@ class Routers:
             # Before the next look: a change that comes after it sets it again.
             self._news.clear()
         return missing
+
+    async def _ask_again(self, model: str) -> None:
+        """Ask all engines what they serve, and wait a moment for this model; not often."""
+        now = time.monotonic()
+        if now < self._asks_from:
+            return
+        self._asks_from = now + _ASK_SECONDS
+        self._news.clear()
+        self._discovery.refresh()
+
+        def wait() -> None:
+            until = now + _ANSWER_SECONDS
+            while model not in self.models.names() and (left := until - time.monotonic()) > 0:
+                self._news.wait(left)
+                self._news.clear()
+
+        await asyncio.to_thread(wait)
 
     def missing(self) -> dict[str, str]:
         """Return the engines that are not found yet, and why."""

@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -269,8 +269,15 @@ class NoRankError(KVIndexError):
 class Routing:
     """Reserves ranks with the routers of the models. Owner: one event loop."""
 
-    def __init__(self, models: Models, most_waiting: int, ejection: Ejection | None = None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        most_waiting: int,
+        ejection: Ejection | None = None,
+        ask_again: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
         self._models = models
+        self._ask_again = ask_again
         self.ejection = ejection or Ejection()
         self._seen_media: OrderedDict[bytes, Rank] = OrderedDict()
         self._makers: OrderedDict[str, str] = OrderedDict()  # workers, by their responses' ids
@@ -280,6 +287,15 @@ class Routing:
     def servings(self, model: str) -> Sequence[Serving]:
         """Return the engines of a model; raises UnknownModelError."""
         return self._models.find(model).servings
+
+    async def known(self, model: str) -> Sequence[Serving]:
+        """As `servings`; engines are asked again first: an adapter may have been loaded since."""
+        try:
+            return self.servings(model)
+        except UnknownModelError:
+            if self._ask_again is not None:
+                await self._ask_again(model)
+            return self.servings(model)
 
     def models(self) -> Mapping[str, Sequence[Serving]]:
         """Return the engines of each model and adapter, by its name. O(models)."""

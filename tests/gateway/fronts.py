@@ -134,6 +134,9 @@ class Scripted:
     def servings(self, model: str) -> Sequence[Any]:
         return [LoggedReservation(self.log, rank).serving for rank in self.ranks]
 
+    async def known(self, model: str) -> Sequence[Any]:
+        return self.servings(model)
+
     def listed(self) -> list[dict[str, Any]]:
         return [{"id": name, "max_model_len": 9} for name in self.names if name not in self.silent]
 

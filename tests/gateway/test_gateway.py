@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvindex.testing import HttpEngine, HttpFaults
+from kvindex.testing.http_engine import Routes
 from kvindex.tools.doctor import Target, examine
 from tests.gateway.picker.envoys import binary
 from tests.live import PATIENCE, meanwhile, until
@@ -519,6 +520,19 @@ def test_what_is_for_operators_needs_their_token(tmp_path: Path, options: tuple[
             assert served.ask(path, authorization=f"Bearer operator-{TOKEN}")[0] == 200
         assert served.ask(CHAT, chat(), authorization=f"Bearer {TOKEN}")[0] == 200
         assert served.ask(CHAT, chat(), authorization=f"Bearer operator-{TOKEN}")[0] == 200
+
+
+@WITH_AND_WITHOUT
+def test_an_adapter_that_was_loaded_just_now_is_known_at_once(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Routes._models
+    with gateway(*options, ranks=1) as served:
+        assert "sql" not in served.ask("/v1/models")[1].decode()
+        adapter = {"id": "sql", "object": "model", "owned_by": "vllm", "parent": "fake-model"}
+        monkeypatch.setattr(Routes, "_models", lambda engine: [*listed(engine), adapter])
+        served.ask(CHAT, {**chat(), "model": "sql"})
+        assert "sql" in served.ask("/v1/models")[1].decode()
 
 
 def heads(engine: HttpEngine) -> list[dict[str, str]]:

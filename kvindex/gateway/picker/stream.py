@@ -293,7 +293,7 @@ class _PickedRequest:
         picker.access.begin()
         self._is_counted = True
         try:
-            servings = picker.routing.servings(call.model)
+            servings = await picker.routing.known(call.model)
             prompt = await picker.tokenizing.tokens(call, servings)
             length = prompt.length(call)
             exchange.tokenized(length, prompt.reason)

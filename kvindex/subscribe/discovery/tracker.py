@@ -168,8 +168,16 @@ class Tracker:
             logger.info("%s: answers again", target.name)
             engine.logged = ""
         engine.answered_at, engine.failures = now, 0
-        # Without the JSON: it has fields that differ in each answer, and may have megabytes.
-        engine.report = msgspec.structs.replace(answer, answers={}, failures={})
+        # Without the JSON: it has fields that differ in each answer, and may have megabytes. vLLM
+        # lists each model as created just now: then the time before stays.
+        known = {} if engine.report is None else engine.report.listed
+        listed = {
+            name: {**card, "created": known[name]["created"]}
+            if "created" in card and "created" in known.get(name, {})
+            else card
+            for name, card in answer.listed.items()
+        }
+        engine.report = msgspec.structs.replace(answer, listed=listed, answers={}, failures={})
         # Spread: the pods of a deployment start at once, and would be asked at once for ever.
         engine.ask_at = now + self._interval * (0.9 + 0.2 * self._jitter())
         notes = "; ".join(answer.notes)

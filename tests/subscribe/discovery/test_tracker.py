@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 import pytest
+from msgspec.structs import replace
 
 from kvindex import PublisherAddress, Worker
 from kvindex.subscribe.discovery import DiscoveryError, EngineReport, Target
@@ -376,3 +377,12 @@ def test_a_report_that_names_other_hosts_says_so_once(
     for _ in range(3):
         one_pod.tracker.answered(POD, noted, one_pod.now)
     assert caplog.text.count("rank 0: another host") == 1
+
+
+def test_a_model_that_is_listed_as_new_at_each_answer_changes_no_report(one_pod: Fleet) -> None:
+    one_pod.answer(POD, 0, model="m")
+    for created in (1, 2):
+        card = {"id": "m", "created": created, "max_model_len": 9}
+        noted = replace(report(POD, 0, model="m"), listed={"m": card})
+        one_pod.tracker.answered(POD, noted, one_pod.now)
+        assert one_pod.tracker.reports()["pod-0"].listed == {"m": {**card, "created": 1}}
