@@ -235,6 +235,8 @@ class Front:
                 text = f"bodies may be gzip or plain, not {coding.decode('latin-1')[:40]}"
                 raise CallError(415, text, param="content-encoding")
             body = await asyncio.to_thread(inflated, request.body, self._most_body)
+            if not request.hold(len(body)):
+                raise CallError(503, "too many bytes of bodies are being served", code="bodies")
         except CallError as error:
             return self._refused(request, error)
         headers = [field for field in request.headers if field[0] != b"content-encoding"]

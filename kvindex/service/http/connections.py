@@ -35,6 +35,7 @@ from kvindex.service.http.messages import (
     Request,
     Stream,
     Writer,
+    has_room,
 )
 from kvindex.service.http.site import Site
 
@@ -287,18 +288,13 @@ class Connection(asyncio.Protocol):
             return
         incoming.size += len(body)
         if incoming.refusal is None:
-            site, most = self._site, self._site.guard.limits.bodies_bytes
-            if incoming.size <= limit and site.held_bytes + len(body) <= most:
+            if incoming.size <= limit and self._hold(incoming, len(body)):
                 incoming.body.write(body)
-                incoming.held += len(body)
-                site.held_bytes += len(body)
                 return
             incoming.body = BytesIO()
             self._release(incoming)
-            text = f"bodies of {most} bytes are being served, the most at a time"
-            full = Refusal(503, "bodies", text)
             is_long = incoming.size > limit
-            self._refuse_request(incoming, self._too_long() if is_long else site.guard.refuse(full))
+            self._refuse_request(incoming, self._too_long() if is_long else self._no_room())
         if incoming.size > _DRAINED * limit:
             self.transport.close()
 
@@ -314,6 +310,7 @@ class Connection(asyncio.Protocol):
             self._finish(incoming)
         else:
             incoming.request.body = incoming.body.getvalue()
+            incoming.request.hold = partial(self._hold, incoming)
             self._waiting.append(incoming)
         self._advance()
 
@@ -393,11 +390,22 @@ class Connection(asyncio.Protocol):
             self._release(incoming)
         self._advance()
 
+    def _hold(self, incoming: _Incoming, size: int) -> bool:
+        """Count bytes that are kept for a request; return whether there is room for them."""
+        site = self._site
+        if site.held_bytes + size > site.guard.limits.bodies_bytes:
+            return False
+        incoming.held += size
+        site.held_bytes += size
+        return True
+
     def _release(self, incoming: _Incoming | None) -> None:
         """Count a body no longer among those that are held: its request has ended."""
         if incoming is not None:
             self._site.held_bytes -= incoming.held
             incoming.held = 0
+            # It would hold the request that holds it, and the body until the collector comes.
+            incoming.request.hold = has_room
 
     async def _send(self, incoming: _Incoming, stream: Stream) -> None:
         """Send a stream to its end, or until the client is gone or cut off."""
@@ -491,6 +499,11 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     # Refusals -----------------------------------------------------------------------------------
+
+    def _no_room(self) -> Refusal:
+        most = self._site.guard.limits.bodies_bytes
+        text = f"bodies of {most} bytes are being served, the most at a time"
+        return self._site.guard.refuse(Refusal(503, "bodies", text))
 
     def _too_long(self) -> Refusal:
         limit = self._site.guard.limits.body_bytes

@@ -24,6 +24,11 @@ PEER: Final = b"x-kvindex-peer"
 _encoder = msgspec.json.Encoder()
 
 
+def has_room(size: int) -> bool:
+    """Hold bytes for a request that no server bounds."""
+    return True
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request with its whole body."""
@@ -36,6 +41,8 @@ class Request:
     is_local: bool = False  # it comes from this machine
     is_bare: bool = False  # the answer shows its status only
     cancels: bool = False  # as its route
+    # Counts bytes that a handler holds for it beside its body; returns whether there is room.
+    hold: Callable[[int], bool] = has_room
 
     @classmethod
     def of(cls, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> Request:

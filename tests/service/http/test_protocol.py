@@ -544,6 +544,21 @@ async def test_an_answer_says_that_a_page_of_another_site_may_read_it(origin: by
     connection.connection_lost(None)
 
 
+async def test_what_a_handler_holds_for_a_request_counts_as_its_body_does() -> None:
+    found = []
+
+    def serve(request: Request) -> Reply:
+        found.append([request.hold(size) for size in (90, 20)])
+        return Reply(200)
+
+    guard = Guard(limits=Limits(bodies_bytes=100))
+    connection, _ = connected(Route("POST", "/query", serve), guard)
+    for _ in range(2):
+        connection.data_received(post(b"/query", body=b"x" * 5))
+    assert found == [[True, False]] * 2, "it is let go with its request"
+    connection.connection_lost(None)
+
+
 async def test_a_body_goes_with_its_connection_and_waits_for_no_collector() -> None:
     gc.disable()
     try:
@@ -555,5 +570,22 @@ async def test_a_body_goes_with_its_connection_and_waits_for_no_collector() -> N
         connection.connection_lost(None)
         del connection, transport
         assert body() is None
+    finally:
+        gc.enable()
+
+
+async def test_an_answered_request_waits_for_no_collector() -> None:
+    kept = []
+
+    def serve(request: Request) -> Reply:
+        kept.append(weakref.ref(request.hold))
+        return Reply(200)
+
+    gc.disable()
+    try:
+        connection, _ = connected(Route("POST", "/query", serve))
+        connection.data_received(post(b"/query", body=b"x"))
+        assert kept[0]() is None
+        connection.connection_lost(None)
     finally:
         gc.enable()
