@@ -415,7 +415,15 @@ def read_server_info(info: Mapping[str, Any]) -> tuple[list[Announcement], int |
     else:
         return [], block_size
     replay = replay or _text(config, "replay_endpoint")
-    return [Announcement(rank, base, replay, topic, True) for rank in range(size)], block_size
+    ranks = {rank: Announcement(rank, base, replay, topic, True) for rank in range(size)}
+    # Ranks on other nodes have addresses of their own (sgl-project/sglang#38032).
+    own = described.get("publishers") if isinstance(described, Mapping) else None
+    for listed in read_sources(own or []):
+        at = _beside(listed, replay) if listed.replay is None else listed.replay
+        ranks[listed.dp_rank] = Announcement(listed.dp_rank, listed.endpoint, at, topic)
+    if len(ranks) > MAX_RANKS:
+        raise ValueError(f"{len(ranks)} ranks, above the limit of {MAX_RANKS}")
+    return sorted(ranks.values(), key=lambda source: source.dp_rank), block_size
 
 
 def is_sglang(info: Any) -> bool:
@@ -492,6 +500,16 @@ def _described(info: Mapping[str, Any], prefix: str, key: str) -> str | None:
     port = _number(str(info[key]), key)
     host = _text(info, f"{prefix}endpoint_host") or _text(info, "endpoint_host") or "*"
     return f"tcp://[{host}]:{port}" if ":" in host and host[0] != "[" else f"tcp://{host}:{port}"
+
+
+def _beside(source: Announcement, replay: str | None) -> str | None:
+    """Return where a rank with an address of its own replays, from where rank 0 does."""
+    if replay is None:
+        return None
+    host, _, port = replay.rpartition(":")
+    # One process binds both sockets: a replay on every address is where its events are.
+    host = source.endpoint.rpartition(":")[0] if host.endswith("*") else host
+    return f"{host}:{_number(port, 'port') + source.dp_rank}"
 
 
 def _text(info: Mapping[str, Any], key: str) -> str | None:

@@ -49,7 +49,7 @@ LISTED = [
     {"data_parallel_rank": 1, "endpoint": "tcp://*:5558", "replay_endpoint": "tcp://*:5658"},
     {"data_parallel_rank": 0, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"},
 ]
-SGLANG_0523 = {  # SGLang 0.5.23 in /server_info, among its other settings
+SGLANG_0523: dict[str, Any] = {  # SGLang 0.5.23 in /server_info, among its other settings
     "served_model_name": "llama",
     "version": "0.5.23",
     "page_size": 16,
@@ -140,6 +140,23 @@ def test_an_older_sglang_shows_its_option(config: Any) -> None:
 @pytest.mark.parametrize("config", [None, "", '{"publisher": "null"}', "{}", {}])
 def test_an_sglang_without_events_has_no_rank(config: Any) -> None:
     assert read_server_info({"kv_events_config": config, "dp_size": 1}) == ([], None)
+
+
+def test_a_rank_of_sglang_with_an_address_of_its_own_is_on_that_node() -> None:
+    listed: list[dict[str, Any]] = [{"dp_rank": 1, "endpoint": "tcp://10.0.0.2:5558"}]
+    info = {**SGLANG_0523, "kv_events": {**SGLANG_0523["kv_events"], "publishers": listed}}
+    first, second = read_server_info(info)[0]
+    assert first == Announcement(0, "tcp://*:5557", "tcp://*:5657", "kv", names_base=True)
+    assert second == Announcement(1, "tcp://10.0.0.2:5558", "tcp://10.0.0.2:5658", "kv")
+    info["kv_events"] = {**info["kv_events"], "replay_endpoint_host": "10.0.0.1"}
+    assert read_server_info(info)[0][1].replay == "tcp://10.0.0.1:5658", "it is not everywhere"
+    del info["kv_events"]["replay_endpoint_port_base"], info["kv_events_config"]
+    assert read_server_info(info)[0][1].replay is None
+    listed[0]["replay_endpoint"] = "tcp://10.0.0.2:9"
+    assert read_server_info(info)[0][1].replay == "tcp://10.0.0.2:9"
+    listed[:] = [{"dp_rank": rank + 2, "endpoint": "tcp://h:1"} for rank in range(MAX_RANKS)]
+    with pytest.raises(ValueError, match="above the limit"):
+        read_server_info(info)
 
 
 def test_the_server_info_of_vllm_is_not_taken_for_sglangs() -> None:
