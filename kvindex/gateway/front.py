@@ -452,10 +452,11 @@ def in_form(path: str, reply: Reply) -> Reply:
 _ANTHROPICS: Final = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
-def refusal_reply(refusal: Refusal) -> Reply:
-    """Return the answer to a request that the guard refuses, in OpenAI's form."""
+def refusal_reply(refusal: Refusal, path: str) -> Reply:
+    """Return the answer to a request that the guard refuses, in the form of its route."""
     headers = refusal.reply.headers
-    return error_reply(refusal.status, refusal.message, code=refusal.reason, headers=headers)
+    reply = error_reply(refusal.status, refusal.message, code=refusal.reason, headers=headers)
+    return in_form(path, reply)
 
 
 def _call_error(error: CallError) -> Reply:

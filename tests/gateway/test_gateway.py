@@ -493,6 +493,7 @@ def test_with_a_token_only_admitted_clients_get_in_and_engines_do_not_see_it(
                     401,
                     "authentication_error",
                 )
+            assert json.loads(served.ask("/v1/messages", chat(), **wrong)[1])["type"] == "error"
         assert not [head for head in received if head["path"] == CHAT]
         for right in (f"Bearer {TOKEN}", f"bearer another-{TOKEN}"):
             assert served.ask(CHAT, chat(), authorization=right)[0] == 200

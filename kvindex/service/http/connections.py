@@ -336,7 +336,8 @@ class Connection(asyncio.Protocol):
             self._at_once += 1
             incoming = waiting.popleft()
             if incoming.refusal is not None:
-                self._reply(incoming, self._site.guard.form(incoming.refusal))
+                form = self._site.guard.form
+                self._reply(incoming, form(incoming.refusal, incoming.request.path))
                 continue
             answer = self._site.answer(incoming.request)
             if isinstance(answer, Reply):  # in the same turn: no task, no queue
@@ -372,7 +373,8 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._begin_turn)
         elif self._writable.is_set():
             self._at_once += 1
-            self._reply(incoming, self._site.guard.form(incoming.refusal))
+            form = self._site.guard.form
+            self._reply(incoming, form(incoming.refusal, incoming.request.path))
             if incoming.expects:  # its body will not come
                 self.transport.close()
 
@@ -522,7 +524,8 @@ class Connection(asyncio.Protocol):
         incoming = self._incoming
         # Amid other answers this one would be taken for one of them.
         if self._is_idle() and not (incoming is not None and incoming.is_answered):
-            _, body, _, headers = self._site.guard.form(refusal)
+            path = incoming.request.path if incoming is not None else ""
+            _, body, _, headers = self._site.guard.form(refusal, path)
             fields = [b"%b: %b\r\n" % field for field in headers]
             length = b"content-length: %d\r\n\r\n" % len(body)
             close = b"content-type: application/json\r\nconnection: close\r\n"

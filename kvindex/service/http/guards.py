@@ -29,7 +29,6 @@ from ipaddress import (
     ip_address,
     ip_network,
 )
-from operator import attrgetter
 from typing import Final, TypeAlias
 
 import msgspec
@@ -178,7 +177,7 @@ class Guard:
             "*.example.com" stands for all below it, "*" for any.
         allowed_origins: "https://HOST[:PORT]" of other sites whose pages may ask; "*": any.
         limits: see Limits.
-        form: returns the answer to a request that is refused.
+        form: returns the answer to a refused request, from its path ("" before it is known).
 
     Thread safety: `admit` and `refuse` on the server's thread; `counters` may be read on any.
 
@@ -198,7 +197,7 @@ class Guard:
         allowed_hosts: Sequence[str] = (),
         allowed_origins: Sequence[str] = (),
         limits: Limits | None = None,
-        form: Callable[[Refusal], Reply] = attrgetter("reply"),
+        form: Callable[[Refusal, str], Reply] = lambda refusal, _: refusal.reply,
     ) -> None:
         self.form = form
         self.limits = limits or Limits()

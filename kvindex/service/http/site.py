@@ -120,7 +120,7 @@ class Site:
         if isinstance(error, RefusedError):
             return error.reply
         logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        return self.guard.form(_FAILED)
+        return self.guard.form(_FAILED, request.path)
 
     def count(self, request: Request, status: int) -> None:
         """Count an answer."""

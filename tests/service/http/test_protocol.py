@@ -458,15 +458,19 @@ async def test_a_status_without_a_name_is_sent_as_a_number() -> None:
 
 
 async def test_refusals_have_the_form_that_the_guard_is_given() -> None:
-    def form(refusal: Refusal) -> Reply:
-        return Reply(refusal.status, refusal.reason.encode(), b"", ((b"x-form", b"own"),))
+    def form(refusal: Refusal, path: str) -> Reply:
+        return Reply(refusal.status, b"", b"", ((b"x-form", b"of %b" % path.encode()),))
 
     guard = Guard(form=form, limits=Limits(body_bytes=4))
     route = Route("POST", "/query", lambda _: Reply(200))
-    for sent in (post(b"/query", body=b"12345"), b"no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
+    for sent, path in (
+        (post(b"/query", body=b"12345"), b"/query"),
+        (b"GET /other HTTP/1.1\r\n\r\n", b"/other"),
+        (b"no HTTP\r\n\r\n", b""),
+    ):
         connection, transport = connected(route, guard)
         connection.data_received(sent)
-        assert b"x-form: own\r\n" in transport.written[0]
+        assert b"x-form: of %b\r\n" % path in transport.written[0]
         connection.connection_lost(None)
 
 
@@ -489,7 +493,7 @@ async def test_a_bug_in_a_route_is_answered_in_the_form_of_the_guard() -> None:
     def fail(_: Request) -> Reply:
         raise ZeroDivisionError
 
-    guard = Guard(form=lambda refusal: Reply(refusal.status, b"own form", b""))
+    guard = Guard(form=lambda refusal, _: Reply(refusal.status, b"own form", b""))
     connection, transport = connected(Route("POST", "/query", fail), guard)
     connection.data_received(post(b"/query"))
     assert transport.written[0].startswith(b"HTTP/1.1 500")
