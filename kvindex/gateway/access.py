@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,12 +24,17 @@ from kvindex import Client
 from kvindex.gateway.request_life import End, Exchange
 from kvindex.replicas import Replica
 from kvindex.routing import Router
+from kvindex.service.http import Headers
 from kvindex.service.metrics import FunnelCollector, RankCollector, SeriesLabels
 
 logger = logging.getLogger(__name__)
 
 SECONDS: Final = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper bounds of the durations that are counted together; one more has no bound."""
+
+_TENANT: Final = re.compile(rb"[A-Za-z0-9._:@/+-]{1,64}")
+_MOST_TENANTS: Final = 256
+_OTHER: Final = "other"
 
 
 class Durations:
@@ -51,11 +57,13 @@ class Durations:
 class Access:
     """Logs and counts requests at the end of each, by the logger "kvindex.gateway.access".
 
+    `tenant_header` names the header of requests whose value their tokens are counted by.
+
     Owner: one event loop. Complexity: O(1) a request; the counters are bounded by the routes, the
-    status codes and the reasons that this package names.
+    status codes and the reasons that this package names, and by 256 tenants.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenant_header: str | None = None) -> None:
         self.open = 0
         self.on_idle: Callable[[], object] = lambda: None  # called when no request is open
         self.on_end: Callable[[Exchange], object] = lambda _: None  # called at each request's end
@@ -64,11 +72,21 @@ class Access:
         self._choices: Counter[str] = Counter()
         self._sources: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
+        self._tenant_header = None if tenant_header is None else tenant_header.lower().encode()
+        self._tenants: dict[str, Counter[str]] = {}
         self._waits, self._firsts, self._whole = Durations(), Durations(), Durations()
 
     def begin(self) -> None:
         """Count a request as open, until `end`."""
         self.open += 1
+
+    def tenant_of(self, headers: Headers) -> str | None:
+        """Return the tenant whose request has these headers; None if tenants are not counted."""
+        if self._tenant_header is None:
+            return None
+        value = next((value for name, value in headers if name == self._tenant_header), b"")
+        # Clients may send anything: what is no plain name is no label, and so no tenant.
+        return value.decode("ascii") if not value or _TENANT.fullmatch(value) else _OTHER
 
     def end(self, exchange: Exchange) -> None:
         """Log and count a request that `begin` counted, and that has ended."""
@@ -103,10 +121,13 @@ class Access:
                 self._tokens["delivered"] += exchange.delivered or 0
             self._tokens["answers"] += 1
             self._tokens["answers_with_usage"] += usage is not None
+            if exchange.tenant is not None:
+                self._count_tenant(exchange, exchange.tenant)
         if logger.isEnabledFor(logging.INFO):
             fields = {
                 "id": exchange.request_id,
                 "path": exchange.call.path,
+                **({} if exchange.tenant is None else {"tenant": exchange.tenant}),
                 "model": exchange.call.model,
                 "rank": None if reservation is None else str(reservation.rank),
                 "reason": None if reservation is None else reservation.reason,
@@ -125,6 +146,14 @@ class Access:
             }
             logger.info("%s", msgspec.json.encode(fields).decode())
 
+    def _count_tenant(self, exchange: Exchange, tenant: str) -> None:
+        if tenant not in self._tenants and len(self._tenants) >= _MOST_TENANTS:
+            tenant = _OTHER
+        counter = self._tenants.setdefault(tenant, Counter())
+        counter["prompt"] += exchange.prompt_tokens
+        counter["output"] += exchange.output_tokens
+        counter["delivered"] += exchange.delivered or 0
+
     def count(self, path: str, status: int, end: End = End.REFUSED) -> None:
         """Count a request that has no life here: it is refused before, or not picked for."""
         self._requests[path, status, str(end)] += 1
@@ -138,6 +167,7 @@ class Access:
             "choices": dict(self._choices),
             "tokens_from": dict(self._sources),
             "tokens": dict(self._tokens),
+            "tenants": {tenant: dict(tokens) for tenant, tokens in self._tenants.items()},
             "wait": self._waits.statistics(),
             "first_token": self._firsts.statistics(),
             "duration": self._whole.statistics(),
@@ -196,6 +226,14 @@ class GatewayCollector(Collector):
             for value, number in counters[part].items():
                 family.add_metric((value,), number)
             yield family
+        text = "Tokens of whole answers, by the tenant that asked"
+        tenants = CounterMetricFamily(
+            "kvindex_gateway_tenant_tokens", text, labels=("tenant", "kind")
+        )
+        for tenant, tokens in counters["tenants"].items():
+            for kind, number in tokens.items():
+                tenants.add_metric((tenant, kind), number)
+        yield tenants
         for name, text in (("open", "Requests that are open"), ("waiting", "Requests that wait")):
             yield GaugeMetricFamily(f"kvindex_gateway_{name}", text, value=counters[name])
         text = "Engines that failed, and were left out for a while"

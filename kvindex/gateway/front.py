@@ -260,6 +260,7 @@ class Front:
         own = request.header(b"x-request-id") or b""
         request_id = own.decode() if _ID.fullmatch(own) else unique
         exchange = Exchange(call, request_id, self._loop().time())
+        exchange.tenant = self.access.tenant_of(request.headers)
         fields = request_headers(request.headers, passes_keys=self._passes_keys)
         self.access.begin()
         try:

@@ -319,7 +319,7 @@ class Door:
         self._upstream = Upstream(engine_token)
         local = _local_tokens(settings.tokenizers)
         self.tokenizing = Tokenizing(self._upstream, settings.tokens_within, local)
-        self.access = Access()
+        self.access = Access(settings.tenant_header)
         self._front = Front(
             routers.routing,
             self._upstream,

@@ -99,6 +99,7 @@ class Exchange:
     def __init__(self, call: Call, request_id: str, now: float) -> None:
         self.call = call
         self.request_id = request_id  # that client and engine see
+        self.tenant: str | None = None  # whom its tokens are counted for
         self.began_at = self.ended_at = now
         self.stage = Stage.WAITING
         self.end: End | None = None

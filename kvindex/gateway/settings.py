@@ -40,6 +40,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         silent_within: seconds for which an engine may send nothing of an answer that has begun.
         explain_headers: say in each answer which rank served it, how many tokens of the prompt that
             held, and why it was chosen: x-kvindex-rank, -held and -reason.
+        tenant_header: name of a request header by whose value the metrics count tokens, those of
+            256 tenants at most. Clients may send any: let a proxy in front set it.
         tokens_within: seconds that a request may wait for its tokens.
         tokenizers: folders with a model's tokenizer and chat template, by the model's name; "": for
             any other model.
@@ -64,6 +66,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     head_hold: float = 1.0
     silent_within: float = 300.0
     explain_headers: bool = False
+    tenant_header: str | None = None
     tokens_within: float = 2.0
     tokenizers: Mapping[str, str] = {}
     drain: float = 30.0

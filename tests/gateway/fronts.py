@@ -223,7 +223,7 @@ class Fronted:
         self.scripted = scripted
         self.port = 0
         self.clients: list[Client] = []
-        self.access = Access()
+        self.access = Access(options.pop("tenant_header", None))
         given: Any = scripted
         self.front = Front(given, given, given, access=self.access, **options)
         guard = Guard(limits=Limits(body_bytes=4096), form=refusal_reply)

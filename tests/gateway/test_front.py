@@ -48,6 +48,24 @@ async def test_an_answer_says_where_it_is_from_if_it_is_to() -> None:
         }
 
 
+async def test_tokens_are_counted_by_tenant_and_the_tenants_are_bounded() -> None:
+    engines = [Engine([WHOLE], headers=JSON) for _ in range(266)]
+    async with fronted(*engines, tenant_header="X-Team") as served:
+        for tenant in (b"red", b"red", b"a,b", b"x" * 65, "ü".encode()):
+            await served.ask(b"x-team: " + tenant, stream=False)
+        await served.ask(stream=False)
+        await served.ended()
+        tenants = served.access.statistics()["tenants"]
+        assert list(tenants) == ["red", "other", ""]
+        assert tenants["red"] == {"prompt": 20, "output": 6, "delivered": 14}
+        for number in range(260):
+            await served.ask(b"x-team: %d" % number, stream=False)
+        await served.ended()
+        tenants = served.access.statistics()["tenants"]
+        assert len(tenants) == 256
+        assert tenants["other"]["prompt"] == 10 * (3 + 260 - 253)
+
+
 async def test_a_whole_answer_is_one_reply_with_its_length() -> None:
     fields = (*JSON, (b"content-length", b"%d" % len(WHOLE)), (b"server", b"uvicorn"))
     async with fronted(Engine([WHOLE], headers=fields)) as served:

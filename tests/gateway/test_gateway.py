@@ -507,6 +507,17 @@ def test_with_a_token_only_admitted_clients_get_in_and_engines_do_not_see_it(
 
 
 @WITH_AND_WITHOUT
+def test_metrics_show_tokens_by_tenant(options: tuple[str, ...]) -> None:
+    with (
+        http_engines("a") as engines,
+        gateway_of(engines, *options, "--tenant-header", "x-team", engines[0].url) as served,
+    ):
+        assert served.ask(CHAT, chat(max_tokens=3), x_team="red")[0] == 200
+        sought = b'kvindex_gateway_tenant_tokens_total{kind="output",tenant="red"} 3.0'
+        until(lambda: sought in served.ask("/metrics")[1])
+
+
+@WITH_AND_WITHOUT
 def test_what_is_for_operators_needs_their_token(tmp_path: Path, options: tuple[str, ...]) -> None:
     tokens, admin = tmp_path / "tokens", tmp_path / "admin"
     tokens.write_text(TOKEN)

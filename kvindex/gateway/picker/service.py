@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvindex import ConfigurationError
-from kvindex.gateway.access import AllCollector
+from kvindex.gateway.access import Access, AllCollector
 from kvindex.gateway.gateway import Routers
 from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.settings import GatewaySettings, PickerSettings
@@ -58,6 +58,7 @@ class PickerServer:
         self._drain = gateway.drain
         self._queue_within = gateway.queue_within
         self._tokens_within = gateway.tokens_within
+        self._tenant_header = gateway.tenant_header
         self._engine_token = engine_token
         self._health = Health(lambda: routers.routing.is_ready)
         self._credentials = None if settings.is_plain else _credentials(settings.tls)
@@ -75,6 +76,7 @@ class PickerServer:
             tokenizing,
             most_bytes=self._settings.body_bytes,
             queue_within=self._queue_within,
+            access=Access(self._tenant_header),
             most_endpoints=self._settings.endpoints,
             is_conformance=self._settings.is_conformance,
         )

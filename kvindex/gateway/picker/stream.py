@@ -142,6 +142,7 @@ class _PickedRequest:
         self._modes = (_DUPLEX, _DUPLEX)  # of the bodies, unless the proxy says otherwise
         self._path = ""
         self._request_id = ""
+        self._tenant: str | None = None
         self._brings_key = False
         self._subset: frozenset[str] | None = None
         self._body: list[bytes] | None = []  # until it is whole
@@ -200,6 +201,7 @@ class _PickedRequest:
         self._path = fields.get(b":path", b"").decode("latin-1").partition("?")[0]
         self._request_id = fields.get(b"x-request-id", b"").decode("latin-1")[:128]
         self._brings_key = b"authorization" in fields
+        self._tenant = self._picker.access.tenant_of(list(fields.items()))
         self._subset = messages.subset_of(message)
         if self._picker.is_conformance and (wish := fields.get(messages.STEERS.encode())):
             self._subset = frozenset(part.strip() for part in wish.decode("latin-1").split(","))
@@ -289,6 +291,7 @@ class _PickedRequest:
         picker, time = self._picker, self._time
         # From here on it is counted, and must be ended by whoever has it.
         exchange = Exchange(call, self._request_id or self._key, time())
+        exchange.tenant = self._tenant
         self._exchange = exchange
         picker.access.begin()
         self._is_counted = True

@@ -43,7 +43,7 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
     settings_options(listening, settings, "--drain S")
     text = "write a line of JSON for each request to stderr; no prompts"
     option(listening, "--access-log", text)
-    settings_options(listening, settings, "--explain-headers")
+    settings_options(listening, settings, "--tenant-header NAME", "--explain-headers")
     option(listening, "--proxy NAME", "have Envoy in front (needs kvindex[envoy])", ("envoy",))
     text = "of Envoy (default: one for each processor)"
     option(listening, "--threads N", text, count)
@@ -213,7 +213,7 @@ def add_epp_options(parser: argparse.ArgumentParser) -> None:
         parser,
         gateway,
         *("--max-open-requests N=open_requests", "--max-queued-tokens N=queued_tokens"),
-        *("--wait-within S=queue_within", "--policy NAME"),
+        *("--wait-within S=queue_within", "--policy NAME", "--tenant-header NAME"),
     )
     settings_options(parser, picker, "--endpoints N", "--conformance=is_conformance")
     add_discovery_options(parser, _FOLLOWED)

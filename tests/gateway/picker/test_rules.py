@@ -285,12 +285,20 @@ def test_other_body_modes_are_refused_with_the_reason(served: Picker, part: str)
 
 
 def test_metrics_show_requests_and_ranks() -> None:
-    with picker("--metrics-port", "0") as served:
+    with picker("--metrics-port", "0", "--tenant-header", "x-team") as served:
         url = served.printed[1].split()[-1]
         served.process_all([head(), body(chat())])
+        usage = {"prompt_tokens": 40, "completion_tokens": 3}
+        answered = json.dumps({"choices": [], "usage": usage}).encode()
+        asked = head(x_team="red", x_request_id="told")
+        served.process_all(
+            [asked, body(chat()), answer_head(), body(answered, kind="response_body")]
+        )
+        assert served.line("told")["tenant"] == "red"
         with urlopen(url, timeout=PATIENCE) as answer:
             text = answer.read().decode()
         assert re.search(r"^kvindex_gateway_requests_total{.*} 1.0$", text, re.MULTILINE)
+        assert 'kvindex_gateway_tenant_tokens_total{kind="output",tenant="red"} 3.0' in text
         assert "kvindex_ranks{" in text
         for path, status in (("health", 200), ("ready", 200), ("admin/statistics", 404), ("", 404)):
             assert status_of(url.replace("metrics", path)) == status
