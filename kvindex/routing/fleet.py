@@ -513,43 +513,36 @@ class Eligible:
         request = FilterRequest(
             fleet.ranks, fleet.live, loads, prompt_tokens, routed.lora, routed.labels or {}
         )
-        rules: list[tuple[str, Iterable[object]]] = []
+        # Each with its reason, and whether it is a wish: one that would leave no rank is ignored.
+        rules: list[tuple[str, Iterable[object], bool]] = []
         if routed.ranks is not None:
-            rules.append(("ranks", fleet.mask(routed.ranks)))
+            rules.append(("ranks", fleet.mask(routed.ranks), False))
         if routed.exclude:
-            rules.append(("excluded", fleet.mask(routed.exclude).translate(_FALSITY)))
+            rules.append(("excluded", fleet.mask(routed.exclude).translate(_FALSITY), False))
         if self.drained:
             undrained = rows[:]
             for rank in self.drained:
                 undrained[fleet.row_of[rank]] = 0
-            rules.append(("drained", undrained))
+            rules.append(("drained", undrained, False))
         # Before the load: who finds the others full waits for them, and does not try a failing one.
         ejections = [f for f in self.filters if isinstance(f, Ejection)]
-        rules += [(f.name, f.keeps(request)) for f in ejections]
+        rules += [(f.name, f.keeps(request), True) for f in ejections]
         others = (f for f in self.filters if not isinstance(f, (Ejection, Prefer)))
-        rules += [(f.name, f.keeps(request)) for f in others]
+        rules += [(f.name, f.keeps(request), False) for f in others]
+        # The other wishes come last: first that the publisher is connected, since else the engine
+        # is probably down, then those of `Prefer`.
+        if fleet.connected is not None:
+            rules.append(("disconnected", fleet.connected, True))
+        rules += [(f.name, f.keeps(request), True) for f in self.filters if isinstance(f, Prefer)]
         refused: Counter[str] = Counter()
-        for reason, keeps in rules:
+        for reason, keeps, is_wish in rules:
             left, lost = _narrow(rows, reason, keeps)
-            if reason == Ejection.name and 1 not in left:
-                continue
-            rows = left
-            if lost:
+            if lost and (1 in left or not is_wish):
                 refused[reason] += lost
+                rows = left
         self.refused += refused
         if 1 not in rows:
             raise NoCandidateError(len(rows), dict(refused))
-        # Wishes come last, and one that would leave no rank is ignored: first that the publisher is
-        # connected, since else the engine is probably down, then those of `Prefer`.
-        wishes: list[tuple[str, Iterable[object]]] = []
-        if fleet.connected is not None:
-            wishes.append(("disconnected", fleet.connected))
-        wishes += [(f.name, f.keeps(request)) for f in self.filters if isinstance(f, Prefer)]
-        for reason, keeps in wishes:
-            left, lost = _narrow(rows, reason, keeps)
-            if lost and 1 in left:
-                self.refused[reason] += lost
-                rows = left
         return rows
 
 

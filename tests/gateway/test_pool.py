@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvindex.testing import HttpEngine
 from tests.gateway.picker.envoys import binary
 from tests.gateway.test_gateway import ENVOY, LONG, Gateway, cached_in, chat, gateway_of, live_ranks
 from tests.live import PATIENCE as LONG_ENOUGH
@@ -22,14 +23,21 @@ from tests.tools.commands import http_engines, started
 pytestmark = pytest.mark.service
 
 
+def pooled(folder: Path, opened: ExitStack) -> tuple[NatsServer, list[HttpEngine]]:
+    """Run two engines, and a relay that follows them into the pool "p"."""
+    server = opened.enter_context(NatsServer(folder))
+    engines = opened.enter_context(http_engines("a", "b"))
+    small = ("--max-bytes", "16m")
+    urls = [engine.url for engine in engines]
+    opened.enter_context(started("relay", server.url, "--pool", "p", *small, *urls))
+    return server, engines
+
+
 @contextmanager
 def two_gateways(folder: Path) -> Iterator[tuple[list[Gateway], NatsServer]]:
     with ExitStack() as opened:
-        server = opened.enter_context(NatsServer(folder))
-        engines = opened.enter_context(http_engines("a", "b"))
+        server, engines = pooled(folder, opened)
         urls = [engine.url for engine in engines]
-        small = ("--max-bytes", "16m")
-        opened.enter_context(started("relay", server.url, "--pool", "p", *small, *urls))
         gateways = []
         for front in ((), ENVOY if binary() else ()):
             command = ("--from", f"{server.url}/p", *front, *urls)
@@ -45,11 +53,8 @@ def test_two_pickers_count_each_others_load(tmp_path: Path) -> None:
     from tests.gateway.picker.streams import body, endpoint_in, head, iter_open, picker_of
 
     with ExitStack() as opened:
-        server = opened.enter_context(NatsServer(tmp_path))
-        engines = opened.enter_context(http_engines("a", "b"))
+        server, engines = pooled(tmp_path, opened)
         urls = [engine.url for engine in engines]
-        small = ("--max-bytes", "16m")
-        opened.enter_context(started("relay", server.url, "--pool", "p", *small, *urls))
         command = ("--from", f"{server.url}/p")
         first, second = (opened.enter_context(picker_of(urls, *command)) for _ in range(2))
         text = json.dumps({"prompt": list(range(2000)), "max_tokens": 1}).encode()

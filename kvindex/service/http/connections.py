@@ -336,8 +336,7 @@ class Connection(asyncio.Protocol):
             self._at_once += 1
             incoming = waiting.popleft()
             if incoming.refusal is not None:
-                form = self._site.guard.form
-                self._reply(incoming, form(incoming.refusal, incoming.request.path))
+                self._reply(incoming, self._form(incoming.refusal, incoming))
                 continue
             answer = self._site.answer(incoming.request)
             if isinstance(answer, Reply):  # in the same turn: no task, no queue
@@ -373,8 +372,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._begin_turn)
         elif self._writable.is_set():
             self._at_once += 1
-            form = self._site.guard.form
-            self._reply(incoming, form(incoming.refusal, incoming.request.path))
+            self._reply(incoming, self._form(incoming.refusal, incoming))
             if incoming.expects:  # its body will not come
                 self.transport.close()
 
@@ -502,6 +500,10 @@ class Connection(asyncio.Protocol):
 
     # Refusals -----------------------------------------------------------------------------------
 
+    def _form(self, refusal: Refusal, incoming: _Incoming | None) -> Reply:
+        path = "" if incoming is None else incoming.request.path
+        return self._site.guard.form(refusal, path)
+
     def _no_room(self) -> Refusal:
         most = self._site.guard.limits.bodies_bytes
         text = f"bodies of {most} bytes are being served, the most at a time"
@@ -524,8 +526,7 @@ class Connection(asyncio.Protocol):
         incoming = self._incoming
         # Amid other answers this one would be taken for one of them.
         if self._is_idle() and not (incoming is not None and incoming.is_answered):
-            path = incoming.request.path if incoming is not None else ""
-            _, body, _, headers = self._site.guard.form(refusal, path)
+            _, body, _, headers = self._form(refusal, incoming)
             fields = [b"%b: %b\r\n" % field for field in headers]
             length = b"content-length: %d\r\n\r\n" % len(body)
             close = b"content-type: application/json\r\nconnection: close\r\n"
