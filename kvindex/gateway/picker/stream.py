@@ -34,7 +34,7 @@ from kvindex.gateway.calls import (
     with_fields,
 )
 from kvindex.gateway.events import Usage, usage_of
-from kvindex.gateway.front import makers_of, no_rank_reply
+from kvindex.gateway.front import in_form, makers_of, no_rank_reply
 from kvindex.gateway.picker import messages
 from kvindex.gateway.picker.messages import NOTES
 from kvindex.gateway.request_life import CLIENT_LEFT, MOST_TRIES, End, Exchange, Failure, Stage
@@ -351,7 +351,7 @@ class _PickedRequest:
 
     def _refuse(self, reply: Reply) -> Any:
         self.is_over = True
-        return messages.refusal(reply)
+        return messages.refusal(in_form(self._path, reply))
 
     # The answer ---------------------------------------------------------------------------------
 

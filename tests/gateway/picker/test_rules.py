@@ -155,7 +155,7 @@ def test_an_empty_subset_is_refused_with_503(served: Picker, subset: Any) -> Non
         (b" " * (11 << 20), 413),
     ],
 )
-def test_a_bad_request_has_an_answer_in_the_form_of_openai(
+def test_a_bad_request_has_an_answer_in_the_form_of_its_route(
     served: Picker, data: bytes, status: int
 ) -> None:
     parts = [data[at : at + (1 << 20)] for at in range(0, len(data), 1 << 20)]
@@ -163,6 +163,9 @@ def test_a_bad_request_has_an_answer_in_the_form_of_openai(
     (answer,) = served.process_all(requests)
     assert answer.immediate_response.status.code == status
     assert json.loads(answer.immediate_response.body)["error"]["message"]
+    (answer,) = served.process_all([head("/v1/messages"), *requests[1:]])
+    assert answer.immediate_response.status.code == status
+    assert json.loads(answer.immediate_response.body)["type"] == "error", "that of Anthropic"
 
 
 def test_the_load_moves_to_the_engine_that_has_served(served: Picker) -> None:
