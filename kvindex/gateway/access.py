@@ -84,7 +84,8 @@ class Access:
         """Return the tenant whose request has these headers; None if tenants are not counted."""
         if self._tenant_header is None:
             return None
-        value = next((value for name, value in headers if name == self._tenant_header), b"")
+        # Of several the last: a proxy in front may add its own behind what its client has sent.
+        value = dict(headers).get(self._tenant_header, b"")
         # Clients may send anything: what is no plain name is no label, and so no tenant.
         return value.decode("ascii") if not value or _TENANT.fullmatch(value) else _OTHER
 

@@ -197,11 +197,12 @@ class _PickedRequest:
         return self._modes[0] == _BUFFERED
 
     async def _head(self, message: Any) -> AsyncIterator[Any]:
-        fields = dict(messages.headers_of(message.request_headers))
+        headers = messages.headers_of(message.request_headers)
+        fields = dict(headers)
         self._path = fields.get(b":path", b"").decode("latin-1").partition("?")[0]
         self._request_id = fields.get(b"x-request-id", b"").decode("latin-1")[:128]
         self._brings_key = b"authorization" in fields
-        self._tenant = self._picker.access.tenant_of(list(fields.items()))
+        self._tenant = self._picker.access.tenant_of(headers)
         self._subset = messages.subset_of(message)
         if self._picker.is_conformance and (wish := fields.get(messages.STEERS.encode())):
             self._subset = frozenset(part.strip() for part in wish.decode("latin-1").split(","))

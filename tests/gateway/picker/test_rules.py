@@ -293,7 +293,8 @@ def test_metrics_show_requests_and_ranks() -> None:
         served.process_all([head(), body(chat())])
         usage = {"prompt_tokens": 40, "completion_tokens": 3}
         answered = json.dumps({"choices": [], "usage": usage}).encode()
-        asked = head(x_team="red", x_request_id="told")
+        asked = head(x_team="forged", x_request_id="told")
+        asked.request_headers.headers.headers.add(key="x-team", raw_value=b"red")
         served.process_all(
             [asked, body(chat()), answer_head(), body(answered, kind="response_body")]
         )
