@@ -245,17 +245,16 @@ class Exchange:
         self._is_open = False
         if self._events is not None:
             kept = self._events.end()
-            if self.stage is Stage.KEPT and not self._events.has_event:
+            if not self._events.has_event:
                 return self.failed("empty", now)
             if self.stage is Stage.KEPT:
                 self._parts.append(kept)
                 kept = self._open()
             self._end_as_reported(now)
             return kept
-        assert self.reservation is not None
-        assert self.answer is not None
-        is_refused = self.stage is Stage.KEPT and self.answer.status == 400
-        if is_refused and self.reservation.is_misnumbered(b"".join(self._parts)):
+        is_refused = self.answer is not None and self.answer.status == 400
+        is_misnumbered = is_refused and self.note_refusal(b"".join(self._parts))
+        if is_misnumbered and self.stage is Stage.KEPT:
             return self.failed("rank_number", now)
         kept = self._open() if self.stage is Stage.KEPT else b""
         # A longer one, such as of embeddings, is not worth its memory.
@@ -305,6 +304,16 @@ class Exchange:
 
     # What a proxy reports that forwards answers by itself ---------------------------------------
 
+    def passed_on(self) -> None:
+        """Accept that the head has gone out: nothing is kept back, since nothing can be retried."""
+        if self.stage is Stage.KEPT:
+            self._open()
+
+    def note_refusal(self, refusal: bytes) -> bool:
+        """Return whether an engine's 400 shows that its ranks are numbered otherwise; note that."""
+        reservation = self.reservation
+        return reservation is not None and reservation.is_misnumbered(refusal, self.call.body)
+
     def begun(self, now: float) -> None:
         """Accept that the content of the answer has begun."""
         # Nothing is kept back there: the proxy has forwarded the head.
@@ -314,15 +323,17 @@ class Exchange:
             self.reservation.answered()
             self.reservation.first_token()
 
-    def reported(self, end: End, status: int, usage: Usage | None, now: float) -> None:
-        """End as the proxy says."""
+    def reported(
+        self, end: End, status: int, usage: Usage | None, now: float, *, has_failed: bool = False
+    ) -> None:
+        """End as the proxy says; `has_failed`: the engine did, whatever the status."""
         if self.stage is not Stage.ENDED:
             self.usage = usage
             if self.reservation is not None and end is not End.LEFT:
-                if status < 500:
-                    self.reservation.answered()
-                else:
+                if has_failed or (status >= 500 and status != 501):
                     self.reservation.failed(f"status_{status}")
+                else:
+                    self.reservation.answered()
             self._end(end, status, now)
 
     # Steps --------------------------------------------------------------------------------------
@@ -358,6 +369,8 @@ class Exchange:
         events = self._events
         assert events is not None
         self.usage = events.usage
+        if events.has_failed and not events.has_content and self.reservation is not None:
+            self.reservation.failed("error_event")
         if events.error is not None:
             self._end(End.EVENT, self.status, now)
         else:

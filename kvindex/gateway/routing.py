@@ -493,7 +493,8 @@ def _book(
         raise CallError(400, f"the prompt has a token that is none: {error}") from None
 
 
-_ABOUT_RANKS: Final = re.compile(rb"\brank\b|data_parallel_rank|dp_rank", re.IGNORECASE)
+# Such as "data_parallel_rank 0 is out of range", "no such DP rank" and "ranks here are 4 to 7".
+_ABOUT_RANKS: Final = re.compile(rb"(?<![a-z])ranks?(?![a-z])|dp_?ranks?", re.IGNORECASE)
 _DOWN: Final = frozenset({"refused", "unreachable", "timeout_connect"})
 
 
@@ -510,8 +511,8 @@ class Reservation:
         routing.ejection.sent(serving.worker)
         self.rank = booking.rank
         self.serving = serving
-        is_global = serving.worker in routing.counting_globally
-        self.pin = pin(serving, booking.rank, is_global=is_global)
+        self._is_global = serving.worker in routing.counting_globally
+        self.pin = pin(serving, booking.rank, is_global=self._is_global)
         self.held = booking.decision.tokens  # that the rank will find cached
         self.prompt_tokens = booking.decision.prompt_tokens
         self.reason = "cache" if self.held else "load"
@@ -538,16 +539,22 @@ class Reservation:
         """Report the id of the response that the engine makes."""
         self._routing.note_made(response_id, self.rank.worker)
 
-    def is_misnumbered(self, refusal: bytes) -> bool:
+    def is_misnumbered(self, refusal: bytes, body: bytes) -> bool:
         """Return whether the engine counts its ranks otherwise, by its 400; note that it does."""
         if (
             self.serving.ranks < 2
             or not self.serving.first_rank
             or not _ABOUT_RANKS.search(refusal)
+            # Refusals repeat what a client has sent, and no client may renumber ranks.
+            or _ABOUT_RANKS.search(body)
         ):
             return False
-        # Should that have been about something else, the next 400 turns it back.
-        self._routing.counting_globally ^= {self.serving.worker}
+        # Should that have been about something else, the next 400 turns it back. By how this one
+        # was sent: several such requests may have been on their way.
+        if self._is_global:
+            self._routing.counting_globally.discard(self.serving.worker)
+        else:
+            self._routing.counting_globally.add(self.serving.worker)
         return True
 
     def move(self, worker: str) -> None:

@@ -65,8 +65,11 @@ class LoggedReservation(Reservation):
         self._log = log
         self.outcomes: list[str] = []  # of the engine: what its ejection is judged by
 
-    def is_misnumbered(self, refusal: bytes) -> bool:
-        return b"rank" in refusal
+    def is_misnumbered(self, refusal: bytes, body: bytes) -> bool:
+        is_so = b"rank" in refusal
+        if is_so:
+            self._log.append(("misnumbered", self.rank, refusal))
+        return is_so
 
     def made(self, response_id: str) -> None:
         self._log.append(("made", self.rank, response_id))

@@ -181,6 +181,36 @@ def test_a_head_that_was_kept_for_long_enough_goes_out_and_then_nothing_is_retri
     assert (whole.held(), whole.stage) == (b"", Stage.KEPT), "a whole answer has no events"
 
 
+@pytest.mark.parametrize(
+    ("stream", "outcomes", "end"),
+    [
+        (failing(code=500), ["error_event"], End.EVENT),
+        (failing(code=400), [], End.EVENT),
+        (event("x") + failing(code=500), ["answered"], End.EVENT),
+        (COMMENT, ["empty"], End.BROKEN),
+    ],
+)
+def test_what_a_proxy_has_passed_on_is_not_kept_back_and_still_judges_the_engine(
+    stream: bytes, outcomes: list[str], end: End
+) -> None:
+    life = Life()
+    reservation = LoggedReservation(life.log, RANKS[0])
+    life.exchange.reserved(reservation, 1.0)
+    life.answer()
+    life.exchange.passed_on()
+    assert life.exchange.received(stream, 2.0) == stream
+    life.exchange.completed(3.0)
+    assert (reservation.outcomes, life.exchange.end) == (outcomes, end)
+
+
+def test_a_refusal_of_the_ranks_number_that_was_passed_on_is_noted_and_the_clients() -> None:
+    refusal = b'{"error":{"message":"no such rank"}}'
+    exchange = Life().begin(400, JSON)
+    exchange.passed_on()
+    assert exchange.received(refusal, 2.0) + exchange.completed(3.0) == refusal
+    assert exchange.end is End.STATUS
+
+
 def test_a_compressed_stream_passes_piece_by_piece_unread() -> None:
     fields = (*HEAD, (b"content-encoding", b"gzip"))
     exchange = Life().begin(headers=fields)

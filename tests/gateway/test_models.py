@@ -203,13 +203,17 @@ async def test_an_engine_that_counts_all_ranks_is_noticed_by_its_refusal() -> No
         return reservation, number
 
     reservation, number = await sent()
+    another, _ = await sent()
     assert int(number) < 4
-    assert not reservation.is_misnumbered(b'{"error":{"message":"temperature"}}')
+    assert not reservation.is_misnumbered(b'{"error":{"message":"temperature"}}', b"{}")
+    refusal = b'{"error":{"message":"DP ranks here are 4 to 7"}}'
+    assert not reservation.is_misnumbered(refusal, b'{"n":"no such rank"}'), "it may be the body's"
     assert (await sent())[1] < b"4"
-    assert reservation.is_misnumbered(b'{"error":{"message":"data_parallel_rank 0 is not here"}}')
+    assert reservation.is_misnumbered(refusal, b"{}")
+    assert another.is_misnumbered(refusal, b"{}"), "it was sent before that was known"
     reservation, number = await sent()
     assert int(number) >= 4
-    assert reservation.is_misnumbered(b"no such rank"), "it was about something else"
+    assert reservation.is_misnumbered(b"no such rank", b"{}"), "it was about something else"
     assert (await sent())[1] < b"4"
 
 

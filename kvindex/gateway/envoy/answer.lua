@@ -76,11 +76,18 @@ local function without_usage(events, shown)
   return table.concat(kept)
 end
 
--- Report that content has begun. By HTTP/1.1, since a call of gRPC takes the picker 0.5 ms.
-local function report_first(handle, booking, served)
+-- Report something of a request at once. By HTTP/1.1, since a call of gRPC takes the picker 0.5 ms.
+local function report(handle, path, text, goes_on)
   handle:httpCall("answers", {
-    [":method"] = "POST", [":path"] = "/first", [":authority"] = "localhost",
-  }, booking .. " " .. served, 1000, true)
+    [":method"] = "POST", [":path"] = path, [":authority"] = "localhost",
+  }, text, 1000, goes_on)
+end
+
+-- Report the id of a response: before the client, who may ask for more of it, has it.
+local function report_made(handle, request, text)
+  local id = request.makes and string.match(text, '"id":%s*"([%w_.:-]+)"')
+  request.makes = false
+  if id then report(handle, "/made", request.booking .. " " .. request.served .. " " .. id, false) end
 end
 
 -- Envoy's objects do not outlive the wait for a chunk: the metadata is looked up each time.
@@ -109,9 +116,19 @@ local function note_usage(handle, text)
   return has_some
 end
 
+-- What the log can carry of an engine's words.
+local function plain(text)
+  return (string.gsub(sub(text, 1, MOST_USAGE), '[\128-\255]', '?'))
+end
+
 -- Note what events say; return those that are forwarded.
-local function read(handle, events, shown)
-  if find(events, '{"error":', 1, true) then note(handle, "error", "yes") end
+local function read(handle, events, shown, has_begun)
+  if find(events, '"error":', 1, true) then
+    local at, stop = find(events, '"error":%s*[^n%s]')
+    -- Before any content it may be the engine's fault: its words tell.
+    local said = at and not has_begun and string.match(sub(events, stop, stop + MOST_USAGE), '^%b{}')
+    if at then note(handle, "error", said and plain(said) or "yes") end
+  end
   if is_last(events) then note(handle, "last", "yes") end
   local has_usage = find(events, 'usage":', 1, true) and note_usage(handle, events)
   if not shown.hides then return events end
@@ -119,8 +136,8 @@ local function read(handle, events, shown)
   return is_plain and events or without_usage(events, shown)
 end
 
-local function read_events(handle, booking, served, hides)
-  local has_begun, shown = false, {hides = hides, last = ""}
+local function read_events(handle, request)
+  local has_begun, is_empty, shown = false, true, {hides = request.hides, last = ""}
   local parts, size, tail = {}, 0, ""  -- of an event without its end, and its last bytes
   for chunk in handle:bodyChunks() do
     local data = chunk:getBytes(0, chunk:length())
@@ -143,28 +160,37 @@ local function read_events(handle, booking, served, hides)
       tail = sub(tail .. parts[#parts], -3)
     end
     if events ~= "" then
+      -- Comments are no events, nor is the end.
+      is_empty = is_empty and not find(events, 'data: *[^%s%[]')
+      if request.makes and not is_empty then report_made(handle, request, events) end
       if not has_begun and has_content(events) then
         has_begun = true
-        report_first(handle, booking, served)
+        report(handle, "/first", request.booking .. " " .. request.served, true)
       end
-      local forwarded = read(handle, events, shown)
+      local forwarded = read(handle, events, shown, has_begun)
       is_changed = is_changed or #forwarded ~= #events
       events = forwarded
     end
     if data == "" and shown.last ~= "" then  -- nothing came that could have had the fingerprint
       events, is_changed, shown.last = events .. shown.last, true, ""
     end
-    if hides and is_changed then chunk:setBytes(events) end
+    if request.hides and is_changed then chunk:setBytes(events) end
   end
+  if is_empty then note(handle, "empty", "yes") end
 end
 
-local function read_whole(handle)
+local function read_whole(handle, request)
   local tail = ""
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
-    if size > 0 then tail = sub(tail .. chunk:getBytes(0, size), -4096) end
+    if size > 0 then
+      local data = chunk:getBytes(0, size)
+      if request.makes then report_made(handle, request, data) end
+      tail = sub(tail .. data, -4096)
+    end
   end
   note_usage(handle, tail)
+  if request.status == "400" then note(handle, "refusal", plain(tail)) end
 end
 
 function envoy_on_response(handle)
@@ -173,9 +199,13 @@ function envoy_on_response(handle)
   headers:remove("x-kvindex-served")
   local notes = handle:streamInfo():dynamicMetadata():get("kvindex")
   if not notes or not notes["booking"] then return end
+  local request = {
+    booking = notes["booking"], served = served, status = headers:get(":status"),
+    hides = notes["hides"] ~= nil, makes = notes["makes"] ~= nil,
+  }
   if find(headers:get("content-type") or "", "text/event-stream", 1, true) == 1 then
-    read_events(handle, notes["booking"], served, notes["hides"] ~= nil)
+    read_events(handle, request)
   else
-    read_whole(handle)
+    read_whole(handle, request)
   end
 end

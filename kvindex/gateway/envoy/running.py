@@ -331,11 +331,13 @@ class _PickerProcess:
         server.add_insecure_port(f"unix:{self._folder}/{PICKER}")
         await server.start()
 
-        def first(request: Request) -> Reply:  # the Lua program says that content has begun
-            self._reports.first(request.body)
+        def told(report: Callable[[bytes], None], request: Request) -> Reply:  # by the Lua program
+            report(request.body)
             return Reply(200, b"", b"")
 
-        site = Site([Route("POST", "/first", first)], Guard())
+        reports = {"/first": self._reports.first, "/made": self._reports.made}
+        routes = [Route("POST", path, partial(told, report)) for path, report in reports.items()]
+        site = Site(routes, Guard())
         answers = await self._loop.create_unix_server(
             lambda: Connection(site), sock=_listener(f"{self._folder}/{ANSWERS}")
         )

@@ -25,6 +25,7 @@ import msgspec
 from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.calls import (
+    RESPONSES,
     ROUTES,
     Call,
     CallError,
@@ -33,7 +34,7 @@ from kvindex.gateway.calls import (
     reads_long,
     with_fields,
 )
-from kvindex.gateway.events import Usage, usage_of
+from kvindex.gateway.events import Events, Usage, usage_of
 from kvindex.gateway.front import in_form, makers_of, no_rank_reply
 from kvindex.gateway.picker import messages
 from kvindex.gateway.picker.messages import NOTES
@@ -267,8 +268,9 @@ class _PickedRequest:
         if key is not None:
             fields.append((b"authorization", b"Bearer " + key.encode()))
         for answer in self._sent(",".join(endpoints), fields, body, sent, is_end):
-            if call.hides_usage and self._picker.reports is not None:  # Envoy has to hide it
-                answer.dynamic_metadata[messages.NOTES] = {HIDES: "yes"}
+            if self._picker.reports is not None:  # what Envoy has to do is noted for it
+                notes = {HIDES: call.hides_usage, MAKES: call.path == RESPONSES}
+                answer.dynamic_metadata[NOTES] = {name: "yes" for name in notes if notes[name]}
             yield answer
 
     def _sent(
@@ -368,7 +370,9 @@ class _PickedRequest:
         exchange.answered(head, self._time())
         if exchange.failures:  # there is no other try here: the proxy tries again, or not
             exchange.given_up(self._time())
-        elif message.response_headers.end_of_stream:
+            return
+        exchange.passed_on()
+        if message.response_headers.end_of_stream:
             self._completed()
 
     def _received(self, part: Any) -> Iterator[Any]:
@@ -409,6 +413,8 @@ BOOKING: Final = "booking"
 """The note that names a request."""
 HIDES: Final = "hides"
 """The note that the client did not ask for the usage event."""
+MAKES: Final = "makes"
+"""The note that the answer is a response, whose id is to be reported."""
 
 ENGINES: Final = "engines"
 """The name of the engines' cluster."""
@@ -453,6 +459,14 @@ class Reports:
             self._move(exchange, served)
             exchange.begun(self._time())
 
+    def made(self, message: bytes) -> None:
+        """Accept the id of a response: the request's key, who serves it, and the id."""
+        key, _, rest = message.decode("latin-1").partition(" ")
+        served, _, response_id = rest.partition(" ")
+        if (exchange := self._open.get(key)) is not None and exchange.reservation is not None:
+            self._move(exchange, served)
+            exchange.reservation.made(response_id)
+
     def logged(self, entry: Any) -> None:
         """Accept a line of the access log (envoy.data.accesslog.v3.HTTPAccessLogEntry)."""
         common = entry.common_properties
@@ -488,7 +502,12 @@ class Reports:
         ended = (
             exchange.began_at + max(taken, exchange.first_token or 0.0) if taken else self._time()
         )
-        self._end(key, end, status, usage_noted(noted), min(ended, self._time()))
+        if "refusal" in noted:
+            exchange.note_refusal(noted["refusal"].encode())
+        has_failed = end is End.BROKEN or (end is End.EVENT and is_failure(noted["error"]))
+        self._end(
+            key, end, status, usage_noted(noted), min(ended, self._time()), has_failed=has_failed
+        )
 
     def _count_unpicked(self, entry: Any) -> None:
         # The picker was away, and Envoy has chosen an engine by itself.
@@ -512,10 +531,19 @@ class Reports:
                     exchange.failures.append(Failure(exchange.reservation.rank, "not_reported"))
                 self._end(key, End.FAILED, exchange.status or _GONE, None, self._time())
 
-    def _end(self, key: str, end: End, status: int, usage: Usage | None, now: float) -> None:
+    def _end(
+        self,
+        key: str,
+        end: End,
+        status: int,
+        usage: Usage | None,
+        now: float,
+        *,
+        has_failed: bool = False,
+    ) -> None:
         exchange = self._open.pop(key)
         del self._heard[key]
-        exchange.reported(end, status, usage, now)
+        exchange.reported(end, status, usage, now, has_failed=has_failed)
         self._access.end(exchange)
 
 
@@ -527,13 +555,20 @@ def _ending(entry: Any, noted: dict[str, str]) -> tuple[End, int]:
     # Many clients close at the last event: they have the whole answer.
     if has_left and "last" not in noted:
         return End.LEFT, status or CLIENT_LEFT
-    if details.startswith("upstream_reset_after_response_started"):
+    if details.startswith("upstream_reset_after_response_started") or "empty" in noted:
         return End.BROKEN, status
     if "error" in noted:
         return End.EVENT, status
     if details != "via_upstream" and not has_left:  # Envoy's own answer, or the picker's
         return (End.NO_ANSWER if status >= 500 else End.REFUSED), status
     return (End.WHOLE if status < 300 else End.STATUS), status
+
+
+def is_failure(error: str) -> bool:
+    """Return whether an error before any content, as JSON, is the engine's fault."""
+    events = Events(hides_usage=False)
+    events.feed(b'data: {"error":%b}\n\n' % error.encode())
+    return events.has_failed
 
 
 def usage_noted(notes: Mapping[str, str]) -> Usage | None:

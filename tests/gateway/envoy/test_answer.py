@@ -18,7 +18,7 @@ from lupa import luajit21
 
 from kvindex.gateway.envoy.config import lua
 from kvindex.gateway.events import Events, Usage
-from kvindex.gateway.picker.stream import usage_noted
+from kvindex.gateway.picker.stream import is_failure, usage_noted
 from tests.gateway.test_events import (
     BESIDE_CHOICES,
     DONE,
@@ -35,7 +35,7 @@ from tests.gateway.test_events import (
 pytestmark = pytest.mark.service
 
 HARNESS = """
-return function(pieces, content_type, notes)
+return function(pieces, content_type, notes, status)
   local out, metadata, calls, removed = {}, {kvindex = notes}, {}, {}
   local function chunk_of(data)
     local chunk = {data = data}
@@ -45,6 +45,7 @@ return function(pieces, content_type, notes)
     return chunk
   end
   local fields = {["content-type"] = content_type, ["x-kvindex-served"] = "10.0.0.5:8000"}
+  fields[":status"] = status
   local headers, info, handle = {}, {}, {}
   function headers:get(name) return fields[name] end
   function headers:remove(name) removed[#removed + 1] = name end
@@ -53,7 +54,9 @@ return function(pieces, content_type, notes)
   function info:set(space, name, value) metadata[space][name] = value end
   function handle:headers() return headers end
   function handle:streamInfo() return info end
-  function handle:httpCall(cluster, fields, body) calls[#calls + 1] = body end
+  function handle:httpCall(cluster, fields, body)
+    calls[#calls + 1] = fields[":path"] .. " " .. body
+  end
   function handle:bodyChunks()
     local at, last = 0, nil
     return function()
@@ -74,7 +77,7 @@ class Answer(NamedTuple):
 
     body: bytes
     notes: dict[str, str]
-    firsts: list[bytes]
+    calls: list[bytes]
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +89,20 @@ def program() -> Any:
 
 
 def answered(
-    program: Any, pieces: Sequence[bytes], *, hides: bool = False, kind: str = "text/event-stream"
+    program: Any,
+    pieces: Sequence[bytes],
+    *,
+    hides: bool = False,
+    makes: bool = False,
+    kind: str = "text/event-stream",
+    status: bytes = b"200",
 ) -> Answer:
     """Have the program read an answer in these chunks, and its end."""
     run, runtime = program
     given = {b"booking": b"key-1", **({b"hides": b"yes"} if hides else {})}
-    body, notes, calls, removed = run([*pieces, b""], kind.encode(), runtime.table_from(given))
+    given |= {b"makes": b"yes"} if makes else {}
+    notes = runtime.table_from(given)
+    body, notes, calls, removed = run([*pieces, b""], kind.encode(), notes, status)
     assert removed == 1, "the client does not see who has served"
     said = {name.decode(): value.decode() for name, value in notes.items()}
     return Answer(body, said, list(calls.values()))
@@ -103,6 +114,7 @@ def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
     return [data[begin:end] for begin, end in itertools.pairwise(bounds) if begin < end]
 
 
+COMMENT = b": keep-alive\n\n"
 ANTHROPIC = [
     event({"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 0}}}),
     event({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}}),
@@ -141,7 +153,7 @@ def test_the_client_and_the_picker_get_what_the_gateway_itself_would_give_them(
     assert answer.body == expected
     assert usage_noted(answer.notes) == events.usage
     assert ("error" in answer.notes) == (events.error is not None)
-    assert len(answer.firsts) == events.has_content
+    assert len(answer.calls) == events.has_content
 
 
 def test_a_stream_that_is_over_is_noted_as_such(program: Any) -> None:
@@ -151,8 +163,33 @@ def test_a_stream_that_is_over_is_noted_as_such(program: Any) -> None:
 
 
 def test_the_first_content_is_reported_with_the_request_and_who_serves_it(program: Any) -> None:
-    assert answered(program, [ROLE, TEXT, TEXT]).firsts == [b"key-1 10.0.0.5:8000"]
-    assert not answered(program, [ROLE, LAST, DONE]).firsts
+    assert answered(program, [ROLE, TEXT, TEXT]).calls == [b"/first key-1 10.0.0.5:8000"]
+    assert not answered(program, [ROLE, LAST, DONE]).calls
+
+
+def test_the_id_of_a_response_is_reported_once_before_the_client_has_it(program: Any) -> None:
+    made = b"/made key-1 10.0.0.5:8000 resp_1"
+    head = b'{"id": "resp_1", "object": "response", "output": [{"id": "msg_1", "text": "'
+    body = [head, b"x" * 9_000, b'"}]}']
+    assert answered(program, body, makes=True, kind="application/json").calls == [made]
+    assert not answered(program, body, kind="application/json").calls
+    created = event({"type": "response.created", "response": {"id": "resp_1", "usage": None}})
+    calls = answered(program, [b": wait\n\n", created[:30], created[30:], *RESPONSES], makes=True)
+    assert calls.calls == [made, b"/first key-1 10.0.0.5:8000"]
+
+
+def test_what_judges_an_engine_is_noted(program: Any) -> None:
+    failed = event({"type": "error", "error": {"message": "out of memory é", "code": 500}})
+    assert is_failure(answered(program, [COMMENT, failed]).notes["error"])
+    assert answered(program, [TEXT, failed]).notes["error"] == "yes", "it has begun to answer"
+    for parts in ([], [COMMENT], [COMMENT, DONE]):
+        assert "empty" in answered(program, parts).notes
+        assert "empty" not in answered(program, [*parts, ROLE]).notes
+    refusal = [b'{"error":{"message":"', "é no such rank".encode(), b'"}}']
+    kind = "application/json"
+    notes = answered(program, refusal, kind=kind, status=b"400").notes
+    assert notes["refusal"] == '{"error":{"message":"?? no such rank"}}'
+    assert "refusal" not in answered(program, refusal, kind=kind).notes
 
 
 def test_a_whole_answer_passes_and_its_usage_is_noted(program: Any) -> None:

@@ -83,6 +83,7 @@ USAGE = (
     [
         (line(), End.WHOLE, 200),
         (line(400), End.STATUS, 400),
+        (line(empty="yes"), End.BROKEN, 200),
         (line(error="yes", last="yes"), End.EVENT, 200),
         (line(200, "downstream_remote_disconnect", LEFT), End.LEFT, 200),
         (line(0, "downstream_remote_disconnect", LEFT), End.LEFT, 499),
@@ -116,6 +117,41 @@ def test_usage_and_retries_are_counted() -> None:
     assert served.exchange.output_tokens == 3
     assert served.exchange.tries == 3
     assert served.access.statistics()["failures"] == {"retried_by_envoy": 2}
+
+
+FAILED, BAD = '{"message":"out of memory","code":500}', '{"message":"no","code":400}'
+
+
+@pytest.mark.parametrize(
+    ("entry", "outcome"),
+    [
+        (line(), "answered"),
+        (line(400), "answered"),
+        (line(501), "answered"),
+        (line(500), "status_500"),
+        (line(empty="yes"), "status_200"),
+        (line(200, BROKE, "upstream_connection_termination"), "status_200"),
+        (line(error=FAILED), "status_200"),
+        (line(error=BAD), "answered"),
+        (line(error="yes"), "answered"),
+    ],
+)
+def test_what_a_line_says_is_what_the_engines_ejection_is_judged_by(
+    entry: Any, outcome: str
+) -> None:
+    served = Reported()
+    served.reports.logged(entry)
+    reservation = cast(LoggedReservation, served.exchange.reservation)
+    assert reservation.outcomes == [outcome]
+
+
+def test_the_id_of_a_response_and_a_refusal_of_its_rank_are_learnt() -> None:
+    served = Reported()
+    served.reports.made(f"{KEY} 10.0.0.6:8000 resp_1".encode())
+    assert served.log == [("move", "10.0.0.6:8000"), ("made", RANK, "resp_1")]
+    served.reports.made(b"unknown 10.0.0.6:8000 resp_2")
+    served.reports.logged(line(400, refusal="no such rank"))
+    assert served.log[2:] == [("misnumbered", RANK, b"no such rank"), ("cancel", RANK)]
 
 
 def test_the_first_content_moves_the_load_to_who_serves_it() -> None:

@@ -137,6 +137,18 @@ def test_the_answer_passes_byte_for_byte_without_the_usage_nobody_asked_for(
     assert line["output_tokens"] == 1
 
 
+@pytest.mark.parametrize("first", [b": wait\n\n", b'data: {"error": {"code": 500}}\n\n'])
+def test_what_the_proxy_cannot_have_answered_elsewhere_passes_at_once(
+    served: Picker, first: bytes
+) -> None:
+    requests = [head(), body(chat(stream=True)), answer_head(content_type="text/event-stream")]
+    requests += [body(each, end=not each, kind="response_body") for each in (first, b"")]
+    answers = served.process_all(requests)
+    kinds = [answer.WhichOneof("response") for answer in answers]
+    piece = answers[kinds.index("response_body")].response_body.response.body_mutation
+    assert piece.streamed_response.body == first
+
+
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"], ""])
 def test_an_empty_subset_is_refused_with_503(served: Picker, subset: Any) -> None:
     for asked, *rest in ([head(), body(chat())], [head("/v1/models", "GET", end=True)]):
