@@ -8,6 +8,8 @@ not read from, and TCP holds the engine back.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import select
 import ssl
 from collections import Counter, defaultdict
@@ -24,6 +26,7 @@ from kvindex.wire.errors import ConfigurationError, KVIndexError
 _CONNECT_SECONDS: Final = 5.0
 _IDLE_SECONDS: Final = 4.0  # uvicorn, and so vLLM and SGLang, close after five
 _MOST_IDLE: Final = 256  # connections to one engine
+_NO_DESCRIPTOR: Final = os.strerror(errno.EMFILE)
 _NEVER: Final = select.POLLIN | select.POLLHUP | select.POLLERR  # of an idle connection
 
 
@@ -193,10 +196,12 @@ class Upstream:
                 wire.abort()
         return None
 
-    def _close_idle(self) -> None:
-        """Close what was idle too long; look again as long as there is something idle."""
+    def _close_idle(self, seconds: float = _IDLE_SECONDS) -> None:
+        """Close what was idle for so long; look again as long as there is something idle."""
         loop = asyncio.get_running_loop()
-        oldest = loop.time() - _IDLE_SECONDS
+        if self._sweep is not None:
+            self._sweep.cancel()
+        oldest = loop.time() - seconds
         for idle in list(self._idle.values()):
             for wire in [wire for wire in idle if wire.idle_since <= oldest]:
                 idle.remove(wire)
@@ -229,9 +234,20 @@ class Upstream:
         if origin.is_secure:
             # Once: reading the certificates of all authorities takes some 20 ms.
             context = self._context = self._context or ssl.create_default_context()
-        try:
+
+        async def connect() -> None:
             connecting = loop.create_connection(lambda: wire, origin.host, origin.port, ssl=context)
             await asyncio.wait_for(connecting, _CONNECT_SECONDS)
+
+        try:
+            try:
+                await connect()
+            except OSError as error:
+                if _NO_DESCRIPTOR not in str(error):
+                    raise
+                self._close_idle(0.0)  # theirs will do
+                await asyncio.sleep(0)
+                await connect()
         except (OSError, asyncio.TimeoutError) as error:
             reason = "unreachable"
             if isinstance(error, ConnectionRefusedError):  # nobody listens: the engine is down

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -69,6 +71,25 @@ async def test_fields_that_belong_to_the_connection_stay_there() -> None:
     async with connected([head + b"content-length: 0\r\n\r\n"]) as (upstream, served):
         answer = await sent(upstream, served)
         assert answer.headers == [(b"x-b", b"b"), (b"content-length", b"0")]
+
+
+async def test_without_a_free_descriptor_those_of_idle_connections_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with connected([WHOLE], [WHOLE]) as (upstream, served):
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection
+
+        async def full(*given: Any, **options: Any) -> Any:
+            if upstream.statistics()["idle"]:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return await connect(*given, **options)
+
+        assert await whole(upstream, served) == b"hello"
+        monkeypatch.setattr(loop, "create_connection", full)
+        assert upstream.statistics()["idle"] == 1
+        asked = await upstream.ask(served.url, "/tokenize", within=PATIENCE)
+        assert asked == (200, b"hello"), "those for other questions are not used again"
 
 
 async def test_a_clients_key_is_kept_and_a_get_has_no_body() -> None:

@@ -148,12 +148,12 @@ class Connection(asyncio.Protocol):
         if isinstance(peer, tuple):
             self._is_local = is_loopback(peer[0])
         self._head_since = self._loop.time()
-        connections, limit = self._site.connections, self._site.most_connections
+        connections = self._site.connections
         connections.add(self)
-        if len(connections) > limit:
-            self._refuse(
-                Refusal(503, "connections", f"{limit} connections are open, the most served")
-            )
+        sock = transport.get_extra_info("socket")
+        if not self._site.has_room(len(connections), -1 if sock is None else sock.fileno()):
+            text = f"{len(connections) - 1} connections are open, the most served"
+            self._refuse(Refusal(503, "connections", text))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End a stream; another answer is worked out to its end, unless its route cancels."""

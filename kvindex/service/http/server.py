@@ -196,8 +196,8 @@ class HttpServer:
         self.site = site
         self._connect = partial(Connection, site)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if descriptors != resource.RLIM_INFINITY:  # the other half is for engines
-            site.most_connections = min(site.most_connections, descriptors // 2)
+        if descriptors != resource.RLIM_INFINITY:
+            site.most_descriptors = descriptors
         self.shutdown_within = shutdown_within
         self._tls: ssl.SSLContext | None = None
         if tls is not None:
@@ -309,7 +309,8 @@ class HttpServer:
                 await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
             # A handshake takes longer than to accept, so those under way count as connections.
-            if len(self.site.connections) + len(self._shaking) >= self.site.most_connections:
+            count = len(self.site.connections) + len(self._shaking) + 1
+            if not self.site.has_room(count, accepted.fileno()):
                 guard.counters["connections"] += 1
                 accepted.close()
                 continue

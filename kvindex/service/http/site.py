@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from email.utils import formatdate
 from typing import Any, Final, TypeAlias
@@ -25,6 +26,7 @@ OTHER: Final = "(other)"
 """The name of all methods and paths without a name of their own, where requests are counted."""
 
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_SPARE: Final = 16  # descriptors for all else, such as to follow engines
 _ALIVE: Final = "/health"  # shows nothing, so every client may ask
 _READY: Final = "/ready"  # the status code is for every client, the reasons for admitted ones
 _FAILED: Final = Refusal(500, "failed", "this request failed: the server's log says how")
@@ -53,7 +55,7 @@ class Site:
     ) -> None:
         self.guard = guard
         self.connections: set[Any] = set()  # those that are open
-        self.most_connections = guard.limits.connections  # further ones are refused
+        self.most_descriptors = math.inf  # that this process may have open
         self.held_bytes = 0  # of bodies of requests that have not ended
         self.is_ending = False  # each connection ends with its last answer
         self._count = count
@@ -68,6 +70,13 @@ class Site:
     def note_time(self) -> None:
         """Set the time that answers have in their heads: made once a second, not for each."""
         self.date = b"date: %b\r\n" % formatdate(usegmt=True).encode()
+
+    def has_room(self, connections: int, descriptor: int) -> bool:
+        """Return whether so many connections can be served, the last with this descriptor."""
+        # The lowest free number is given, so all below it are in use. An admitted request may need
+        # one more, to an engine.
+        wanted = descriptor + connections + _SPARE
+        return connections <= self.guard.limits.connections and wanted < self.most_descriptors
 
     def admit(self, request: Request) -> Refusal | None:
         """Return why a request is refused, by its head; None if it is not."""

@@ -6,7 +6,6 @@ Nothing of them is kept, what the operator has named stays, and each answer is i
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 import ssl
 import threading
@@ -386,12 +385,13 @@ async def test_a_slow_reader_of_the_snapshot_keeps_nobody_waiting() -> None:
     assert first == b"3"
 
 
-def test_half_of_the_descriptors_stay_free_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+def test_each_connection_leaves_a_descriptor_free_for_its_engine() -> None:
     with listening(limits=Limits(head_seconds=600.0)) as served, ExitStack() as opened:
-        for _ in range(4):
+        lowest = opened.enter_context(socket.socket()).fileno() + 1
+        site, counters = served.server.site, served.guard.counters
+        site.most_descriptors = lowest + 30 + 16  # 16 are for all else
+        for number in range(1, 31):
             opened.enter_context(served.raw(b"POST /query"))
-        until(lambda: len(served.server.site.connections) == 4)
-        with served.raw() as connection:
-            assert b" 503 " in rest_of(connection)
-        assert served.guard.counters["connections"] == 1
+            until(lambda: len(site.connections) + counters["connections"] == number)  # noqa: B023
+        # Each has two in this process, its client's and its own, and one that stays free.
+        assert 5 <= len(site.connections) <= 10
