@@ -31,7 +31,7 @@ BY_LOAD: Final = (
 )
 """The paths whose requests are routed by load alone."""
 
-_MOST_LEVELS: Final = 128  # of nesting
+_MOST_LEVELS: Final = 512  # of nesting: engines' own readers give up at some 900
 # Bound what parsing costs, in time and memory; those in texts count, too.
 _MOST_BRACKETS: Final = 1 << 19
 _MOST_QUOTES: Final = 1 << 21
@@ -45,6 +45,13 @@ _READ: Final = tuple(
     b'"%b"' % name
     for name in (b"model", b"messages", b"prompt", b"input", b"stream", b"n", b"cache_salt")
 )
+# Letters are escaped by nobody who means well: it would hide a name.
+_HIDDEN: Final = re.compile(rb"\\u00[4-7]")
+# As engines read a flag: pydantic's way.
+_FLAGS: Final = {
+    **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys((0, "0", "false", "f", "no", "n", "off"), False),
+}
 _TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -76,6 +83,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     salt: str | None = None
     reads_cache: bool = True  # whether the engine does, for this request
     choices: int = 1
+    is_odd: bool = False  # it has what is no JSON, and what engines' readers accept: NaN, 1e400
 
     @property
     def is_single(self) -> bool:
@@ -102,13 +110,16 @@ def read_call(path: str, body: bytes) -> Call:
         >>> call.hides_usage, call.body
         (True, b'{"prompt": "Once", "stream": true,"stream_options":{"include_usage":true}}')
     """
-    fields = _read_form(body) if body.startswith(b"--") else _read_object(body)
+    is_form = body.startswith(b"--")
+    fields, is_odd = (_read_form(body), False) if is_form else _read_object(body)
     is_stream = _flag(fields, "stream", "stream")
     for name, check in _CHECKS.get(path, {}).items():
         check(fields, name)
     choices = fields.get("n", 1)
     if choices is None:
         choices = 1
+    if isinstance(choices, float) and choices.is_integer():
+        choices = int(choices)
     is_number = isinstance(choices, int) and not isinstance(choices, bool)
     if not is_number or not 1 <= choices < 1 << 31:  # engines have limits of their own
         raise _wrong("n", "a number from 1", choices)
@@ -121,6 +132,7 @@ def read_call(path: str, body: bytes) -> Call:
         salt=_name(fields, "cache_salt"),
         reads_cache=reads_cache(fields),
         choices=choices,
+        is_odd=is_odd,
     )
     if not is_stream or path not in (CHAT, COMPLETIONS):  # the others report their usage unasked
         return call
@@ -175,7 +187,8 @@ def error_reply(
 # Bodies ------------------------------------------------------------------------------------------
 
 
-def _read_object(body: bytes) -> dict[str, Any]:
+def _read_object(body: bytes) -> tuple[dict[str, Any], bool]:
+    """Return the fields of a body, and whether it is odd, as `Call.is_odd` says."""
     # Before it is parsed, since that is what it bounds: a million objects take seconds.
     brackets = body.count(b"[") + body.count(b"{")
     if len(body) > _MOST_BRACKETS:  # else it has no more of anything
@@ -186,8 +199,13 @@ def _read_object(body: bytes) -> dict[str, Any]:
         ):
             if number > most:
                 raise CallError(400, f"the body has {number:,} {name}, over {most:,}")
+    is_odd = False
     try:
-        fields = msgspec.json.decode(body)
+        try:
+            fields = msgspec.json.decode(body)
+        except UNREADABLE:
+            fields, is_odd = json.loads(body.decode("utf-8-sig")), True
+            json.dumps(fields, ensure_ascii=False).encode()  # fails for half a surrogate pair
     except UNREADABLE as error:
         raise CallError(400, f"the body is no JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -195,18 +213,23 @@ def _read_object(body: bytes) -> dict[str, Any]:
     if brackets > _MOST_LEVELS:  # else it cannot be that deep
         _check_levels(fields)
     # The name may stand in a text, too: only parsing once more shows that.
-    if any(body.count(name) > 1 for name in _READ):
+    if any(body.count(name) > 1 for name in _READ) or _HIDDEN.search(body):
         json.loads(body, object_pairs_hook=_check_names)
-    return fields
+    return fields, is_odd
 
 
-_FORM_MODEL: Final = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n')
+# Bounded, or a form of many such lines would take a time that is quadratic in their number.
+_FORM_MODEL: Final = re.compile(
+    rb'name="?model"?\r\n(?:[^\r\n]{1,512}\r\n){0,8}\r\n([^\r\n]{1,512})\r\n'
+)
 
 
 def _read_form(body: bytes) -> dict[str, Any]:
     """Return what is read of a form with an audio file: its model."""
-    found = _FORM_MODEL.search(body)
-    return {} if found is None else {"model": found[1].decode("utf-8", "replace")}
+    found = {model.decode("utf-8", "replace") for model in _FORM_MODEL.findall(body)}
+    if len(found) > 1:  # readers differ in which of them counts
+        raise CallError(400, "the form has 'model' twice", param="model")
+    return {"model": found.pop()} if found else {}
 
 
 def _check_levels(fields: object) -> None:
@@ -243,9 +266,12 @@ def _wrong(name: str, wanted: str, value: object) -> CallError:
 
 def _flag(fields: Mapping[str, Any], key: str, name: str) -> bool:
     value = fields.get(key)
-    if value is not None and not isinstance(value, bool):
+    if value is None:
+        return False
+    read = value.lower() if isinstance(value, str) else value
+    if not isinstance(read, (str, int, float)) or read not in _FLAGS:
         raise _wrong(name, "true or false", value)
-    return bool(value)
+    return _FLAGS[read]
 
 
 def _name(fields: Mapping[str, Any], name: str) -> str | None:

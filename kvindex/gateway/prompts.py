@@ -154,6 +154,8 @@ def prompt_of(call: Call, *, is_sglang: bool = False) -> Prompt:
     fields, effects = call.fields, FIELDS.get(call.path)
     if effects is None:
         return Prompt(unknown="route")
+    if call.is_odd:  # it cannot be written as JSON, to ask for its tokens
+        return Prompt(unknown="form")
     for name, value in fields.items():
         if effects.get(name) is Effect.UNKNOWN and value not in (None, [], {}, ""):
             return Prompt(unknown=name)

@@ -21,9 +21,11 @@ from kvindex.gateway.calls import (
     error_reply,
     read_call,
 )
+from kvindex.gateway.prompts import prompt_of
 
 pytestmark = pytest.mark.unit
 
+AUDIO = "/v1/audio/transcriptions"
 MESSAGE = {"role": "user", "content": "Once"}
 
 
@@ -65,15 +67,15 @@ def test_each_form_of_a_prompt_is_accepted(path: str, fields: dict[str, Any]) ->
         (b'"text"', None),
         (b"Once", None),
         (b"\xff{}", None),
-        (b'{"messages": NaN}', None),
-        (body_of(temperature=1.0).replace(b"1.0", b"Infinity"), None),
-        (body_of(temperature=1.0).replace(b"1.0", b"1e999"), None),
         (body_of().replace(b"Once", b"\\ud800"), None),
         (body_of().replace(b"Once", b"\xff"), None),
         (body_of().replace(b"Once", b"\xed\xa0\x80"), None),
-        (b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}", None),
+        (b'{"messages": NaN}', "messages"),
+        (body_of(seed=1).replace(b": 1}", b": " + b"1" * 5_000 + b"}"), None),
+        (b'{"messages": ' + b"[" * 600 + b"]" * 600 + b"}", None),
         (b'{"messages": ' + b"[" * 100_000, None),
         (b'{"model": "a", "model": "b", "messages": [{}]}', "model"),
+        (b'{"model": "a", "mod\\u0065l": "b", "messages": [{}]}', "model"),
         (body_of(model=7), "model"),
         (body_of(model="m" * 600), "model"),
         (body_of(messages="Once"), "messages"),
@@ -81,12 +83,13 @@ def test_each_form_of_a_prompt_is_accepted(path: str, fields: dict[str, Any]) ->
         (body_of(messages=["Once"]), "messages"),
         (body_of(messages=[{}] * 100_000), "messages"),
         (body_of(messages=[{}] * 1_000_000), None),
-        (body_of(stream="yes"), "stream"),
-        (body_of(stream=1), "stream"),
+        (body_of(stream=2), "stream"),
+        (body_of(stream="maybe"), "stream"),
+        (body_of(stream=[1]), "stream"),
         (body_of(stream=True, stream_options=[]), "stream_options"),
-        (body_of(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
         (body_of(n=10**10), "n"),
         (body_of(n=0), "n"),
+        (body_of(n=1.5), "n"),
         (body_of(n=True), "n"),
         (body_of(cache_salt=["s"]), "cache_salt"),
     ],
@@ -176,6 +179,48 @@ def test_a_stream_reports_its_usage_and_else_nothing_is_changed(
         assert call.body == body
 
 
+@pytest.mark.parametrize(
+    ("said", "is_stream"), [(1, True), ("True", True), (0.0, False), ("n", False)]
+)
+def test_flags_are_read_as_engines_read_them(said: object, is_stream: bool) -> None:
+    call = read_call(CHAT, body_of(stream=said, n=2.0))
+    assert (call.is_stream, call.hides_usage, call.choices) == (is_stream, is_stream, 2)
+    options = {"include_usage": said}
+    assert read_call(CHAT, body_of(stream=True, stream_options=options)).hides_usage != is_stream
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(body_of(a=0).replace(b": 0}", b": %b}" % n) for n in (b"1e400", b"NaN", b"-Infinity")),
+        b"\xef\xbb\xbf" + body_of(),
+    ],
+)
+def test_what_only_engines_readers_accept_passes_and_is_routed_by_load(body: bytes) -> None:
+    call = read_call(CHAT, body)
+    assert (call.body, call.model) == (body, "m")
+    assert prompt_of(call).unknown == "form"
+
+
+def test_a_deep_schema_and_a_long_number_pass() -> None:
+    schema: Any = {"maximum": int("9" * 4_000)}
+    for _ in range(500):
+        schema = {"items": schema}
+    assert not read_call(CHAT, body_of(response_format=schema)).is_odd
+
+
+def form_of(*models: bytes) -> bytes:
+    part = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n'
+    return b"".join(part + model + b"\r\n" for model in models) + b"--x--\r\n"
+
+
+def test_of_a_form_its_model_is_read_and_two_are_refused() -> None:
+    assert read_call(AUDIO, form_of(b"whisper")).model == "whisper"
+    assert read_call(AUDIO, form_of(b"whisper", b"whisper")).model == "whisper"
+    with pytest.raises(CallError, match="twice"):
+        read_call(AUDIO, form_of(b"whisper", b"other"))
+
+
 def test_numbers_keep_their_text() -> None:
     body = b'{"messages": [{}], "stream": true, "temperature": 1.0, "seed": 1234567890123456789012}'
     assert read_call(CHAT, body).body.startswith(body[:-1])
@@ -212,11 +257,22 @@ def costs(make: Any, size: int) -> float:
         lambda size: b'{"messages":[{}],"model":"a","model":"' + b"b" * size + b'"}',
         lambda size: b'{"messages":[{"a":"' + b"\\u00e9" * size + b'"}]}',
         lambda size: b"{" + b",".join(b'"%d":0' % n for n in range(size)) + b"}",
+        lambda size: b"--x\r\n" + b"name=model\r\n" * (size // 12),
+        lambda size: b'{"messages":[{}],"n":[' + b"1e400," * (size // 6) + b"1]}",
         lambda size: (
             b'{"messages":[{}],' + b"".join(b'"%d":0,' % n for n in range(size)) + b'"n":1,"n":1}'
         ),
     ],
-    ids=["levels", "messages", "a long name twice", "escapes", "names", "names, one twice"],
+    ids=[
+        "levels",
+        "messages",
+        "a long name twice",
+        "escapes",
+        "names",
+        "forms",
+        "odd",
+        "names, one twice",
+    ],
 )
 def test_what_a_body_costs_grows_with_its_bytes(make: Any) -> None:
     small, large = costs(make, 20_000), costs(make, 160_000)
