@@ -39,7 +39,7 @@ from kvindex.gateway.calls import (
     with_fields,
 )
 from kvindex.gateway.request_life import End, Exchange, Stage
-from kvindex.gateway.routing import NoRankError, Routing, ShedError, UnknownModelError
+from kvindex.gateway.routing import NoRankError, Routing, Serving, ShedError, UnknownModelError
 from kvindex.gateway.settings import MOST_BODY
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.upstream import Answer, Upstream, UpstreamError
@@ -171,12 +171,12 @@ class Front:
 
     async def _follow_up(self, request: Request) -> Reply:
         """Pass a question about a response on to the engine that has made it."""
-        found = _RESPONSE.fullmatch(request.path)
-        if found is None:  # the path was decoded: anything may stand in it
+        try:
+            serving = await maker_of(request.path, self._routing)
+        except CallError as error:
+            return call_error_reply(error)
+        if serving is None:  # the path was decoded: anything may stand in it
             return self.not_found(request)
-        serving = self._routing.maker(found[1])
-        if serving is None:
-            return _call_error(unknown_response(found[1]))
         fields = request_headers(request.headers, passes_keys=self._passes_keys)
         query = b"?" + request.query if request.query else b""
         try:
@@ -198,7 +198,7 @@ class Front:
             call = read_call(request.path, request.body)
             servings = list(self._routing.servings(call.model))
         except CallError as error:
-            return _call_error(error)
+            return call_error_reply(error)
         except UnknownModelError as error:
             return no_rank_reply(error)
         turn = next(self._numbers) % len(servings)  # each time another one first
@@ -252,7 +252,7 @@ class Front:
 
     def _refused(self, request: Request, error: CallError) -> Reply:
         self.access.count(request.path, error.status)
-        return in_form(request.path, _call_error(error))
+        return in_form(request.path, call_error_reply(error))
 
     async def _answer(self, call: Call, request: Request) -> Reply | Stream:
         # Two open requests may have the same id of their client, and bookings must not.
@@ -274,11 +274,8 @@ class Front:
         headers, length = answer_headers(answer.headers)
         headers.append((b"x-request-id", request_id.encode()))
         if self._explains and (reservation := exchange.reservation) is not None:
-            headers += [
-                (b"x-kvindex-rank", str(reservation.rank).encode()),
-                (b"x-kvindex-held", b"%d" % reservation.held),
-                (b"x-kvindex-reason", reservation.reason.encode()),
-            ]
+            explained = reservation.explained.items()
+            headers += [(name.encode(), value.encode()) for name, value in explained]
         # A short whole answer is complete by now: one write, and no chunks.
         if exchange.stage is Stage.ENDED:
             self._end(exchange)
@@ -299,7 +296,7 @@ class Front:
             prompt = await self._tokenizing.tokens(call, await self._routing.known(call.model))
             length = prompt.length(call)
             exchange.tokenized(length, prompt.reason)
-            workers = makers_of(call, self._routing)
+            workers = await makers_of(call, self._routing)
             kept: list[bytes] = []
             while exchange.stage is Stage.WAITING:
                 reservation = await self._routing.reserve(
@@ -333,7 +330,7 @@ class Front:
                 await self._keep_back(exchange, answer, kept)
         except CallError as error:
             exchange.refused(error.status, time())
-            raise RefusedError(_call_error(error)) from None
+            raise RefusedError(call_error_reply(error)) from None
         except (UnknownModelError, NoRankError, ShedError) as error:
             # After failures there may be no other rank: then they are the reason, not "no rank".
             if not exchange.failures or isinstance(error, ShedError):
@@ -420,18 +417,30 @@ class Front:
         self.access.end(exchange)
 
 
-def makers_of(call: Call, routing: Routing) -> Collection[str] | None:
+async def maker_of(path: str, routing: Routing) -> Serving | None:
+    """Return the engine with the response that a path is about; None: about none.
+
+    Raises CallError if it is not known which engine that is.
+    """
+    if (found := _RESPONSE.fullmatch(path)) is None:
+        return None
+    if (serving := await routing.maker(found[1])) is None:
+        raise _unknown_response(found[1])
+    return serving
+
+
+async def makers_of(call: Call, routing: Routing) -> Collection[str] | None:
     """Return the engines that can go on from the response before; None: any. Raises CallError."""
     before = call.fields.get("previous_response_id") if call.path == RESPONSES else None
     if not isinstance(before, str) or not before:
         return None
-    serving, servings = routing.maker(before), routing.servings(call.model)
+    serving, servings = await routing.maker(before), routing.servings(call.model)
     if serving is None and len(servings) > 1:
-        raise unknown_response(before)
+        raise _unknown_response(before)
     return None if serving is None else [serving.worker]
 
 
-def unknown_response(response_id: str) -> CallError:
+def _unknown_response(response_id: str) -> CallError:
     """Return the error for a response of which it is not known which engine has made it."""
     text = (
         f"no engine is known to have the response {response_id[:128]!r}: it was made before this "
@@ -460,7 +469,8 @@ def refusal_reply(refusal: Refusal, path: str) -> Reply:
     return in_form(path, reply)
 
 
-def _call_error(error: CallError) -> Reply:
+def call_error_reply(error: CallError) -> Reply:
+    """Return the answer to a request that is refused for what it asks."""
     return error_reply(error.status, str(error), param=error.param, code=error.code)
 
 

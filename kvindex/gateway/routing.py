@@ -281,6 +281,8 @@ class Routing:
         self.ejection = ejection or Ejection()
         self._seen_media: OrderedDict[bytes, Rank] = OrderedDict()
         self._makers: OrderedDict[str, str] = OrderedDict()  # workers, by their responses' ids
+        self._made = asyncio.Event()  # there is a further one
+        self.made_within = 0.0  # seconds after an answer in which its id may still be reported
         self.counting_globally: set[str] = set()  # workers; see `pin`
         self._waiting: defaultdict[Router, Waiting] = defaultdict(partial(Waiting, most_waiting))
 
@@ -327,9 +329,19 @@ class Routing:
             self._makers[response_id] = worker
             if len(self._makers) > _MOST_RESPONSES:
                 self._makers.popitem(last=False)
+            self._made.set()
+            self._made = asyncio.Event()
 
-    def maker(self, response_id: str) -> Serving | None:
+    async def maker(self, response_id: str) -> Serving | None:
         """Return the engine that has made a response; None if it is not known, or has gone."""
+
+        async def reported() -> None:
+            while response_id not in self._makers:
+                await self._made.wait()
+
+        if response_id not in self._makers and self.made_within:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(reported(), self.made_within)
         return self._models.servings().get(self._makers.get(response_id, ""))
 
     async def reserve(
@@ -513,11 +525,7 @@ class Reservation:
         self.serving = serving
         self._is_global = serving.worker in routing.counting_globally
         self.pin = pin(serving, booking.rank, is_global=self._is_global)
-        self.held = booking.decision.tokens  # that the rank will find cached
         self.prompt_tokens = booking.decision.prompt_tokens
-        self.reason = "cache" if self.held else "load"
-        if not booking.decision.reads_cache:
-            self.reason = "no_tokens"
         self._booking = booking
         self._waiting = waiting
         self._routing = routing
@@ -526,6 +534,27 @@ class Reservation:
     def attainable(self) -> int:
         """The most tokens that any rank held of the prompt. O(ranks)."""
         return self._booking.decision.attainable
+
+    @property
+    def held(self) -> int:
+        """The tokens of the prompt that the rank will find cached."""
+        return self._booking.decision.tokens
+
+    @property
+    def reason(self) -> str:
+        """Why this rank: by its "cache", by its "load", or there were "no_tokens" to look up."""
+        if not self._booking.decision.reads_cache:
+            return "no_tokens"
+        return "cache" if self.held else "load"
+
+    @property
+    def explained(self) -> dict[str, str]:
+        """Where the request goes, and why, as fields of its answer."""
+        return {
+            "x-kvindex-rank": str(self.rank),
+            "x-kvindex-held": str(self.held),
+            "x-kvindex-reason": self.reason,
+        }
 
     def failed(self, reason: str) -> None:
         """Report that the engine failed the request."""

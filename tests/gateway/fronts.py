@@ -140,7 +140,7 @@ class Scripted:
     def listed(self) -> list[dict[str, Any]]:
         return [{"id": name, "max_model_len": 9} for name in self.names if name not in self.silent]
 
-    def maker(self, response_id: str) -> Any:
+    async def maker(self, response_id: str) -> Any:
         return self.makers.get(response_id)
 
     def counters(self) -> dict[str, int]:

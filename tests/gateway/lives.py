@@ -44,6 +44,9 @@ def call_of(path: str = "/v1/chat/completions", **fields: Any) -> Call:
 class LoggedReservation(Reservation):
     """A place that notes its calls in `log`, with its name."""
 
+    reason = "held"
+    held = 8
+
     def __init__(
         self, log: list[tuple[Any, ...]], rank: Rank, *, body_fields: Mapping[str, Any] = {}
     ) -> None:
@@ -59,8 +62,6 @@ class LoggedReservation(Reservation):
             ranks=2,
         )
         self.pin = Pin(((b"x-data-parallel-rank", b"%d" % rank.dp_rank),), body_fields)
-        self.reason = "held"
-        self.held = 8
         self.prompt_tokens = 10
         self._log = log
         self.outcomes: list[str] = []  # of the engine: what its ejection is judged by

@@ -242,6 +242,24 @@ async def test_a_prompt_goes_where_its_image_went_unless_that_rank_is_busy() -> 
     assert (await place(b"5")).rank.worker in "abcd"
 
 
+async def test_the_maker_of_a_response_may_be_reported_after_it_is_asked_for() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m"), b=report("b", "m"))
+    routing = fleet.routing
+    assert await routing.maker("resp_1") is None
+    routing.made_within = PATIENCE
+    asked = asyncio.ensure_future(routing.maker("resp_1"))
+    await asyncio.sleep(0)
+    routing.note_made("resp_2", "a")
+    await asyncio.sleep(0)
+    routing.note_made("resp_1", "b")
+    serving = await asked
+    assert serving is not None
+    assert serving.worker == "b"
+    routing.made_within = 1e-6
+    assert await routing.maker("resp_3") is None
+
+
 def test_the_only_model_needs_no_name() -> None:
     fleet = Fleet()
     fleet.set(a=report("a", "m", "sql", adapters=("sql",)))

@@ -12,6 +12,7 @@ local CONTENT = {  -- what stands in an event with content, of each API; most to
 local MOST_KEPT = 1048576  -- bytes of an event without an end
 local MOST_USAGE = 4096  -- bytes of a usage
 local MOST_USAGES = 64  -- that are looked at in one piece
+local MOST_ID = 256  -- bytes within which the id of a whole response stands
 
 local function has_content(events)
   for _, pattern in ipairs(CONTENT) do
@@ -76,23 +77,23 @@ local function without_usage(events, shown)
   return table.concat(kept)
 end
 
--- Report something of a request at once. By HTTP/1.1, since a call of gRPC takes the picker 0.5 ms.
-local function report(handle, path, text, goes_on)
+-- Report that content has begun. By HTTP/1.1, since a call of gRPC takes the picker 0.5 ms.
+local function report_first(handle, booking, served)
   handle:httpCall("answers", {
-    [":method"] = "POST", [":path"] = path, [":authority"] = "localhost",
-  }, text, 1000, goes_on)
-end
-
--- Report the id of a response: before the client, who may ask for more of it, has it.
-local function report_made(handle, request, text)
-  local id = request.makes and string.match(text, '"id":%s*"([%w_.:-]+)"')
-  request.makes = false
-  if id then report(handle, "/made", request.booking .. " " .. request.served .. " " .. id, false) end
+    [":method"] = "POST", [":path"] = "/first", [":authority"] = "localhost",
+  }, booking .. " " .. served, 1000, true)
 end
 
 -- Envoy's objects do not outlive the wait for a chunk: the metadata is looked up each time.
 local function note(handle, name, text)
   handle:streamInfo():dynamicMetadata():set("kvindex", name, text)
+end
+
+-- Note the id of a response that begins where no client can have written it.
+local function note_id(handle, text, before)
+  if not handle:streamInfo():dynamicMetadata():get("kvindex")["makes"] then return end
+  local id = string.match(text, before .. '{%s*"id":%s*"([%w_.:-]+)"')
+  if id and #id <= 128 then note(handle, "made", id) end
 end
 
 -- Note the usage that stands first in an answer, and the last one; return whether there is one here.
@@ -162,10 +163,10 @@ local function read_events(handle, request)
     if events ~= "" then
       -- Comments are no events, nor is the end.
       is_empty = is_empty and not find(events, 'data: *[^%s%[]')
-      if request.makes and not is_empty then report_made(handle, request, events) end
-      if not has_begun and has_content(events) then
-        has_begun = true
-        report(handle, "/first", request.booking .. " " .. request.served, true)
+      if not has_begun then
+        note_id(handle, events, 'data:[^\n]-"response":%s*')
+        has_begun = has_content(events)
+        if has_begun then report_first(handle, request.booking, request.served) end
       end
       local forwarded = read(handle, events, shown, has_begun)
       is_changed = is_changed or #forwarded ~= #events
@@ -180,15 +181,14 @@ local function read_events(handle, request)
 end
 
 local function read_whole(handle, request)
-  local tail = ""
+  local begin, tail = "", ""
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
-    if size > 0 then
-      local data = chunk:getBytes(0, size)
-      if request.makes then report_made(handle, request, data) end
-      tail = sub(tail .. data, -4096)
-    end
+    local data = size > 0 and chunk:getBytes(0, size) or ""
+    if #begin < MOST_ID then begin = begin .. sub(data, 1, MOST_ID) end
+    tail = sub(tail .. data, -4096)
   end
+  note_id(handle, begin, "^%s*")
   note_usage(handle, tail)
   if request.status == "400" then note(handle, "refusal", plain(tail)) end
 end
@@ -201,8 +201,13 @@ function envoy_on_response(handle)
   if not notes or not notes["booking"] then return end
   local request = {
     booking = notes["booking"], served = served, status = headers:get(":status"),
-    hides = notes["hides"] ~= nil, makes = notes["makes"] ~= nil,
+    hides = notes["hides"] ~= nil,
   }
+  if notes["explains"] == served then
+    for _, name in ipairs({"x-kvindex-rank", "x-kvindex-held", "x-kvindex-reason"}) do
+      headers:add(name, notes[name])
+    end
+  end
   if find(headers:get("content-type") or "", "text/event-stream", 1, true) == 1 then
     read_events(handle, request)
   else

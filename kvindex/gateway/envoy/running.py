@@ -53,6 +53,7 @@ from kvindex.wire.errors import how_to_install
 
 logger = logging.getLogger(__name__)
 
+_MADE_SECONDS: Final = 1.0  # for the report of a response, behind its answer
 _LOOK_SECONDS: Final = 0.1  # between looks at which engines there are
 _SWEEP_LOOKS: Final = 600  # between looks for requests without reports
 _BACKLOG: Final = 1024
@@ -311,6 +312,8 @@ class _PickerProcess:
         self._version = 0
         self._routers = routers
         self._body_bytes = settings.listening.limits.body_bytes
+        # Envoy reports by another connection than that of the client's next request.
+        routers.routing.made_within = _MADE_SECONDS
         self._picker = Picker(
             routers.routing,
             self.door.tokenizing,
@@ -319,6 +322,7 @@ class _PickerProcess:
             access=self.door.access,
             engine_token=engine_token,
             has_reports=True,
+            explains=settings.explain_headers,
         )
         assert self._picker.reports is not None
         self._reports = self._picker.reports
@@ -331,13 +335,11 @@ class _PickerProcess:
         server.add_insecure_port(f"unix:{self._folder}/{PICKER}")
         await server.start()
 
-        def told(report: Callable[[bytes], None], request: Request) -> Reply:  # by the Lua program
-            report(request.body)
+        def first(request: Request) -> Reply:  # the Lua program says that content has begun
+            self._reports.first(request.body)
             return Reply(200, b"", b"")
 
-        reports = {"/first": self._reports.first, "/made": self._reports.made}
-        routes = [Route("POST", path, partial(told, report)) for path, report in reports.items()]
-        site = Site(routes, Guard())
+        site = Site([Route("POST", "/first", first)], Guard())
         answers = await self._loop.create_unix_server(
             lambda: Connection(site), sock=_listener(f"{self._folder}/{ANSWERS}")
         )

@@ -113,13 +113,13 @@ def noted(part: str, notes: Mapping[str, str]) -> Any:
     return answer
 
 
-def with_served(endpoint: str) -> Any:
-    """Return the answer to an answer's head that names who serves it, for conformance tests."""
+def with_fields(fields: Mapping[str, str]) -> Any:
+    """Return the answer to an answer's head that adds fields to it."""
     answer = nothing("response_headers")
-    option = answer.response_headers.response.header_mutation.set_headers.add()
-    option.append_action = _OVERWRITE
-    option.header.key = "x-conformance-test-served-endpoint"
-    option.header.raw_value = endpoint.encode()
+    for name, value in fields.items():
+        option = answer.response_headers.response.header_mutation.set_headers.add()
+        option.append_action = _OVERWRITE
+        option.header.key, option.header.raw_value = name, value.encode()
     return answer
 
 

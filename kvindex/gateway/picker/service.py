@@ -59,6 +59,7 @@ class PickerServer:
         self._queue_within = gateway.queue_within
         self._tokens_within = gateway.tokens_within
         self._tenant_header = gateway.tenant_header
+        self._explains = gateway.explain_headers
         self._engine_token = engine_token
         self._health = Health(lambda: routers.routing.is_ready)
         self._credentials = None if settings.is_plain else _credentials(settings.tls)
@@ -78,6 +79,7 @@ class PickerServer:
             queue_within=self._queue_within,
             access=Access(self._tenant_header),
             most_endpoints=self._settings.endpoints,
+            explains=self._explains,
             is_conformance=self._settings.is_conformance,
         )
         server = new_server(picker, self._health, self._settings.body_bytes)

@@ -35,7 +35,13 @@ from kvindex.gateway.calls import (
     with_fields,
 )
 from kvindex.gateway.events import Events, Usage, usage_of
-from kvindex.gateway.front import in_form, makers_of, no_rank_reply
+from kvindex.gateway.front import (
+    call_error_reply,
+    in_form,
+    maker_of,
+    makers_of,
+    no_rank_reply,
+)
 from kvindex.gateway.picker import messages
 from kvindex.gateway.picker.messages import NOTES
 from kvindex.gateway.request_life import CLIENT_LEFT, MOST_TRIES, End, Exchange, Failure, Stage
@@ -52,6 +58,7 @@ from kvindex.gateway.tokens import Tokenizing
 from kvindex.service.http import Headers, Reply
 
 _BUFFERED, _DUPLEX = 2, 4  # ProcessingMode.BUFFERED, FULL_DUPLEX_STREAMED
+_SERVED_BY: Final = "x-conformance-test-served-endpoint"
 
 
 class _Head(msgspec.Struct):
@@ -78,6 +85,7 @@ class Picker:
         engine_token: Callable[[], str | None] = lambda: None,
         most_endpoints: int = MOST_TRIES,
         has_reports: bool = False,
+        explains: bool = False,
         is_conformance: bool = False,
     ) -> None:
         self.routing = routing
@@ -87,6 +95,7 @@ class Picker:
         self.access = access or Access()
         self.engine_token = engine_token
         self.most_endpoints = min(most_endpoints, MOST_TRIES)
+        self.explains = explains
         self.is_conformance = is_conformance
         self.reports: Reports | None = None  # our own Envoy's: other proxies send the answers here
         if has_reports:
@@ -166,10 +175,12 @@ class _PickedRequest:
                 yield answer
         elif kind == "response_headers":
             self._answered(message)
+            fields = {}
             if self._picker.is_conformance:
-                yield messages.with_served(messages.served_by(message))
-            else:
-                yield messages.nothing(kind)
+                fields[_SERVED_BY] = messages.served_by(message)
+            if self._picker.explains and self._exchange and self._exchange.reservation:
+                fields |= self._exchange.reservation.explained
+            yield messages.with_fields(fields)
         elif kind == "response_body":
             for answer in self._received(message.response_body):
                 yield answer
@@ -210,7 +221,7 @@ class _PickedRequest:
         # The streamed head is not answered yet: where it goes depends on the body.
         if message.request_headers.end_of_stream:  # a GET: any engine
             self._body = None
-            for answer in self._anywhere():
+            async for answer in self._anywhere():
                 yield answer
         elif self._modes[0] not in (_BUFFERED, _DUPLEX) or not (
             self._modes[1] == _DUPLEX or self._picker.reports is not None
@@ -249,14 +260,13 @@ class _PickedRequest:
                 call = read_call(self._path, body)
             picked = None if call is None else await self._reserve(call)
         except CallError as error:
-            reply = error_reply(error.status, str(error), param=error.param, code=error.code)
-            yield self._refuse(reply)
+            yield self._refuse(call_error_reply(error))
             return
         except (UnknownModelError, NoRankError, ShedError) as error:
             yield self._refuse(no_rank_reply(error))
             return
         if call is None or picked is None:
-            for answer in self._anywhere(body, is_end=is_end):
+            async for answer in self._anywhere(body, is_end=is_end):
                 yield answer
             return
         reservation, others = picked
@@ -268,10 +278,19 @@ class _PickedRequest:
         if key is not None:
             fields.append((b"authorization", b"Bearer " + key.encode()))
         for answer in self._sent(",".join(endpoints), fields, body, sent, is_end):
-            if self._picker.reports is not None:  # what Envoy has to do is noted for it
-                notes = {HIDES: call.hides_usage, MAKES: call.path == RESPONSES}
-                answer.dynamic_metadata[NOTES] = {name: "yes" for name in notes if notes[name]}
+            if self._picker.reports is not None:
+                answer.dynamic_metadata[NOTES] = self._notes(call, reservation, endpoints)
             yield answer
+
+    def _notes(self, call: Call, reservation: Reservation, endpoints: list[str]) -> dict[str, str]:
+        """Return what our own Envoy has to know when the answer comes."""
+        notes = {HIDES: "yes"} if call.hides_usage else {}
+        if call.path == RESPONSES:
+            notes[MAKES] = "yes"
+        if self._picker.explains:
+            # Envoy may have tried another engine: then these would not be true.
+            notes |= {EXPLAINS: endpoints[0], **reservation.explained}
+        return notes
 
     def _sent(
         self, endpoints: str, fields: Headers, body: bytes | None, sent: bytes | None, is_end: bool
@@ -306,7 +325,7 @@ class _PickedRequest:
             reachable = [serving for serving in servings if messages.endpoint_of(serving.url)]
             if not reachable:  # a proxy reaches engines by their addresses only
                 raise NoRankError({"named without an address": len(servings)})
-            makers = makers_of(call, picker.routing)
+            makers = await makers_of(call, picker.routing)
             eligible = [
                 serving
                 for serving in reachable
@@ -341,16 +360,25 @@ class _PickedRequest:
         subset = self._subset
         return subset is None or messages.is_in(messages.endpoint_of(serving.url), subset)
 
-    def _anywhere(self, body: bytes | None = None, *, is_end: bool = True) -> Iterator[Any]:
-        """Yield the answers that send a request without a prompt to any engine."""
-        servings = chain.from_iterable(self._picker.routing.models().values())
+    async def _anywhere(
+        self, body: bytes | None = None, *, is_end: bool = True
+    ) -> AsyncIterator[Any]:
+        """Yield the answers that send a request without a prompt to an engine."""
+        routing = self._picker.routing
+        try:
+            maker = await maker_of(self._path, routing)
+        except CallError as error:
+            yield self._refuse(call_error_reply(error))
+            return
+        servings = [maker] if maker else chain.from_iterable(routing.models().values())
         urls = {serving.url for serving in servings if self._may_go_to(serving)}
         endpoints = sorted({messages.endpoint_of(url) for url in urls} - {""})
         if not endpoints:
             yield self._refuse(error_reply(503, "no engine is known for this request"))
         else:
             endpoint = endpoints[secrets.randbelow(len(endpoints))]
-            yield from self._sent(endpoint, (), body, body, is_end)
+            for answer in self._sent(endpoint, (), body, body, is_end):
+                yield answer
 
     def _refuse(self, reply: Reply) -> Any:
         self.is_over = True
@@ -414,7 +442,9 @@ BOOKING: Final = "booking"
 HIDES: Final = "hides"
 """The note that the client did not ask for the usage event."""
 MAKES: Final = "makes"
-"""The note that the answer is a response, whose id is to be reported."""
+"""The note that the answer has an id, by which a client may go on from it."""
+EXPLAINS: Final = "explains"
+"""The note of the engine of which the fields that explain the choice are true."""
 
 ENGINES: Final = "engines"
 """The name of the engines' cluster."""
@@ -459,14 +489,6 @@ class Reports:
             self._move(exchange, served)
             exchange.begun(self._time())
 
-    def made(self, message: bytes) -> None:
-        """Accept the id of a response: the request's key, who serves it, and the id."""
-        key, _, rest = message.decode("latin-1").partition(" ")
-        served, _, response_id = rest.partition(" ")
-        if (exchange := self._open.get(key)) is not None and exchange.reservation is not None:
-            self._move(exchange, served)
-            exchange.reservation.made(response_id)
-
     def logged(self, entry: Any) -> None:
         """Accept a line of the access log (envoy.data.accesslog.v3.HTTPAccessLogEntry)."""
         common = entry.common_properties
@@ -495,6 +517,8 @@ class Reports:
             exchange.tries = max(1, again + 1)
             exchange.failures += [Failure(exchange.reservation.rank, "retried_by_envoy")] * again
         noted = {name: notes.fields[name].string_value for name in notes.fields}
+        if exchange.reservation is not None and "made" in noted:
+            exchange.reservation.made(noted["made"])
         end, status = _ending(entry, noted)
         # By Envoy's clock: its line comes a moment after the end.
         taken = common.time_to_last_downstream_tx_byte.ToTimedelta().total_seconds()

@@ -121,8 +121,6 @@ def run_gateway(arguments: argparse.Namespace) -> int:
                 "with --proxy envoy, --head-within is for all of an answer: leave out "
                 "--silent-within"
             )
-        if arguments.explain_headers:
-            raise ConfigurationError("--explain-headers is of the gateway without --proxy envoy")
         check_engines(arguments.engine)
     # Everything is checked by now: what is printed would run.
     if arguments.print_envoy:
@@ -213,7 +211,12 @@ def add_epp_options(parser: argparse.ArgumentParser) -> None:
         parser,
         gateway,
         *("--max-open-requests N=open_requests", "--max-queued-tokens N=queued_tokens"),
-        *("--wait-within S=queue_within", "--policy NAME", "--tenant-header NAME"),
+        *(
+            "--wait-within S=queue_within",
+            "--policy NAME",
+            "--tenant-header NAME",
+            "--explain-headers",
+        ),
     )
     settings_options(parser, picker, "--endpoints N", "--conformance=is_conformance")
     add_discovery_options(parser, _FOLLOWED)

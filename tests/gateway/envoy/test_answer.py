@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,9 +46,11 @@ return function(pieces, content_type, notes, status)
     return chunk
   end
   local fields = {["content-type"] = content_type, ["x-kvindex-served"] = "10.0.0.5:8000"}
+  local added = {}
   fields[":status"] = status
   local headers, info, handle = {}, {}, {}
   function headers:get(name) return fields[name] end
+  function headers:add(name, value) added[name] = value end
   function headers:remove(name) removed[#removed + 1] = name end
   function info:dynamicMetadata() return self end
   function info:get(space) return metadata[space] end
@@ -55,7 +58,7 @@ return function(pieces, content_type, notes, status)
   function handle:headers() return headers end
   function handle:streamInfo() return info end
   function handle:httpCall(cluster, fields, body)
-    calls[#calls + 1] = fields[":path"] .. " " .. body
+    calls[#calls + 1] = body
   end
   function handle:bodyChunks()
     local at, last = 0, nil
@@ -67,9 +70,12 @@ return function(pieces, content_type, notes, status)
     end
   end
   envoy_on_response(handle)
-  return table.concat(out), metadata.kvindex, calls, #removed
+  return table.concat(out), metadata.kvindex, calls, #removed, added
 end
 """
+
+
+JSON = "application/json"
 
 
 class Answer(NamedTuple):
@@ -78,6 +84,7 @@ class Answer(NamedTuple):
     body: bytes
     notes: dict[str, str]
     calls: list[bytes]
+    fields: dict[bytes, bytes]
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +100,20 @@ def answered(
     pieces: Sequence[bytes],
     *,
     hides: bool = False,
-    makes: bool = False,
     kind: str = "text/event-stream",
     status: bytes = b"200",
+    notes: Mapping[str, str] = {},
 ) -> Answer:
     """Have the program read an answer in these chunks, and its end."""
     run, runtime = program
     given = {b"booking": b"key-1", **({b"hides": b"yes"} if hides else {})}
-    given |= {b"makes": b"yes"} if makes else {}
-    notes = runtime.table_from(given)
-    body, notes, calls, removed = run([*pieces, b""], kind.encode(), notes, status)
+    given |= {name.encode(): note.encode() for name, note in notes.items()}
+    body, noted, calls, removed, added = run(
+        [*pieces, b""], kind.encode(), runtime.table_from(given), status
+    )
     assert removed == 1, "the client does not see who has served"
-    said = {name.decode(): value.decode() for name, value in notes.items()}
-    return Answer(body, said, list(calls.values()))
+    said = {name.decode(): value.decode() for name, value in noted.items()}
+    return Answer(body, said, list(calls.values()), dict(added.items()))
 
 
 def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
@@ -163,19 +171,8 @@ def test_a_stream_that_is_over_is_noted_as_such(program: Any) -> None:
 
 
 def test_the_first_content_is_reported_with_the_request_and_who_serves_it(program: Any) -> None:
-    assert answered(program, [ROLE, TEXT, TEXT]).calls == [b"/first key-1 10.0.0.5:8000"]
+    assert answered(program, [ROLE, TEXT, TEXT]).calls == [b"key-1 10.0.0.5:8000"]
     assert not answered(program, [ROLE, LAST, DONE]).calls
-
-
-def test_the_id_of_a_response_is_reported_once_before_the_client_has_it(program: Any) -> None:
-    made = b"/made key-1 10.0.0.5:8000 resp_1"
-    head = b'{"id": "resp_1", "object": "response", "output": [{"id": "msg_1", "text": "'
-    body = [head, b"x" * 9_000, b'"}]}']
-    assert answered(program, body, makes=True, kind="application/json").calls == [made]
-    assert not answered(program, body, kind="application/json").calls
-    created = event({"type": "response.created", "response": {"id": "resp_1", "usage": None}})
-    calls = answered(program, [b": wait\n\n", created[:30], created[30:], *RESPONSES], makes=True)
-    assert calls.calls == [made, b"/first key-1 10.0.0.5:8000"]
 
 
 def test_what_judges_an_engine_is_noted(program: Any) -> None:
@@ -186,16 +183,41 @@ def test_what_judges_an_engine_is_noted(program: Any) -> None:
         assert "empty" in answered(program, parts).notes
         assert "empty" not in answered(program, [*parts, ROLE]).notes
     refusal = [b'{"error":{"message":"', "é no such rank".encode(), b'"}}']
-    kind = "application/json"
-    notes = answered(program, refusal, kind=kind, status=b"400").notes
+    notes = answered(program, refusal, kind=JSON, status=b"400").notes
     assert notes["refusal"] == '{"error":{"message":"?? no such rank"}}'
-    assert "refusal" not in answered(program, refusal, kind=kind).notes
+    assert "refusal" not in answered(program, refusal, kind=JSON).notes
+
+
+@given(st.lists(st.integers(0, 400), max_size=8))
+def test_the_id_of_a_response_is_noted_and_none_that_a_text_names(
+    program: Any, places: list[int]
+) -> None:
+    created = event({"type": "response.created", "response": {"id": "resp_1", "usage": None}})
+    text = event({"type": "response.output_text.delta", "delta": '"response":{"id":"resp_2"'})
+    for parts, expected in (([created, text], "resp_1"), ([text], None)):
+        stream = cut(b"".join(parts), places)
+        assert answered(program, stream, notes={"makes": "yes"}).notes.get("made") == expected
+        assert "made" not in answered(program, stream).notes, "of other routes none is noted"
+    whole = json.dumps({"id": "resp_1", "output": [{"id": "msg_1"}]}).encode()
+    other = json.dumps({"output": [{"id": "msg_1"}], "id": "r" * 200}).encode()
+    for body, expected in ((whole, "resp_1"), (other, None)):
+        answer = answered(program, cut(body, places), kind=JSON, notes={"makes": "yes"})
+        assert (answer.body, answer.notes.get("made")) == (body, expected)
+
+
+def test_a_choice_is_explained_only_where_its_engine_serves(program: Any) -> None:
+    fields = {"x-kvindex-rank": "a/0", "x-kvindex-held": "16", "x-kvindex-reason": "cache"}
+    expected = {name.encode(): value.encode() for name, value in fields.items()}
+    for engine, added in (("10.0.0.5:8000", expected), ("10.0.0.6:8000", {})):
+        answer = answered(program, [TEXT, DONE], notes={"explains": engine, **fields})
+        assert answer.fields == added
+    assert answered(program, [TEXT, DONE]).fields == {}
 
 
 def test_a_whole_answer_passes_and_its_usage_is_noted(program: Any) -> None:
     body = event({"choices": [{"message": {"content": "x" * 9_000}}], "usage": USAGE})[6:-2]
     for places in ([], [4_000], [len(body) - 20, len(body) - 40]):
-        answer = answered(program, cut(body, places), kind="application/json")
+        answer = answered(program, cut(body, places), kind=JSON)
         assert answer.body == body
         assert usage_noted(answer.notes) == Usage(10, 3, 8)
 

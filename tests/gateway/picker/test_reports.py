@@ -145,13 +145,10 @@ def test_what_a_line_says_is_what_the_engines_ejection_is_judged_by(
     assert reservation.outcomes == [outcome]
 
 
-def test_the_id_of_a_response_and_a_refusal_of_its_rank_are_learnt() -> None:
+def test_a_refusal_of_its_rank_is_learnt() -> None:
     served = Reported()
-    served.reports.made(f"{KEY} 10.0.0.6:8000 resp_1".encode())
-    assert served.log == [("move", "10.0.0.6:8000"), ("made", RANK, "resp_1")]
-    served.reports.made(b"unknown 10.0.0.6:8000 resp_2")
     served.reports.logged(line(400, refusal="no such rank"))
-    assert served.log[2:] == [("misnumbered", RANK, b"no such rank"), ("cancel", RANK)]
+    assert served.log == [("misnumbered", RANK, b"no such rank"), ("cancel", RANK)]
 
 
 def test_the_first_content_moves_the_load_to_who_serves_it() -> None:
@@ -165,6 +162,12 @@ def test_the_first_content_moves_the_load_to_who_serves_it() -> None:
     served.reports.logged(line())
     served.reports.first(f"{KEY} 10.0.0.6:8000".encode())  # overtaken by the end
     assert served.log[2:] == [("finish", RANK, None)]
+
+
+def test_the_line_of_a_response_names_the_id_that_its_engine_has_made() -> None:
+    served = Reported()
+    served.reports.logged(line(made="resp_1"))
+    assert served.log == [("made", RANK, "resp_1"), ("finish", RANK, None)]
 
 
 def test_a_request_of_another_picker_or_of_none_is_counted_by_its_status() -> None:

@@ -197,6 +197,41 @@ def test_the_load_moves_to_the_engine_that_has_served(served: Picker) -> None:
         assert line["rank"] == f"{other}/0"
 
 
+def test_an_answer_is_explained_by_who_has_served_it() -> None:
+    with picker("--explain-headers") as served:
+        first, *_ = served.process_all([head(), body(chat("explained"))])
+        other = next(each for each in served.endpoints if each != endpoint_in(first))
+        for name in served.endpoints:
+            answered = answer_head()
+            answered.metadata_context.filter_metadata[messages.NAMESPACE][messages.SERVED] = name
+            answers = served.process_all([head(), body(chat("explained")), answered])
+            fields = fields_of(answers[-1], "response_headers")
+            assert fields == {
+                "x-kvindex-rank": f"{name}/0".encode(),
+                "x-kvindex-held": b"0",
+                "x-kvindex-reason": b"load",
+            }
+        assert other != endpoint_in(first)
+
+
+def test_a_response_is_asked_for_where_it_was_made_and_nowhere_else(served: Picker) -> None:
+    path = "/v1/responses"
+    asked = json.dumps({"model": "fake-model", "input": "Once upon a time"}).encode()
+    made = {}
+    for number in range(8):
+        whole = json.dumps({"id": f"resp_{number}", "output": []}).encode()
+        requests = [head(path), body(asked), answer_head(), body(whole, kind="response_body")]
+        made[f"resp_{number}"] = endpoint_in(served.process_all(requests)[0])
+    for response, endpoint in made.items():
+        (answer,) = served.process_all([head(f"{path}/{response}", "GET", end=True)])
+        assert endpoints_in(answer) == [endpoint]
+        answer, *_ = served.process_all([head(f"{path}/{response}/cancel"), body(b"")])
+        assert endpoints_in(answer) == [endpoint]
+    (answer,) = served.process_all([head(f"{path}/resp_other", "GET", end=True)])
+    assert answer.immediate_response.status.code == 404
+    assert b"response_not_found" in answer.immediate_response.body
+
+
 def test_clients_name_no_destination_and_no_rank(served: Picker) -> None:
     forged: dict[str, Any] = {
         "x_gateway_destination_endpoint": "10.9.9.9:1",
