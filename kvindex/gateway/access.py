@@ -241,8 +241,8 @@ class GatewayCollector(Collector):
         yield CounterMetricFamily("kvindex_gateway_ejections", text, value=counters["ejections"])
         text = "Seconds for which an engine is left out"
         ejected = GaugeMetricFamily("kvindex_gateway_ejected_seconds", text, labels=("worker",))
-        for worker, seconds in counters["ejected"].items():
-            ejected.add_metric((worker,), seconds)
+        for worker, one in counters["ejected"].items():
+            ejected.add_metric((worker,), one["seconds"])
         yield ejected
         for name, text in _DURATIONS.items():
             buckets = counters[name]["buckets"]

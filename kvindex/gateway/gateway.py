@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -35,6 +35,7 @@ from kvindex.service.http import (
     json_reply,
     read_tokens,
 )
+from kvindex.service.overview import Routed
 from kvindex.service.page import Page
 from kvindex.service.traffic import Traffic
 from kvindex.subscribe.discovery import (
@@ -130,7 +131,7 @@ def door_with_page(
 ) -> Door:
     """Return the server of a gateway, with the page, which `opened` closes."""
     fleet = GatewayFleet(routers)
-    page = Page(fleet)
+    page = Page(fleet, routed=fleet.routed)
     opened.callback(page.close)
     door = Door(routers, settings, engine_token, routes=page.routes)
     door.access.on_end = fleet.count
@@ -442,10 +443,14 @@ def _local_tokens(folders: Mapping[str, str]) -> dict[str, LocalTokens]:
 # Page ---------------------------------------------------------------------------------------------
 
 
+_LOAD: Final = ("open_requests", "queued_tokens", "drained")
+_AWAY: Final = {"asleep": "it sleeps, by its /is_sleeping", "unwell": "its /health is 503"}
+
+
 class GatewayFleet:
     """A gateway's engines and traffic, as the page reads them.
 
-    Owner: one event loop; `catalog` and `missing` also from the page's threads.
+    Owner: one event loop; `catalog`, `missing` and `routed` also from the page's threads.
     """
 
     def __init__(self, routers: Routers) -> None:
@@ -477,6 +482,33 @@ class GatewayFleet:
     def missing(self) -> Mapping[str, str]:
         """Return the engines that were not found yet, and why."""
         return self._routers.missing()
+
+    def routed(self) -> dict[str, Routed]:
+        """Return what is sent to each rank, by its text. O(ranks), for each model."""
+        models = self._routers.models
+        servings = models.servings()
+        ejected = self._routers.routing.ejection.statistics(servings)["ejected"]
+        loads: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        # The routers of all models know a rank; that of its own model has the load.
+        for router in models.routers.values():
+            for rank, load in router.statistics()["ranks"].items():
+                loads[rank].update({name: load[name] for name in _LOAD})
+        routed = {}
+        for rank, load in loads.items():
+            worker = rank.rpartition("/")[0]
+            away = servings[worker].away if worker in servings else ""
+            why: dict[str, Any] = {}
+            if load["drained"]:
+                why = {"left_out": "drained", "reason": "an operator drained it (/admin/drain)"}
+            elif away:
+                why = {"left_out": away, "reason": _AWAY[away]}
+            elif worker in ejected:
+                one = ejected[worker]
+                reason = f"failures in a row: {one['failures']}, the last: {one['reason']}"
+                why = {"left_out": "ejected", "reason": reason, "seconds": one["seconds"]}
+            opened, queued = load["open_requests"], load["queued_tokens"]
+            routed[rank] = Routed(open_requests=opened, queued_tokens=queued, **why)
+        return routed
 
     def count(self, exchange: Exchange) -> None:
         """Count a request that has ended. O(ranks)."""

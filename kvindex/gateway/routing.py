@@ -60,7 +60,7 @@ class Serving(msgspec.Struct, frozen=True):
     ranks: int = 1  # how many it has
     is_silent: bool = False  # it has left two questions about itself unanswered
     listed: Mapping[str, Mapping[str, Any]] = {}  # by name, as it lists its models and adapters
-    is_away: bool = False  # it says that it serves nothing now
+    away: str = ""  # why it serves nothing now, as it says
 
 
 class Pin(NamedTuple):
@@ -114,7 +114,7 @@ def serving_of(worker: str, report: EngineReport) -> Serving:
         max(1, len(report.ranks)),
         report.is_silent,
         report.listed,
-        report.is_away,
+        report.away,
     )
 
 
@@ -233,7 +233,7 @@ class Models:
                 for name in serving.adapters:
                     self._serve(models, Model(name, router, name), serving)
         for model in models.values():
-            workers = {serving.worker for serving in model.servings if not serving.is_away}
+            workers = {serving.worker for serving in model.servings if not serving.away}
             own = tuple(rank for rank in ranks if rank.worker in workers)
             model.ranks = None if own == ranks else own  # None spares each request a mask
         self._models, self._servings = models, servings
@@ -308,7 +308,7 @@ class Routing:
         entries = []
         models = self._models.table().values()
         for model in sorted(models, key=lambda model: (model.lora is not None, model.name)):
-            servings = [s for s in model.servings if not (s.is_silent or s.is_away)]
+            servings = [s for s in model.servings if not (s.is_silent or s.away)]
             if servings:  # else nobody would answer
                 entry = servings[0].listed.get(model.name, {"owned_by": "kvindex", "created": 0})
                 entries.append({"object": "model", **entry, "id": model.name})
@@ -319,7 +319,7 @@ class Routing:
         """Whether some engine would answer. O(engines)."""
         drained = self.drained()
         return any(
-            not (serving.is_silent or serving.is_away or serving.worker in drained)
+            not (serving.is_silent or serving.away or serving.worker in drained)
             for serving in self._models.servings().values()
         )
 
@@ -455,7 +455,7 @@ class Routing:
         self._models.names()
         routers = self._models.routers
         return {
-            **self.ejection.statistics(),
+            **self.ejection.statistics(self._models.servings()),
             "routers": {name: router.statistics() for name, router in routers.items()},
             "waiting": {
                 name: self._waiting[router].statistics()
@@ -558,7 +558,7 @@ class Reservation:
 
     def failed(self, reason: str) -> None:
         """Report that the engine failed the request."""
-        self._routing.ejection.failed(self.rank.worker, is_down=reason in _DOWN)
+        self._routing.ejection.failed(self.rank.worker, is_down=reason in _DOWN, reason=reason)
 
     def answered(self) -> None:
         """Report that the engine answers the request, or refuses it for what it asks."""

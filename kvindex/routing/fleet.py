@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
 import msgspec
@@ -395,18 +396,17 @@ class Ejection:
     def keeps(self, request: FilterRequest) -> Iterable[object]:
         if not self._failing:
             return _all(request)
-        out = self._out({rank.worker for rank in request.ranks})
+        out = self._out({rank.worker for rank in request.ranks}, self._clock())
         return [rank.worker not in out for rank in request.ranks]
 
-    def _out(self, workers: Collection[str]) -> list[str]:
-        now = self._clock()
+    def _out(self, workers: Collection[str], now: float) -> dict[str, _Failing]:
         with self._lock:
-            out = [
-                worker
+            out = (
+                (worker, failing)
                 for worker, failing in self._failing.items()
                 if worker in workers and failing.until > now
-            ]
-        return out[: len(workers) // 2]
+            )
+            return dict(islice(out, len(workers) // 2))
 
     def sent(self, worker: str) -> None:
         """Note that a request was sent to a worker: one whose time is over is tried by it. O(1)."""
@@ -421,14 +421,15 @@ class Ejection:
             with self._lock:
                 self._failing.pop(worker, None)
 
-    def failed(self, worker: str, *, is_down: bool = False) -> None:
-        """Note that a worker failed a request; `is_down` if it cannot be connected to. O(1)."""
+    def failed(self, worker: str, *, is_down: bool = False, reason: str = "") -> None:
+        """Note that a worker failed a request, and why; `is_down` if nobody can connect to it."""
         now = self._clock()
         with self._lock:
             if len(self._failing) >= _MOST_FAILING:  # workers come and go
                 self._failing.pop(next(iter(self._failing)))
             failing = self._failing.setdefault(worker, _Failing())
             failing.in_a_row += 1
+            failing.reason = reason
             if failing.until > now and not failing.is_tried:
                 return  # of a request that was sent before: another one has judged the worker
             if is_down or failing.is_tried or failing.in_a_row >= _MOST_IN_A_ROW:
@@ -439,16 +440,22 @@ class Ejection:
                 # Behind those that were ejected before it.
                 self._failing[worker] = self._failing.pop(worker)
 
-    def statistics(self) -> dict[str, Any]:
-        """Return `ejections`, their number; `ejected`: workers, with the seconds that are left."""
+    def statistics(self, workers: Collection[str]) -> dict[str, Any]:
+        """Return `ejections`, their number, and which of a router's workers are `ejected` now.
+
+        Each of them with the `seconds` that are left, its `failures` in a row, and the `reason` of
+        the last one.
+        """
         now = self._clock()
-        with self._lock:
-            ejected = {
-                worker: failing.until - now
-                for worker, failing in self._failing.items()
-                if failing.until > now
+        ejected = {
+            worker: {
+                "seconds": failing.until - now,
+                "failures": failing.in_a_row,
+                "reason": failing.reason,
             }
-            return {"ejections": self._ejections, "ejected": ejected}
+            for worker, failing in self._out(workers, now).items()
+        }
+        return {"ejections": self._ejections, "ejected": ejected}
 
 
 _MOST_IN_A_ROW: Final = 3  # failures: one alone may be the request's own fault
@@ -458,10 +465,11 @@ _MOST_FAILING: Final = 4_096
 class _Failing:
     """A worker that has failed since it last answered."""
 
-    __slots__ = ("in_a_row", "is_tried", "times", "until")
+    __slots__ = ("in_a_row", "is_tried", "reason", "times", "until")
 
     def __init__(self) -> None:
         self.in_a_row = 0
+        self.reason = ""  # of the last failure
         self.times = 0  # that it was ejected
         self.until = 0.0
         self.is_tried = False  # by one request, since its time is over

@@ -28,6 +28,24 @@ PartitionOf: TypeAlias = Callable[[str], Partition]
 """Returns what a worker, by its name, belongs to."""
 
 
+class Routed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is sent to a rank.
+
+    Attributes:
+        open_requests: those that were sent there and have not ended.
+        queued_tokens: of them, the tokens that are not prefilled yet.
+        left_out: why it gets no requests: "drained", "asleep", "unwell", "ejected"; "" if it does.
+        reason: the same in words.
+        seconds: for which it still is ejected; None if it is not.
+    """
+
+    open_requests: int
+    queued_tokens: int
+    left_out: str = ""
+    reason: str = ""
+    seconds: float | None = None
+
+
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank stands and what it holds; see `kvindex.RankStatus`.
 
@@ -36,6 +54,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
         blocks: resident blocks by medium.
         block_size: tokens per block; None until the rank has stored one.
         ignored: blocks that the index left out, by reason.
+        routed: what is sent there; None if this process routes nothing.
     """
 
     model: str
@@ -63,6 +82,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     decode_failures: int
     orphans: int
     ignored: dict[str, int]
+    routed: Routed | None
 
 
 class PartitionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,9 +163,12 @@ def overview(
     *,
     has_tokenizer: Callable[[Partition], bool] = lambda _: False,
     missing: Mapping[str, str] | None = None,
+    routed: Mapping[str, Routed] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Fleet:
     """Return how every rank stands, of a client's or a replica's statistics.
+
+    `routed` has what is sent to each rank, by its text, "WORKER/DP_RANK".
 
     Complexity: O(ranks), some 10 ms for 512.
     """
@@ -163,6 +186,7 @@ def overview(
             state=str(status["state"]),
             blocks=held.get("media", {}),
             block_size=min(filter(None, sizes), default=None),
+            routed=(routed or {}).get(status["rank"]),
             **{name: status[name] for name in (*_FIELDS, *_COUNTERS)},
         )
         ranks.append(view)

@@ -39,7 +39,7 @@ from kvindex.service.http.messages import (
     refused,
 )
 from kvindex.service.openapi import COUNT, GROUP, json, media, objects, parameter, route
-from kvindex.service.overview import Fleet, overview
+from kvindex.service.overview import Fleet, Routed, overview
 from kvindex.service.timeline import Happening, StreamCounters, Timeline, event_stream, parse_id
 from kvindex.service.traffic import ASKED, WINDOWS, Traffic, Trends
 from kvindex.wire.errors import UNREADABLE, DiscoveryError
@@ -318,6 +318,7 @@ class Page:
         service: what is shown.
         tokenizer: URL of an engine whose `/tokenize` is asked for tokens of text where neither
             the operator nor a discovery named one of the partition.
+        routed: returns what is sent to each rank, as `overview` reads it; from any thread.
         timeline: a new one by default.
         guard: limits the event streams.
 
@@ -329,6 +330,7 @@ class Page:
         service: Deployment,
         *,
         tokenizer: str | None = None,
+        routed: Callable[[], Mapping[str, Routed]] = dict,
         timeline: Timeline | None = None,
         guard: Guard | None = None,
     ) -> None:
@@ -336,6 +338,7 @@ class Page:
         self._guard = guard or Guard()
         self._source = service.source
         self._configured = tokenizer
+        self._routed = routed
         self.timeline = timeline or Timeline(self._partition)
         self.trends = Trends(service.traffic.asked)
         self.streams = StreamCounters()
@@ -429,6 +432,7 @@ class Page:
                 self._partition,
                 has_tokenizer=lambda partition: self._tokenizer(partition) is not None,
                 missing=self._service.missing(),
+                routed=self._routed(),
             )
             return msgspec.json.encode(fleet)
 

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection, HTTPResponse, IncompleteRead
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from kvindex.testing import HttpEngine, HttpFaults
 from kvindex.testing.http_engine import Routes
+from kvindex.testing.http_server import Response
 from kvindex.tools.doctor import Target, examine
 from tests.gateway.picker.envoys import binary
 from tests.live import PATIENCE, meanwhile, until
@@ -396,9 +398,58 @@ def asked(served: Gateway, column: str) -> int:
     return sum(number or 0 for number in traffic["points"][column])
 
 
+def routed(served: Gateway) -> dict[str, dict[str, Any]]:
+    """What the page says is sent to each rank."""
+    ranks = json.loads(served.ask("/api/fleet")[1])["ranks"]
+    return {f"{rank['worker']}/{rank['dp_rank']}": rank["routed"] for rank in ranks}
+
+
+def left_out(served: Gateway) -> dict[str, str]:
+    """The ranks that get no requests, by the page, and why."""
+    return {rank: one["left_out"] for rank, one in routed(served).items() if one["left_out"]}
+
+
+def name_of(engine: HttpEngine) -> str:
+    return engine.url.removeprefix("http://")
+
+
+@WITH_AND_WITHOUT
+def test_an_engine_that_fails_is_ejected_by_page_metrics_and_statistics_alike(
+    options: tuple[str, ...],
+) -> None:
+    with gateway(*options, ranks=1) as served, faulty(served.engines[0], kind="503"):
+        name, numbers = name_of(served.engines[0]), count()
+
+        def ejected() -> tuple[set[str], ...]:
+            # A new prompt each time: it may go anywhere, also where the time is over.
+            served.ask(CHAT, chat(f"{next(numbers)} {LONG}"))
+            metrics = served.ask("/metrics")[1].decode()
+            lines = [line for line in metrics.splitlines() if "_ejected_seconds{" in line]
+            page = {rank[:-2] for rank, why in left_out(served).items() if why == "ejected"}
+            return page, set(served.statistics()["ejected"]), {x.split('"')[1] for x in lines}
+
+        until(ejected, lambda found: found == ({name},) * 3)
+        told = until(lambda: routed(served)[f"{name}/0"], lambda one: one["left_out"])
+        assert told["reason"].startswith("failures in a row: ")
+        assert 0 < told["seconds"] <= 60
+
+
+def test_the_page_shows_open_requests_and_engines_that_are_unwell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with http_engines("a", "b") as engines:
+        unwell, other = engines
+        monkeypatch.setitem(unwell._routes._get, "/health", lambda: Response(503, b""))
+        with gateway_of(engines, *(engine.url for engine in engines)) as served:
+            until(lambda: left_out(served) == {f"{name_of(unwell)}/0": "unwell"})
+            with faulty(other, gap=PATIENCE), streaming(served):
+                until(lambda: routed(served)[f"{name_of(other)}/0"]["open_requests"] == 1)
+
+
 def test_an_engine_is_drained_by_its_name(served: Gateway) -> None:
-    name = served.engines[0].url.removeprefix("http://")
+    name = name_of(served.engines[0])
     assert served.ask(f"/admin/drain?worker={name}", {})[0] == 200
+    until(lambda: left_out(served) == {f"{name}/{rank}": "drained" for rank in range(2)})
     before = served.engines[0].counters.get("generated", 0)
     for number in range(4):
         assert served.ask(CHAT, chat(f"{number}", stream=True))[0] == 200

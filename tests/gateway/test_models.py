@@ -177,13 +177,13 @@ async def test_an_engine_that_is_away_gets_no_requests_and_one_that_answers_make
 ):
     fleet = Fleet()
     assert not fleet.routing.is_ready
-    fleet.set(a=report("a", "m", is_away=True), b=report("b", "m"))
+    fleet.set(a=report("a", "m", away="asleep"), b=report("b", "m"))
     for _ in range(3):
         assert (await fleet.reserve()).rank == Rank("b")
     assert fleet.routing.is_ready
-    fleet.set(a=report("a", "m", is_away=True), b=report("b", "m", is_silent=True))
+    fleet.set(a=report("a", "m", away="asleep"), b=report("b", "m", is_silent=True))
     assert not fleet.routing.is_ready
-    fleet.set(a=report("a", "m", is_away=True))
+    fleet.set(a=report("a", "m", away="asleep"))
     with pytest.raises(NoRankError):
         await fleet.reserve()
     fleet.set(a=report("a", "m"))

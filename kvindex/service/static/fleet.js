@@ -17,11 +17,12 @@ export function FleetView({ live }) {
   const shown = useMemo(() => {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     return fleet.ranks.filter((rank) => {
-      const name = `${rankName(rank)} ${rank.model} ${rank.routing_group} ${rank.reason}`.toLowerCase();
+      const name = `${rankName(rank)} ${rank.model} ${rank.routing_group} ${rank.reason} ${rank.routed?.reason || ""}`.toLowerCase();
       return !hidden.has(standing(rank)) && words.every((word) => name.includes(word));
     });
   }, [fleet, text, hidden]);
   if (!fleet.ranks.length) return html`<${Troubles} fleet=${fleet} /><${NoRanks} />`;
+  const routes = fleet.ranks.some((some) => some.routed);
   const rank = fleet.ranks.find((some) => rankName(some) === chosen);
   return html`
     <h2 class="unseen">Fleet</h2>
@@ -32,7 +33,7 @@ export function FleetView({ live }) {
       <label>Find <input type="search" value=${text} placeholder="worker or words"
         onInput=${(event) => setText(event.target.value)} /></label>
       <label>Colour by <select value=${colour} onChange=${(event) => setColour(event.target.value)}>
-        ${Object.entries(COLOURS).map(([name, [title]]) => html`<option value=${name}>${title}</option>`)}</select></label>
+        ${Object.entries(COLOURS).filter(([, [, , routed]]) => routes || !routed).map(([name, [title]]) => html`<option value=${name}>${title}</option>`)}</select></label>
       <${Standings} ranks=${fleet.ranks} hidden=${hidden} setHidden=${setHidden} />
     </section>
     <div class=${rank ? "split" : ""}>
@@ -82,8 +83,16 @@ function Totals({ fleet }) {
     <${Total} name="Losses" value=${number(totals.losses)}
       more=${`${counted(totals.gaps, "gap")}, ${counted(totals.restarts, "restart")}`}
       tone=${totals.losses ? "bad" : ""} />
+    ${ranks.some((rank) => rank.routed) && html`<${Load} routed=${ranks.map((rank) => rank.routed).filter(Boolean)} />`}
     ${fleet.followed && html`<${FollowedPool} pool=${fleet.followed} />`}
   </section>`;
+}
+
+function Load({ routed }) {
+  const out = routed.filter((some) => some.left_out).length;
+  return html`<${Total} name="Open requests" value=${compact(sum(routed.map((some) => some.open_requests)))}
+    more=${`${compact(sum(routed.map((some) => some.queued_tokens)))} tokens queued${out ? `, ${counted(out, "rank")} left out` : ""}`}
+    tone=${out ? "warn" : ""} />`;
 }
 
 function FollowedPool({ pool }) {

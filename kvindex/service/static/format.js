@@ -49,15 +49,24 @@ export const STANDINGS = {
     label: "live, not complete",
     says: "In order, but what came before was not seen: it may hold more than is known.",
   },
+  drained: { glyph: "⊘", label: "drained", says: "An operator wants it to get no more requests." },
+  asleep: { glyph: "☾", label: "asleep", says: "Its engine sleeps, and gets no requests." },
   syncing: { glyph: "⇣", label: "syncing", says: "Connected; a replay is catching up." },
   repairing: { glyph: "↻", label: "repairing", says: "Batches are missing and are asked for." },
   stale: { glyph: "◌", label: "stale", says: "No sign of life for too long." },
+  unwell: { glyph: "!", label: "unwell", says: "Its engine is unwell, and gets no requests." },
+  ejected: { glyph: "⊗", label: "left out", says: "Its engine failed, and gets no requests for a while." },
   connecting: { glyph: "○", label: "connecting", says: "No connection to its publisher." },
   closed: { glyph: "✕", label: "closed", says: "Not followed any more." },
 };
 
-export const standing = (rank) =>
+// Of its events, and of the rank as a whole: one that gets no requests stands as that.
+export const streamOf = (rank) =>
   rank.state === "live" && !rank.complete ? "partial" : STANDINGS[rank.state] ? rank.state : "closed";
+
+export const standing = (rank) => rank.routed?.left_out || streamOf(rank);
+
+export const whyLeftOut = ({ reason, seconds }) => reason + (seconds === null ? "" : `; tried again in ${age(Math.max(1, seconds))}`);
 
 export const KINDS = {
   state: { glyph: "●", label: "state" },

@@ -2,13 +2,13 @@
 
 import { html } from "./html.js";
 import {
-  KINDS, STANDINGS, age, ago, counted, mediaOf, number, partitionName, rankName, standing, sum,
+  KINDS, STANDINGS, ago, counted, mediaOf, number, partitionName, rankName, streamOf, sum, whyLeftOut,
 } from "./format.js";
 
 const LAST = 8;
 
 export function RankDetails({ rank, live, close }) {
-  const stands = standing(rank);
+  const { routed } = rank;
   const happened = live.happenings
     .filter((some) => some.worker === rank.worker && some.dp_rank === rank.dp_rank)
     .slice(-LAST)
@@ -18,11 +18,12 @@ export function RankDetails({ rank, live, close }) {
       <h3>${rankName(rank)}</h3>
       <button class="quiet" onClick=${close} aria-label="Close the details"><span aria-hidden="true">✕</span></button>
     </div>
-    <p><span class=${`badge ${stands}`}>
-      <span aria-hidden="true">${STANDINGS[stands].glyph}</span> ${STANDINGS[stands].label}</span></p>
-    <p>${rank.reason || STANDINGS[stands].says}</p>
+    ${routed?.left_out && html`<${Standing} stands=${routed.left_out} words=${whyLeftOut(routed)} />`}
+    <${Standing} stands=${streamOf(rank)} words=${rank.reason} />
     <${Media} rank=${rank} />
     <dl>
+      ${routed && html`<${Entry} name="Open requests" value=${number(routed.open_requests)} />
+        <${Entry} name="Queued" value=${counted(routed.queued_tokens, "token")} />`}
       <${Entry} name="Model" value=${partitionName(rank)} />
       <${Entry} name="Block size" value=${rank.block_size ? counted(rank.block_size, "token") : "not known yet"} />
       <${Entry} name="Last event" value=${rank.last_event_age === null ? "never" : ago(rank.last_event_age)} />
@@ -46,6 +47,12 @@ export function RankDetails({ rank, live, close }) {
       : html`<p class="faint">Nothing since the service started.</p>`}
   </aside>`;
 }
+
+const Standing = ({ stands, words }) => html`<div class="standing">
+    <p><span class=${`badge ${stands}`}>
+      <span aria-hidden="true">${STANDINGS[stands].glyph}</span> ${STANDINGS[stands].label}</span></p>
+    <p>${words || STANDINGS[stands].says}</p>
+  </div>`;
 
 const Entry = ({ name, value }) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`;
 

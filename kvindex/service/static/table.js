@@ -2,22 +2,25 @@
 
 import { html, useState } from "./html.js";
 import {
-  NAMES, STANDINGS, age, counted, headline, mediaOf, number, partitionName, rankName, standing,
+  NAMES, STANDINGS, age, compact, counted, headline, mediaOf, number, partitionName, rankName, standing, streamOf,
+  whyLeftOut,
 } from "./format.js";
 
 const ROWS = 50;
 const MOST_MEDIA = 4;
 const ORDER = Object.keys(STANDINGS);
 
-function columnsFor(totals) {
+function columnsFor(totals, routes) {
   const media = mediaOf(totals.blocks).slice(0, MOST_MEDIA);
   const count = (key, title, minor = true) => ({ key, title, minor, sort: (rank) => rank[key], number: true });
+  const load = (key, title) => ({ key, title, sort: (rank) => rank.routed?.[key] ?? 0, show: (rank) => compact(rank.routed?.[key] ?? 0), number: true });
   return [
     { key: "rank", title: "Rank", sort: rankName },
     { key: "model", title: "Model", minor: true, sort: partitionName, show: partitionName },
     { key: "state", title: "State", sort: (rank) => ORDER.indexOf(standing(rank)), show: badge },
-    count("lag", "Lag", false),
-    { key: "age", title: "Last event", number: true, sort: (rank) => rank.last_event_age ?? Infinity, show: (rank) => age(rank.last_event_age) },
+    ...(routes ? [load("open_requests", "Open"), load("queued_tokens", "Queued")] : []),
+    count("lag", "Lag", routes),
+    { key: "age", title: "Last event", number: true, minor: routes, sort: (rank) => rank.last_event_age ?? Infinity, show: (rank) => age(rank.last_event_age) },
     ...media.map((medium) => ({ key: `m:${medium}`, title: medium, number: true, minor: true, sort: (rank) => rank.blocks[medium] || 0 })),
     count("gaps", "Gaps"),
     count("losses", "Losses"),
@@ -26,18 +29,22 @@ function columnsFor(totals) {
   ];
 }
 
-const reason = (rank) => (rank.reason ? html`<span title=${rank.reason}>${headline(rank)}</span>` : "–");
+function reason(rank) {
+  if (rank.routed?.left_out) return html`<span title=${whyLeftOut(rank.routed)}>${whyLeftOut(rank.routed)}</span>`;
+  return rank.reason ? html`<span title=${rank.reason}>${headline(rank)}</span>` : "–";
+}
 
 function badge(rank) {
-  const stands = standing(rank);
-  return html`<span class=${`badge ${stands}`}><span aria-hidden="true">${STANDINGS[stands].glyph}</span>
-    ${STANDINGS[stands].label}</span>`;
+  const stream = streamOf(rank);
+  const all = new Set([standing(rank), ...(stream === "live" ? [] : [stream])]);
+  return html`<span class="badges">${[...all].map((stands) => html`<span key=${stands} class=${`badge ${stands}`}>
+    <span aria-hidden="true">${STANDINGS[stands].glyph}</span> ${STANDINGS[stands].label}</span>`)}</span>`;
 }
 
 export function RankTable({ ranks, totals, chosen, choose }) {
   const [sort, setSort] = useState({ key: "state", down: true });
   const [page, setPage] = useState(0);
-  const columns = columnsFor(totals);
+  const columns = columnsFor(totals, ranks.some((rank) => rank.routed));
   const by = columns.find((column) => column.key === sort.key) || columns[0];
   const sorted = [...ranks].sort((a, b) => compare(by.sort(a), by.sort(b)) * (sort.down ? -1 : 1) || NAMES.compare(rankName(a), rankName(b)));
   const pages = Math.max(1, Math.ceil(sorted.length / ROWS));
@@ -67,7 +74,7 @@ function Cell({ column, rank, choose }) {
     return html`<th scope="row"><button class="link" onClick=${() => choose(rankName(rank))}>${rankName(rank)}</button></th>`;
   }
   const shown = column.show ? column.show(rank) : number(column.sort(rank));
-  const quiet = column.number && !column.show && !column.sort(rank) ? "zero" : "";
+  const quiet = column.number && !column.sort(rank) ? "zero" : "";
   return html`<td class=${`${column.number ? "number" : ""} ${column.wide ? "line" : ""} ${column.minor ? "minor" : ""} ${quiet}`}>${shown}</td>`;
 }
 

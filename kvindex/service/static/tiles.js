@@ -2,7 +2,7 @@
 
 import { html, useRef, useState } from "./html.js";
 import {
-  NAMES, STANDINGS, ago, compact, counted, headline, mediaOf, number, partitionKey, partitionName, rankName, standing, sum,
+  NAMES, STANDINGS, ago, compact, counted, headline, mediaOf, number, partitionKey, partitionName, rankName, standing, sum, whyLeftOut,
 } from "./format.js";
 
 const MOST_TILES = 2_048;
@@ -12,20 +12,27 @@ const MOST_COLUMNS = 8;
 const blocksOf = (rank) => sum(Object.values(rank.blocks));
 const AGES = [[600, "h1", "under an hour"], [60, "h2", "under 10 min"], [10, "h3", "under a minute"], [2, "h4", "under 10 s"], [0, "h5", "under 2 s"]];
 
-// Of an amount: five steps up to the most of all, and one for none.
-function amounts(ranks, amount, show) {
+// Of an amount: five steps up to the most of all, whole ones of counts, and one for none.
+function amounts(ranks, amount, show = compact, round = Math.ceil) {
   const most = Math.max(0, ...ranks.map((rank) => amount(rank) || 0));
-  const step = most / 5;
+  const step = round(most / 5);
   const shade = (rank) => (amount(rank) ? `h${Math.min(5, Math.ceil(amount(rank) / step))}` : "none");
   const steps = most ? [1, 2, 3, 4, 5].map((n) => [`h${n}`, `to ${show(step * n)}`]) : [];
   return { shade, legend: [["none", "none"], ...steps] };
 }
 
-// What tiles can be coloured by: {shade(rank), legend} from the ranks and what was read of them.
+// Of what is sent to ranks, and written on their tiles.
+const loads = (ranks, name) => ({ ...amounts(ranks, (rank) => rank.routed?.[name]), written: (rank) => loadWords(rank.routed) });
+
+// What tiles can be coloured by: {shade(rank), legend} from the ranks and what was read of them; some only where requests
+// are sent to ranks.
 export const COLOURS = {
   state: ["State", () => ({ shade: standing, legend: null })],
-  blocks: ["Blocks", (ranks) => amounts(ranks, blocksOf, compact)],
-  load: ["Load", (ranks, live) => amounts(ranks, (rank) => live.pace(rank), (value) => `${value.toFixed(value < 10 ? 1 : 0)} batches/s`)],
+  blocks: ["Blocks", (ranks) => amounts(ranks, blocksOf)],
+  load: ["Events", (ranks, live) => amounts(ranks, (rank) => live.pace(rank),
+    (value) => `${value.toFixed(value < 10 ? 1 : 0)} batches/s`, (step) => step)],
+  open: ["Open requests", (ranks) => loads(ranks, "open_requests"), true],
+  queued: ["Queued tokens", (ranks) => loads(ranks, "queued_tokens"), true],
   age: ["Last event", () => ({
     shade: (rank) => rank.last_event_age === null ? "none"
       : rank.last_event_age >= 3600 ? "h0"
@@ -74,7 +81,7 @@ export function Tiles({ ranks, live, colour, chosen, choose }) {
     ${painted.legend && html`<p class="legend">${COLOURS[colour][0]}: ${painted.legend.map(([shade, words]) => html`
       <span key=${shade}><i class=${`shade ${shade}`}></i> ${words}</span>`)}</p>`}
     ${[...groups.values()].map((members) => html`
-      <${Group} key=${partitionKey(members[0])} ranks=${members} shade=${painted.shade} chosen=${chosen} choose=${choose}
+      <${Group} key=${partitionKey(members[0])} ranks=${members} painted=${painted} chosen=${chosen} choose=${choose}
         named=${shown.length <= WITH_NAMES} />`)}
     ${ranks.length > shown.length && html`<p class="faint">
       ${number(ranks.length - shown.length)} more ranks: use the filter or the table.</p>`}
@@ -89,6 +96,8 @@ function Tip({ rank, live, left, top }) {
     <b>${rankName(rank)}</b> <span class=${`badge ${stands}`}>${STANDINGS[stands].glyph} ${STANDINGS[stands].label}</span>
     <p>${blocksWords(rank)}</p>
     <p>last event ${rank.last_event_age === null ? "never" : ago(rank.last_event_age)}${pace === null ? "" : `, ${pace.toFixed(1)} batches/s`}</p>
+    ${rank.routed && html`<p>requests: ${loadWords(rank.routed)} tokens</p>`}
+    ${rank.routed?.left_out && html`<p class="faint">${whyLeftOut(rank.routed)}</p>`}
     ${rank.reason && html`<p class="faint">${headline(rank)}</p>`}
   </div>`;
 }
@@ -96,9 +105,11 @@ function Tip({ rank, live, left, top }) {
 const mediaWords = (rank) =>
   mediaOf(rank.blocks).map((medium) => `${compact(rank.blocks[medium])} ${medium}`).join(", ") || "no blocks";
 
+const loadWords = (routed) => `${compact(routed.open_requests)} open, ${compact(routed.queued_tokens)} queued`;
+
 const blocksWords = (rank) => (blocksOf(rank) ? `${mediaWords(rank)} blocks` : "no blocks");
 
-function Group({ ranks, shade, chosen, choose, named }) {
+function Group({ ranks, painted, chosen, choose, named }) {
   const [at, setAt] = useState(null);
   const home = ranks.find((rank) => rankName(rank) === (at ?? chosen)) || ranks[0];
   const live = ranks.filter((rank) => rank.state === "live").length;
@@ -109,7 +120,8 @@ function Group({ ranks, shade, chosen, choose, named }) {
     workers.get(rank.worker).push(rank);
   }
   const most = Math.max(...[...workers.values()].map((some) => some.length));
-  const tile = (rank, words) => html`<${Tile} key=${rankName(rank)} rank=${rank} words=${words} shade=${shade(rank)}
+  const tile = (rank, words) => html`<${Tile} key=${rankName(rank)} rank=${rank} words=${words} shade=${painted.shade(rank)}
+    more=${(painted.written || mediaWords)(rank)}
     home=${rank === home} chosen=${rankName(rank) === chosen} choose=${choose} />`;
   return html`<div class="group">
     <h3>${name} <span class="faint">${number(live)} of ${counted(ranks.length, "rank")} live, ${counted(workers.size, "worker")}</span></h3>
@@ -125,7 +137,7 @@ function Group({ ranks, shade, chosen, choose, named }) {
   </div>`;
 }
 
-function Tile({ rank, words, shade, home, chosen, choose }) {
+function Tile({ rank, words, more, shade, home, chosen, choose }) {
   const stands = standing(rank);
   const { glyph, label } = STANDINGS[stands];
   return html`<div class=${`tile ${shade === stands ? stands : `shade ${shade}`}`} role="option" aria-selected=${chosen}
@@ -133,7 +145,7 @@ function Tile({ rank, words, shade, home, chosen, choose }) {
     tabindex=${home ? 0 : -1} onClick=${() => choose(rankName(rank))}>
     ${(words || stands !== "live") && html`<span class="glyph">${glyph}</span>`}
     ${words && html`<span class="name">${words}</span>
-      <span class="more">${stands === "live" ? mediaWords(rank) : label}</span>`}
+      <span class="more">${stands === "live" ? more : label}</span>`}
   </div>`;
 }
 

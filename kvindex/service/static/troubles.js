@@ -1,7 +1,7 @@
 // What is wrong: engines that were not found, and why ranks are not well, each reason once.
 
 import { html } from "./html.js";
-import { STANDINGS, counted, headline, rankName, standing } from "./format.js";
+import { STANDINGS, counted, headline, rankName, streamOf, whyLeftOut } from "./format.js";
 
 const MOST_REASONS = 4;
 const MOST_NAMES = 3;
@@ -9,13 +9,14 @@ const ORDER = Object.keys(STANDINGS);
 
 export function Troubles({ fleet, choose }) {
   const groups = new Map();
-  for (const rank of fleet.ranks) {
-    if (!rank.reason && rank.state === "live") continue;
-    const stands = standing(rank);
-    const words = headline(rank);
+  const add = (rank, stands, words, all) => {
     const key = stands + words.replace(/\d+/g, "#");
-    if (!groups.has(key)) groups.set(key, { stands, words, ranks: [] });
+    if (!groups.has(key)) groups.set(key, { key, stands, words, all, ranks: [] });
     groups.get(key).ranks.push(rank);
+  };
+  for (const rank of fleet.ranks) {
+    if (rank.routed?.left_out) add(rank, rank.routed.left_out, whyLeftOut(rank.routed), rank.routed.reason);
+    if (rank.reason || rank.state !== "live") add(rank, streamOf(rank), headline(rank), rank.reason);
   }
   const missing = Object.entries(fleet.missing);
   if (!groups.size && !missing.length) return null;
@@ -28,10 +29,10 @@ export function Troubles({ fleet, choose }) {
         <span class="badge closed"><span aria-hidden="true">?</span> not found</span>
         <b>${name}</b> <span class="why" title=${why}>${why}</span></li>`)}
       ${missing.length > MOST_NAMES && html`<li class="faint">${counted(missing.length - MOST_NAMES, "more engine or source", "more engines or sources")} not found: GET /ready names them all</li>`}
-      ${shown.map((some) => html`<li key=${some.stands + some.words}>
+      ${shown.map((some) => html`<li key=${some.key}>
         <span class=${`badge ${some.stands}`}><span aria-hidden="true">${STANDINGS[some.stands].glyph}</span> ${STANDINGS[some.stands].label}</span>
         <button class="link" onClick=${() => choose(rankName(some.ranks[0]))}>${namesOf(some.ranks)}</button>
-        <span class="why" title=${some.ranks[0].reason}>${some.words || STANDINGS[some.stands].says}</span></li>`)}
+        <span class="why" title=${some.all}>${some.words || STANDINGS[some.stands].says}</span></li>`)}
       ${worst.length > shown.length && html`<li class="faint">${counted(worst.length - shown.length, "more reason")}: the table has them all</li>`}
     </ul>
   </section>`;

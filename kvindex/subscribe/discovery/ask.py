@@ -47,8 +47,8 @@ class EngineReport(msgspec.Struct, frozen=True):
         listed: each of the models as the engine lists it, but for lists and objects in there.
         answers: by path, the received JSON, without keys and passwords.
         failures: by path, why no usable answer arrived.
-        is_away: whether the engine says that it serves nothing now: it sleeps (vLLM's
-            `/is_sleeping`), or its `/health` is 503.
+        away: why the engine serves nothing now, as it says: "asleep" (vLLM's `/is_sleeping`) or
+            "unwell" (its `/health` is 503); "" if it says nothing of the kind.
         is_silent: whether the engine has left two questions unanswered since. Only reports of
             `Discovery.engines` are ever silent.
     """
@@ -66,7 +66,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     listed: Mapping[str, Mapping[str, Any]] = {}
     answers: dict[str, Any] = {}
     failures: dict[str, str] = {}
-    is_away: bool = False
+    away: str = ""
     is_silent: bool = False
 
     @property
@@ -214,7 +214,7 @@ def ask_engine(
         _listed(asking.answers.get("/v1/models"), models),
         asking.answers,
         asking.failures,
-        asking.is_away(kind),
+        asking.away(kind),
     )
 
 
@@ -286,21 +286,22 @@ class _Asking:
                 return version
         return _text_of(self.get("/version", lambda answer: answer), "version")
 
-    def is_away(self, kind: str) -> bool:
-        """Return whether the engine says that it serves nothing now; also if there is no time."""
+    def away(self, kind: str) -> str:
+        """Return why the engine serves nothing now, if it says so while there is time."""
         paths = ("/health", "/is_sleeping") if kind == "vllm" else ("/health",)
         for path in paths:
             left = self._until - time.monotonic()
             try:
                 answer = self.web.get(path, left) if left > 0 else None
                 if answer is not None and answer.status == 503:
-                    return True
+                    return "unwell"
                 if path == "/is_sleeping" and answer is not None and answer.status == 200:
                     content = answer.json()
-                    return isinstance(content, Mapping) and content.get("is_sleeping") is True
+                    is_asleep = isinstance(content, Mapping) and content.get("is_sleeping") is True
+                    return "asleep" if is_asleep else ""
             except (DiscoveryError, ValueError, TypeError, RecursionError):
                 continue  # it says nothing about that
-        return False
+        return ""
 
     def resolve(self, host: str) -> frozenset[str]:
         """Return a host's addresses: of a few names only, each once, and while there is time."""

@@ -16,6 +16,7 @@ import httpx
 from playwright.sync_api import Browser, expect
 
 from kvindex import EventBatch, Rank, State
+from kvindex.service.overview import Routed
 from kvindex.service.timeline import Timeline
 from kvindex.service.traffic import Trends
 from kvindex.testing import FakeEngine
@@ -91,6 +92,67 @@ def test_tiles_are_coloured_by_what_is_asked_for_and_the_legend_says_what_it_mea
         expect(tiles(tab).first).to_have_class(re.compile("shade h5$"))
         tab.get_by_label("Colour by").select_option("State")
         expect(legend).to_have_count(0)
+
+
+def test_a_gateways_page_shows_the_load_of_ranks_and_why_some_get_no_requests(
+    browser: Browser,
+) -> None:
+    fleet = ManyRanks(0)
+    for worker in ("busy", "drained", "failing", "sleeping"):
+        rank = Rank(worker, 0)
+        fleet.present[rank] = status_of(rank)
+        fleet.index.add(rank)
+    fleet.present[Rank("failing")] = status_of(
+        Rank("failing"), State.CONNECTING, reason="nothing listens at tcp://h:1: is it up?"
+    )
+    routed = {
+        "busy/0": Routed(open_requests=12, queued_tokens=34_567),
+        "drained/0": Routed(
+            open_requests=3, queued_tokens=0, left_out="drained", reason="an operator drained it"
+        ),
+        "failing/0": Routed(
+            open_requests=0, queued_tokens=0, left_out="ejected", reason="2 failures", seconds=7.6
+        ),
+        "sleeping/0": Routed(
+            open_requests=0, queued_tokens=0, left_out="asleep", reason="it sleeps"
+        ),
+    }
+    page = page_of(fleet, routed=lambda: routed)
+    with shown(page) as url, tab_of(browser, url) as tab:
+        expect(tab.locator(".total").last).to_have_text(
+            re.compile("Open requests.*15.*34.6k tokens queued, 3 ranks left out", re.DOTALL)
+        )
+        row = tab.get_by_role("row").filter(has_text="busy/0")
+        expect(row).to_contain_text("12")
+        expect(row).to_contain_text("34.6k")
+        wrong = tab.get_by_role("region", name="What is wrong").get_by_role("listitem")
+        for words in (
+            r"left out.*failing/0.*2 failures; tried again in 8 s",
+            r"connecting.*failing/0.*nothing listens",
+            r"drained.*drained/0.*an operator drained it",
+            r"asleep.*sleeping/0.*it sleeps",
+        ):
+            expect(wrong.filter(has_text=re.compile(words, re.DOTALL))).to_have_count(1)
+        failing = tab.get_by_role("row").filter(has_text="failing/0").locator(".badge")
+        expect(failing).to_have_text([re.compile("left out"), re.compile("connecting")])
+        tab.locator(".chip.drained").click()
+        expect(tiles(tab)).to_have_count(3)
+        tab.get_by_label("Colour by").select_option("Queued tokens")
+        expect(tiles(tab).first).to_have_class(re.compile("shade h5$"))
+        expect(tiles(tab).first).to_contain_text("12 open, 34.6k queued")
+        tiles(tab).nth(1).click()
+        details = tab.get_by_role("complementary")
+        expect(details).to_contain_text("2 failures; tried again in 8 s")
+        expect(details).to_contain_text("is it up?")
+
+
+def test_a_page_of_what_routes_nothing_shows_no_load(browser: Browser, many: str) -> None:
+    with tab_of(browser, many) as tab:
+        expect(tiles(tab)).to_have_count(512)
+        for words in ("Open", "Queued"):
+            expect(tab.get_by_role("columnheader", name=words)).to_have_count(0)
+            expect(tab.get_by_role("option", name=words)).to_have_count(0)
+        expect(tab.locator(".total")).to_have_count(6)
 
 
 def test_equal_reasons_are_told_once_and_so_are_engines_that_were_not_found(

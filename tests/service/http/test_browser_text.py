@@ -89,7 +89,7 @@ def test_text_has_contrast_and_controls_have_names_in_every_view(
         for view in each_view(tab, many):
             if view == "fleet":
                 tiles(tab).first.click()
-                for colour in ("Blocks", "Load", "Last event", "State"):
+                for colour in ("Blocks", "Events", "Last event", "State"):
                     tab.get_by_label("Colour by").select_option(colour)
                     assert tab.evaluate(POOR_CONTRAST) == [], colour
             assert tab.evaluate(WITHOUT_NAME) == [], view

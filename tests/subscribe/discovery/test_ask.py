@@ -247,7 +247,7 @@ def test_a_vllm_tells_its_ranks(server: CannedServer) -> None:
         "/is_sleeping": (404, {}),
     }
     report = ask_engine(server.url, token="sk-1")
-    assert not report.is_away
+    assert not report.away
     assert report.listed == {
         "llama": {"id": "llama", "owned_by": "vllm"},
         "llama-lora": {"id": "llama-lora"},
@@ -266,22 +266,22 @@ def test_a_vllm_tells_its_ranks(server: CannedServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replies", "is_away"),
+    ("replies", "away"),
     [
-        ({}, False),
-        ({"/health": (503, {})}, True),
-        ({"/health": (500, {})}, False),
-        ({"/is_sleeping": (200, {"is_sleeping": True})}, True),
-        ({"/is_sleeping": (200, {"is_sleeping": False})}, False),
-        ({"/is_sleeping": (200, {"is_sleeping": "yes"})}, False),
-        ({"/is_sleeping": (200, [])}, False),
+        ({}, ""),
+        ({"/health": (503, {})}, "unwell"),
+        ({"/health": (500, {})}, ""),
+        ({"/is_sleeping": (200, {"is_sleeping": True})}, "asleep"),
+        ({"/is_sleeping": (200, {"is_sleeping": False})}, ""),
+        ({"/is_sleeping": (200, {"is_sleeping": "yes"})}, ""),
+        ({"/is_sleeping": (200, [])}, ""),
     ],
 )
 def test_an_engine_that_serves_nothing_now_is_away(
-    server: CannedServer, replies: Any, is_away: bool
+    server: CannedServer, replies: Any, away: str
 ) -> None:
     server.replies = {"/kv_event_sources": (200, VLLM_033), **replies}
-    assert ask_engine(server.url).is_away == is_away
+    assert ask_engine(server.url).away == away
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
