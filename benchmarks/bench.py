@@ -14,6 +14,7 @@ from typing import Any, Final
 from benchmarks import venvs
 from benchmarks.process import Side
 from benchmarks.results import OURS
+from benchmarks.routing.traces import has_sessions
 from benchmarks.scale import Scale
 from benchmarks.workload import Source
 
@@ -47,7 +48,8 @@ class Bench:
         scale: the sizes.
         peers: whether the peers run too.
         folder: where the peers' environments are kept.
-        traces: files of requests; the first one replaces the synthetic requests.
+        traces: files of requests, or of sessions; the first of requests replaces the synthetic
+            requests.
         images: the folder where pictures are written; None: none are.
         native_bench: the binary of the native core's own benchmark, if it was built.
         seed: of the workload.
@@ -61,9 +63,14 @@ class Bench:
     native_bench: Path | None = None
     seed: int = 1
 
+    @property
+    def request_traces(self) -> list[Path]:
+        """The traces that are requests with their times, and not sessions."""
+        return [file for file in self.traces if not has_sessions(file)]
+
     def source(self, **changes: Any) -> Source:
         """Return the workload; a trace, if given, stands for every one."""
-        source = Source(seed=self.seed, trace=str(self.traces[0]) if self.traces else None)
+        source = Source(seed=self.seed, trace=next(map(str, self.request_traces), None))
         return replace(source, **changes)
 
     def python(self, side: str) -> str:

@@ -16,7 +16,7 @@ _MIB = float(1 << 20)
 
 def run(bench: Bench) -> list[Result]:
     """Return the bytes of an entry, and the memory of each stage."""
-    routers = {0.8: "the trace"} if bench.traces else ROUTERS
+    routers = {0.8: "the trace"} if bench.request_traces else ROUTERS
     return [result for sticky, words in routers.items() for result in _routed(bench, sticky, words)]
 
 

@@ -27,14 +27,15 @@ from benchmarks.routing.simulation import Loss
 DEFAULT: Final = "kvindex"
 LOAD_ALONE: Final = "least-queued"
 SPEEDS: Final = (1.0, 3.0, 4.0)
+AGENTS: Final = (48.0, 80.0)  # sessions at a time
 LOADS: Final[dict[str, tuple[float, ...]]] = {
     "chat": (1.0, 3.0),
-    "agentic": (1.0, 4.0, 8.0),
     "rag": (0.7, 1.0, 1.4, 2.0),
     "bursts": (0.5, 0.7, 1.0),
 }
 PLOTTED: Final = (DEFAULT, "lmetric", "dynamo", "dynamo-agentic", "llm-d", "smg-gate", LOAD_ALONE)
 SMALL: Final = Fleet(model=Model(cache=262_144))
+TIGHT: Final = Fleet(model=Model(cache=600_000))
 LARGE: Final = Fleet(ranks=32)
 DELAYS: Final = (1.0, 5.0, 30.0)
 NOISE: Final = (
@@ -102,7 +103,7 @@ def run(bench: Bench) -> list[Result]:
     results += [result for table in variants for result in _variant(study, table)]
     if bench.images is not None:
         _draw(bench, study, grids[0][1])
-    if bench.peers and bench.traces:
+    if bench.peers and bench.request_traces:
         results += referee(bench, seeds)
     return results
 
@@ -113,10 +114,17 @@ def _grids(bench: Bench) -> list[tuple[Fleet, list[list[Traffic]]]]:
     last = None if bench.scale.routing_all_loads else 1
     traces = [
         [Traffic(file.stem, speed, bench.scale.routing_trace, file) for speed in SPEEDS[:last]]
+        for file in bench.request_traces
+    ]
+    agents = [
+        [Traffic(file.stem, count, bench.scale.routing_trace, file) for count in AGENTS[:last]]
         for file in bench.traces
+        if file not in bench.request_traces
     ]
     made = [[Traffic(kind, load, requests) for load in LOADS[kind][:last]] for kind in LOADS]
-    grids: list[tuple[Fleet, list[list[Traffic]]]] = [(Fleet(), traces + made)]
+    grids: list[tuple[Fleet, list[list[Traffic]]]] = [(Fleet(), traces + agents + made)]
+    if bench.scale.routing_all_loads and agents:
+        grids.append((TIGHT, agents))
     if bench.scale.routing_all_loads and traces:
         grids.append((SMALL, [[replace(one, load=2.0) for one in group[:1]] for group in traces]))
         grids.append((LARGE, [[replace(one, load=12.0) for one in group[:1]] for group in traces]))
@@ -220,7 +228,8 @@ class _Table:
 def _variants(bench: Bench) -> list[_Table]:
     requests = bench.scale.routing_requests
     steady = [
-        Traffic(file.stem, 3.0, bench.scale.routing_trace, file) for file in bench.traces[:1]
+        Traffic(file.stem, 3.0, bench.scale.routing_trace, file)
+        for file in bench.request_traces[:1]
     ] or [Traffic("rag", 1.0, requests)]
     traffic = steady[0]
     lost = tuple(Loss(rank, 20.0 + 40.0 * rank) for rank in range(Fleet().ranks))

@@ -1,4 +1,4 @@
-"""Requests made up from a seed: chat, agents, questions about shared documents, sibling bursts."""
+"""Requests made up from a seed: chat, questions about shared documents, sibling bursts."""
 
 from __future__ import annotations
 
@@ -74,20 +74,6 @@ def _chat(names: _Names, rng: random.Random) -> list[tuple[Turn, ...]]:
     ]
 
 
-def _agentic(names: _Names, rng: random.Random) -> list[tuple[Turn, ...]]:
-    """One of 4 agents with its tools, a task, 20 calls on average whose results stay in context."""
-    head = names.shared([], f"agent {rng.randrange(4)}", 12)
-    calls = (
-        (
-            rng.expovariate(1 / 1.5),
-            _length(rng, 3_000 if call == 0 else 900, 0.9),
-            _length(rng, 120, 0.7),
-        )
-        for call in range(_turns(rng, 20))
-    )
-    return [_growing(names, head, calls)]
-
-
 def _rag(names: _Names, rng: random.Random) -> list[tuple[Turn, ...]]:
     """A system prompt, one to three of 400 documents, a question; popular documents come first."""
     prompt = names.shared([], "system", 2)
@@ -111,7 +97,6 @@ def _bursts(names: _Names, rng: random.Random) -> list[tuple[Turn, ...]]:
 
 KINDS: Final[dict[str, Callable[[_Names, random.Random], list[tuple[Turn, ...]]]]] = {
     "chat": _chat,
-    "agentic": _agentic,
     "rag": _rag,
     "bursts": _bursts,
 }

@@ -26,7 +26,7 @@ def referee(bench: Bench, seeds: Sequence[int]) -> list[Result]:
     python = venvs.python_of("dynamo-replay", bench.folder)
     return [
         result
-        for file in bench.traces
+        for file in bench.request_traces
         for speed in SPEEDS
         for result in _compared(
             Traffic(file.stem, speed, bench.scale.routing_trace, file), python, seeds[0]

@@ -18,7 +18,7 @@ from benchmarks.routing.field import make_policy
 from benchmarks.routing.generated import generate
 from benchmarks.routing.sharing import Boards, Exchange
 from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
-from benchmarks.routing.traces import mooncake
+from benchmarks.routing.traces import agents, has_sessions, mooncake
 from benchmarks.routing.traffic import Session
 from benchmarks.stats import percentile
 from kvindex import Index
@@ -36,8 +36,9 @@ class Traffic:
 
     Attributes:
         kind: one of `generated.KINDS`, or what a trace is called.
-        load: of a trace, how many times faster than recorded it runs; of generated traffic, its
-            prompts' tokens over what the engines could prefill in the time, without any cache.
+        load: of a trace, how many times faster than recorded it runs, and if it has sessions, how
+            many of them are open at a time; of generated traffic, its prompts' tokens over what the
+            engines could prefill in the time, without any cache.
         requests: how many, about.
         trace: the file of a trace.
     """
@@ -50,6 +51,11 @@ class Traffic:
     def __str__(self) -> str:
         return f"{self.kind} ×{self.load:g}"
 
+    @property
+    def at_once(self) -> int | None:
+        """How many sessions are open at a time; None if each begins at its own time."""
+        return int(self.load) if self.trace is not None and has_sessions(self.trace) else None
+
     def sessions(self, fleet: Fleet, seed: int) -> list[Session]:
         """Return the sessions, the same ones for the same seed."""
         return _sessions(self, fleet.prefill_rate, seed)
@@ -57,6 +63,8 @@ class Traffic:
 
 @lru_cache(maxsize=1)
 def _sessions(traffic: Traffic, rate: float, seed: int) -> list[Session]:
+    if traffic.at_once is not None and traffic.trace is not None:
+        return agents(traffic.trace, seed=seed, most=traffic.requests)
     if traffic.trace is not None:
         return mooncake(traffic.trace, speed=traffic.load, seed=seed, most=traffic.requests)
     sessions = generate(traffic.kind, requests=traffic.requests, seconds=1.0, seed=seed)
@@ -197,7 +205,7 @@ def simulate(run: Run) -> Outcome:
         boards.share(simulation, delay=fleet.shared, period=fleet.gauges)
     gc.disable()  # it would look at every request again and again
     try:
-        requests = simulation.run(run.traffic.sessions(fleet, run.seed))
+        requests = simulation.run(run.traffic.sessions(fleet, run.seed), run.traffic.at_once)
     finally:
         gc.enable()
     return _outcome(requests, simulation.refused)

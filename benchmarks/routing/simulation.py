@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ class Request:
     turn: Turn
     arrival: float
     gateway: int
-    session: tuple[int, int]  # its number, and that of the turn
+    session: tuple[int, int]  # its number, in the order of their beginnings, and the turn's
     first: float | None = None
     finished: float | None = None
     predicted: int = 0
@@ -120,7 +120,10 @@ class Simulation:
         self._event_delay = event_delay
         self._rng = random.Random(seed)
         self._bookings: dict[int, Booking] = {}
-        self._sessions: Sequence[Session] = ()
+        self._sessions: list[Session] = []  # that have begun, or will at a known time
+        self._later: Iterator[Session] = iter(())
+        self._open = 0  # sessions, branches among them
+        self._at_once = 0
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self.places = [
@@ -129,11 +132,19 @@ class Simulation:
         for place in self.places:
             index.add(place.rank)
 
-    def run(self, sessions: Sequence[Session]) -> list[Request]:
-        """Serve every request to its end and return them."""
-        self._sessions = sessions
-        for number, session in enumerate(sessions):
-            self.at(session.start + session.turns[0].gap, self._arrive, number, 0)
+    def run(self, sessions: Sequence[Session], at_once: int | None = None) -> list[Request]:
+        """Serve every request to its end and return them.
+
+        Args:
+            sessions: which sessions, each with its start.
+            at_once: how many are open at a time: so many begin at their start, and each of the
+                others at the end of one; None for all at their start.
+        """
+        self._at_once = len(sessions) if at_once is None else at_once
+        self._later = iter(sessions[self._at_once :])
+        for session in sessions[: self._at_once]:
+            self._open += 1
+            self._begin(session, session.start)
         while self._agenda:
             self._clock.now, _, do, arguments = heapq.heappop(self._agenda)
             do(*arguments)
@@ -160,12 +171,35 @@ class Simulation:
 
     # A request's way ---------------------------------------------------------------------------
 
+    def _begin(self, session: Session, when: float) -> None:
+        number = len(self._sessions)
+        self._sessions.append(session)
+        self.at(when + session.turns[0].gap, self._arrive, number, 0)
+        for branch in session.branches:
+            self.at(when + branch.start, self._branch, branch)
+
+    def _branch(self, branch: Session) -> None:
+        self._open += 1
+        self._begin(branch, self.now)
+
+    def _go_on(self, session: int, turn: int) -> None:
+        """Let a session's next turn come; after the last one, another session."""
+        turns = self._sessions[session].turns
+        if turn + 1 < len(turns):
+            self.at(self.now + turns[turn + 1].gap, self._arrive, session, turn + 1)
+            return
+        self._open -= 1
+        if self._open < self._at_once and (following := next(self._later, None)) is not None:
+            self._open += 1
+            self._begin(following, self.now)
+
     def _arrive(self, session: int, turn: int) -> None:
         wanted = self._sessions[session].turns[turn]
         gateway = self._rng.randrange(len(self._routers))
         request = Request(wanted, self._clock.now, gateway, (session, turn))
         if self._model.cache < wanted.prompt + wanted.output:
             self.refused += 1
+            self._go_on(session, turn)
             return
         self.requests.append(request)
         self._send(len(self.requests) - 1)
@@ -217,10 +251,7 @@ class Simulation:
         request = self.requests[job.request]
         request.finished = self._clock.now
         self._bookings.pop(job.request).finish(cached_tokens=job.hit)
-        session, turn = request.session
-        turns = self._sessions[session].turns
-        if turn + 1 < len(turns):
-            self.at(self._clock.now + turns[turn + 1].gap, self._arrive, session, turn + 1)
+        self._go_on(*request.session)
 
     # Events and faults -------------------------------------------------------------------------
 

@@ -32,11 +32,13 @@ class Session:
     """Turns, one after the other.
 
     Attributes:
-        start: seconds after the run's beginning.
+        start: seconds after the run's beginning; of a branch, after the session's.
+        branches: sessions that begin while it runs: the sub-agents of an agent.
     """
 
     start: float
     turns: tuple[Turn, ...]
+    branches: tuple[Session, ...] = ()
 
 
 def tokens_of(turn: Turn) -> memoryview:

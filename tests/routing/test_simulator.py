@@ -20,7 +20,7 @@ from benchmarks.routing.plots import Line, line_chart
 from benchmarks.routing.runs import Fleet, Run, Traffic, simulate, spread
 from benchmarks.routing.sharing import Boards
 from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
-from benchmarks.routing.traces import mooncake
+from benchmarks.routing.traces import agents, has_sessions, mooncake
 from benchmarks.routing.traffic import BLOCK, Session, Turn, tokens_of
 from kvindex import Index, Rank
 from kvindex.routing import Load, Router
@@ -249,7 +249,7 @@ def test_requests_of_a_dead_engine_are_answered_elsewhere() -> None:
 
 
 def test_events_that_come_late_make_predictions_worse_and_lose_nothing() -> None:
-    made = Run(Traffic("agentic", 2.0, 200), "kvindex", 1, Fleet(ranks=2))
+    made = Run(Traffic("chat", 2.0, 200), "kvindex", 1, Fleet(ranks=2))
     now, late = simulate(made), simulate(replace(made, fleet=Fleet(ranks=2, event_delay=5.0)))
     assert now.missed < late.missed
 
@@ -323,6 +323,60 @@ def test_a_trace_keeps_its_order_and_is_spread_over_its_grid(tmp_path: Path) -> 
     assert starts[4] < 3.0
     assert [session.turns for session in made] == [(Turn(0.0, 700, 1, (1,)),)] * 5
     assert len(mooncake(file, speed=2.0, seed=1, most=2)) == 2
+
+
+def test_agents_wait_share_a_prefix_and_have_sub_agents(tmp_path: Path) -> None:
+    def request(t: float, think: float | None, *ids: int) -> dict[str, object]:
+        blocks = sum(last - first + 1 for first, last in zip(ids[::2], ids[1::2], strict=True))
+        return {"t": t, "in": 64 * blocks + 5, "out": 9, "think": think, "ids": ids}
+
+    sub_agent = {
+        "t": 5_000.0,
+        "tool_tokens": 0,
+        "system_tokens": 0,
+        "requests": [request(0, 0, 31, 38)],
+    }
+    requests = [request(0, 0.0, 1, 17), request(9, None, 1, 16), request(4_900, 4_000.0, 18, 41)]
+    row = {"tool_tokens": 500, "system_tokens": 100, "requests": [*requests, sub_agent]}
+    file = tmp_path / "agents.jsonl"
+    file.write_text(2 * (json.dumps(row) + "\n"))
+    assert has_sessions(file)
+    one, other = agents(file, seed=1)
+    assert [turn.gap for turn in one.turns] == [0.0, 0.0, 300.0]
+    assert [len(turn.blocks) for turn in one.turns] == [2, 2, 3]
+    first, _, last = (turn.blocks for turn in one.turns)
+    assert first == one.turns[1].blocks
+    assert first[0] == other.turns[0].blocks[0]  # the 600 tokens that all such sessions have
+    assert first[1] != other.turns[0].blocks[1]
+    assert not set(last) & {*first, *other.turns[2].blocks}
+    (branch,) = one.branches
+    assert branch.start == pytest.approx(5_000 - 3_700)
+    assert len(agents(file, seed=1, most=1)) == 1
+
+
+def test_so_many_sessions_are_open_at_a_time() -> None:
+    made = [
+        Session(0.0, (turn(BLOCK, 300, first=20 * n), turn(BLOCK, 300, first=20 * n + 5, gap=1.0)))
+        for n in range(6)
+    ]
+    made[0] = replace(made[0], branches=(Session(0.5, (turn(BLOCK, first=200),)),))
+    run, _, _, _ = simulation()
+    requests = run.run(made, at_once=2)
+    assert len(requests) == 13
+    spans = [
+        (min(r.arrival for r in one), max(r.finished or 0.0 for r in one))
+        for number in {request.session[0] for request in requests}
+        if (one := [r for r in requests if r.session[0] == number and r.turn.blocks[0] < 200])
+    ]
+    assert max(sum(begin <= at < end for begin, end in spans) for at, _ in spans) == 2
+
+
+def test_a_request_that_fits_nowhere_does_not_end_its_session() -> None:
+    large = turn(MODEL.cache + 1)
+    made = [Session(0.0, (large, turn(BLOCK)))]
+    run, _, _, _ = simulation()
+    assert len(run.run(made)) == 1
+    assert run.refused == 1
 
 
 def test_noise_is_the_half_width_of_the_interval_of_a_mean() -> None:
