@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from kvindex import Client
 from kvindex.gateway.request_life import End, Exchange
+from kvindex.gateway.tracing import Spans
 from kvindex.replicas import Replica
 from kvindex.routing import Router
 from kvindex.service.http import Headers
@@ -57,13 +58,14 @@ class Durations:
 class Access:
     """Logs and counts requests at the end of each, by the logger "kvindex.gateway.access".
 
-    `tenant_header` names the header of requests whose value their tokens are counted by.
+    `tenant_header` names the header of requests whose value their tokens are counted by; `tracer`
+    makes their spans.
 
     Owner: one event loop. Complexity: O(1) a request; the counters are bounded by the routes, the
     status codes and the reasons that this package names, and by 256 tenants.
     """
 
-    def __init__(self, tenant_header: str | None = None) -> None:
+    def __init__(self, tenant_header: str | None = None, tracer: Any = None) -> None:
         self.open = 0
         self.on_idle: Callable[[], object] = lambda: None  # called when no request is open
         self.on_end: Callable[[Exchange], object] = lambda _: None  # called at each request's end
@@ -74,14 +76,17 @@ class Access:
         self._tokens: Counter[str] = Counter()
         self._tenant_header = None if tenant_header is None else tenant_header.lower().encode()
         self._tenants: dict[str, Counter[str]] = {}
+        self._tracer = tracer
         self._waits, self._firsts, self._whole = Durations(), Durations(), Durations()
 
-    def begin(self) -> None:
-        """Count a request as open, until `end`."""
+    def begin(self, exchange: Exchange, headers: Headers) -> None:
+        """Count a request with these headers as open, until `end`; begin its spans."""
         self.open += 1
+        exchange.tenant = self._tenant_of(headers)
+        if self._tracer is not None:
+            Spans(self._tracer).began(exchange, headers)
 
-    def tenant_of(self, headers: Headers) -> str | None:
-        """Return the tenant whose request has these headers; None if tenants are not counted."""
+    def _tenant_of(self, headers: Headers) -> str | None:
         if self._tenant_header is None:
             return None
         # Of several the last: a proxy in front may add its own behind what its client has sent.
@@ -92,6 +97,8 @@ class Access:
     def end(self, exchange: Exchange) -> None:
         """Log and count a request that `begin` counted, and that has ended."""
         self.open -= 1  # first: what follows may ask how many are open
+        if exchange.spans is not None:
+            exchange.spans.ended(exchange)
         try:
             self._count(exchange)
             self.on_end(exchange)

@@ -42,6 +42,7 @@ from kvindex.gateway.request_life import End, Exchange, Stage
 from kvindex.gateway.routing import NoRankError, Routing, Serving, ShedError, UnknownModelError
 from kvindex.gateway.settings import MOST_BODY
 from kvindex.gateway.tokens import Tokenizing
+from kvindex.gateway.tracing import TRACE_FIELDS
 from kvindex.gateway.upstream import Answer, Upstream, UpstreamError
 from kvindex.service.http import (
     BrokenOffError,
@@ -260,9 +261,10 @@ class Front:
         own = request.header(b"x-request-id") or b""
         request_id = own.decode() if _ID.fullmatch(own) else unique
         exchange = Exchange(call, request_id, self._loop().time())
-        exchange.tenant = self.access.tenant_of(request.headers)
         fields = request_headers(request.headers, passes_keys=self._passes_keys)
-        self.access.begin()
+        self.access.begin(exchange, request.headers)
+        if exchange.spans is not None:
+            fields = [field for field in fields if field[0] not in TRACE_FIELDS]
         try:
             answer, kept = await self._begun(exchange, fields, unique)
         except RefusedError as error:
@@ -320,7 +322,7 @@ class Front:
                         reservation.serving.url,
                         call.path,
                         with_fields(call.body, reservation.pin.body_fields),
-                        [*fields, *reservation.pin.headers, (b"x-request-id", request_id.encode())],
+                        [*fields, *exchange.own_headers, (b"x-request-id", request_id.encode())],
                         head_within=self._head_within,
                     )
                 except UpstreamError as error:

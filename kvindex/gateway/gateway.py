@@ -20,6 +20,7 @@ from kvindex.gateway.request_life import End, Exchange
 from kvindex.gateway.routing import Models, Routing, Serving
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.tokens import Tokenizing
+from kvindex.gateway.tracing import new_tracer
 from kvindex.gateway.upstream import Upstream
 from kvindex.replicas import Replica, nats
 from kvindex.routing import Capacity, Ejection, Filter, Router, SharedLoad
@@ -320,7 +321,7 @@ class Door:
         self._upstream = Upstream(engine_token)
         local = _local_tokens(settings.tokenizers)
         self.tokenizing = Tokenizing(self._upstream, settings.tokens_within, local)
-        self.access = Access(settings.tenant_header)
+        self.access = Access(settings.tenant_header, new_tracer())
         self._front = Front(
             routers.routing,
             self._upstream,

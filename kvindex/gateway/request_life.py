@@ -27,6 +27,8 @@ from kvindex.gateway.events import Events, Usage, response_id_of, usage_of
 if TYPE_CHECKING:
     from kvindex import Rank
     from kvindex.gateway.routing import Reservation
+    from kvindex.gateway.tracing import Spans
+    from kvindex.service.http import Headers
 
 MOST_TRIES: Final = 3
 _MOST_KEPT: Final = 64 << 10  # bytes of an answer that are kept back with its head
@@ -100,6 +102,7 @@ class Exchange:
         self.call = call
         self.request_id = request_id  # that client and engine see
         self.tenant: str | None = None  # whom its tokens are counted for
+        self.spans: Spans | None = None  # if it is traced
         self.began_at = self.ended_at = now
         self.stage = Stage.WAITING
         self.end: End | None = None
@@ -126,6 +129,12 @@ class Exchange:
     def excluded(self) -> Sequence[Rank]:
         """The ranks that are not tried again."""
         return [failure.rank for failure in self.failures]
+
+    @property
+    def own_headers(self) -> Headers:
+        """The fields that this try's engine receives from us: for its rank, and for its spans."""
+        assert self.reservation is not None
+        return [*self.reservation.pin.headers, *(() if self.spans is None else self.spans.headers)]
 
     @property
     def is_stream(self) -> bool:
@@ -168,6 +177,8 @@ class Exchange:
         self.reservation, self._is_booked = reservation, True
         self.tries += 1
         self.stage = Stage.SENT
+        if self.spans is not None:
+            self.spans.reserved(self, now)
 
     def answered(self, answer: EngineAnswer, now: float) -> None:
         """Accept the head of an answer: it is kept back, or another rank is tried."""
@@ -271,13 +282,13 @@ class Exchange:
         if self.stage is Stage.FORWARDED:
             # Another engine would go on with other words. So a stream ends with an event that says
             # so: its end must not look like that of a whole answer.
-            self._note_failure(reason)
+            self._note_failure(reason, now)
             last = b"" if self._events is None else self._events.last()
             is_stream = self._events is not None
             self._end(End.BROKEN, self.status, now)
             return last + error_event(self.call.path, reason) if is_stream else b""
         if self.stage is Stage.SENT or self.stage is Stage.KEPT:
-            self._note_failure(reason)
+            self._note_failure(reason, now)
             self._release()
             self.first_token = None  # it was another engine's, and is generated again
             self.stage = Stage.WAITING
@@ -359,10 +370,12 @@ class Exchange:
         self._is_made = True
         self.reservation.made(response_id)
 
-    def _note_failure(self, reason: str) -> None:
+    def _note_failure(self, reason: str, now: float) -> None:
         assert self.reservation is not None
         self.failures.append(Failure(self.reservation.rank, reason))
         self.reservation.failed(reason)
+        if self.spans is not None:
+            self.spans.failed(self, reason, now)
 
     def _end_as_reported(self, now: float) -> None:
         """End a stream that has all its events."""

@@ -586,8 +586,9 @@ class Reservation:
             self._routing.counting_globally.add(self.serving.worker)
         return True
 
-    def move(self, worker: str) -> None:
+    def move(self, serving: Serving) -> None:
         """Count the request on another engine, which serves it instead."""
+        worker = serving.worker
         ranks = [rank for rank in self._booking.decision.ranks if rank.worker == worker]
         if ranks:
             # A proxy tries again with the same head: so it is the rank with the same number there.
@@ -596,6 +597,7 @@ class Reservation:
                 self.failed("moved")
             self.rank = ranks[min(own, len(ranks) - 1)]
             self._booking.move(self.rank)
+            self.serving = serving
 
     def first_token(self) -> None:
         """Report the first token."""

@@ -137,6 +137,9 @@ class Scripted:
     async def known(self, model: str) -> Sequence[Any]:
         return self.servings(model)
 
+    def drained(self) -> set[str]:
+        return set()
+
     def listed(self) -> list[dict[str, Any]]:
         return [{"id": name, "max_model_len": 9} for name in self.names if name not in self.silent]
 
@@ -223,7 +226,7 @@ class Fronted:
         self.scripted = scripted
         self.port = 0
         self.clients: list[Client] = []
-        self.access = Access(options.pop("tenant_header", None))
+        self.access = Access(options.pop("tenant_header", None), options.pop("tracer", None))
         given: Any = scripted
         self.front = Front(given, given, given, access=self.access, **options)
         guard = Guard(limits=Limits(body_bytes=4096), form=refusal_reply)

@@ -26,6 +26,7 @@ from kvindex.gateway.gateway import Routers
 from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.settings import GatewaySettings, PickerSettings
 from kvindex.gateway.tokens import Tokenizing
+from kvindex.gateway.tracing import new_tracer
 from kvindex.gateway.upstream import Upstream
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -77,7 +78,7 @@ class PickerServer:
             tokenizing,
             most_bytes=self._settings.body_bytes,
             queue_within=self._queue_within,
-            access=Access(self._tenant_header),
+            access=Access(self._tenant_header, new_tracer()),
             most_endpoints=self._settings.endpoints,
             explains=self._explains,
             is_conformance=self._settings.is_conformance,

@@ -125,7 +125,7 @@ class Picker:
             return
         for serving in servings:
             if messages.endpoint_of(serving.url) == endpoint:
-                reservation.move(serving.worker)
+                reservation.move(serving)
 
     async def process(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Answer one stream's messages; its booking ends with it."""
@@ -152,7 +152,7 @@ class _PickedRequest:
         self._modes = (_DUPLEX, _DUPLEX)  # of the bodies, unless the proxy says otherwise
         self._path = ""
         self._request_id = ""
-        self._tenant: str | None = None
+        self._headers: Headers = ()
         self._brings_key = False
         self._subset: frozenset[str] | None = None
         self._body: list[bytes] | None = []  # until it is whole
@@ -209,12 +209,11 @@ class _PickedRequest:
         return self._modes[0] == _BUFFERED
 
     async def _head(self, message: Any) -> AsyncIterator[Any]:
-        headers = messages.headers_of(message.request_headers)
-        fields = dict(headers)
+        self._headers = messages.headers_of(message.request_headers)
+        fields = dict(self._headers)
         self._path = fields.get(b":path", b"").decode("latin-1").partition("?")[0]
         self._request_id = fields.get(b"x-request-id", b"").decode("latin-1")[:128]
         self._brings_key = b"authorization" in fields
-        self._tenant = self._picker.access.tenant_of(headers)
         self._subset = messages.subset_of(message)
         if self._picker.is_conformance and (wish := fields.get(messages.STEERS.encode())):
             self._subset = frozenset(part.strip() for part in wish.decode("latin-1").split(","))
@@ -273,7 +272,8 @@ class _PickedRequest:
         sent = with_fields(call.body, reservation.pin.body_fields)
         servings = (reservation.serving, *others)
         endpoints = [messages.endpoint_of(serving.url) for serving in servings]
-        fields = [*reservation.pin.headers]
+        assert self._exchange is not None
+        fields = [*self._exchange.own_headers]
         key = None if self._brings_key else self._picker.engine_token()
         if key is not None:
             fields.append((b"authorization", b"Bearer " + key.encode()))
@@ -313,9 +313,8 @@ class _PickedRequest:
         picker, time = self._picker, self._time
         # From here on it is counted, and must be ended by whoever has it.
         exchange = Exchange(call, self._request_id or self._key, time())
-        exchange.tenant = self._tenant
         self._exchange = exchange
-        picker.access.begin()
+        picker.access.begin(exchange, self._headers)
         self._is_counted = True
         try:
             servings = await picker.routing.known(call.model)

@@ -36,7 +36,7 @@ class Reported:
 
     def open_another(self, key: str) -> Exchange:
         exchange = Exchange(call_of(), "id", 10.0)
-        self.access.begin()
+        self.access.begin(exchange, ())
         exchange.reserved(LoggedReservation(self.log, RANK), 10.0)
         self.reports.begin(key, exchange)
         return exchange
