@@ -107,6 +107,16 @@ def test_a_rank_is_pinned_as_its_engine_reads_it(serving: Serving, rank: int, pi
     assert pin(serving, Rank("a", rank)) == pinned
 
 
+async def test_a_request_that_a_proxy_has_sent_elsewhere_is_that_engines() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m"), b=report("b", "m"))
+    reservation = await fleet.reserve()
+    before = reservation.serving
+    (other,) = [each for each in fleet.models.servings().values() if each != before]
+    reservation.move(other)
+    assert (reservation.rank.worker, reservation.serving) == (other.worker, other)
+
+
 def test_two_threads_that_see_a_new_model_make_one_router_of_it() -> None:
     fleet = Fleet()
     made: list[Router] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ class Recorded:
         return span
 
 
-async def embedded(recorded: Recorded, headers: Mapping[str, str], text: str) -> dict[bytes, bytes]:
+async def embedded(recorded: Recorded, headers: Mapping[str, Any], text: str) -> dict[bytes, bytes]:
     """Ask for a stream; return the fields that its engine has received."""
     async with fronted(Engine(), tracer=recorded.tracer) as served:
         fields = [f"{name}: {value}".encode() for name, value in headers.items()]
@@ -63,7 +64,7 @@ async def embedded(recorded: Recorded, headers: Mapping[str, str], text: str) ->
         return served.scripted.sent[0][3]
 
 
-async def epp(recorded: Recorded, headers: Mapping[str, str], text: str) -> dict[bytes, bytes]:
+async def epp(recorded: Recorded, headers: Mapping[str, Any], text: str) -> dict[bytes, bytes]:
     requests = [head(**headers), body(chat(text, stream=True))]
     requests.append(answer_head(content_type="text/event-stream"))
     pieces = (ROLE, event("x"), USAGE, DONE)
@@ -72,7 +73,7 @@ async def epp(recorded: Recorded, headers: Mapping[str, str], text: str) -> dict
     return {**_encoded(headers), **_encoded(fields_of(first))}
 
 
-async def envoy(recorded: Recorded, headers: Mapping[str, str], text: str) -> dict[bytes, bytes]:
+async def envoy(recorded: Recorded, headers: Mapping[str, Any], text: str) -> dict[bytes, bytes]:
     picker = _picker(recorded, has_reports=True)
     asked = head(**headers)
     asked.protocol_config.request_body_mode = BUFFERED
@@ -106,7 +107,7 @@ def _encoded(fields: Mapping[str, Any]) -> dict[bytes, bytes]:
     }
 
 
-Asking = Callable[[Recorded, Mapping[str, str], str], Awaitable[dict[bytes, bytes]]]
+Asking = Callable[[Recorded, Mapping[str, Any], str], Awaitable[dict[bytes, bytes]]]
 
 
 @pytest.mark.parametrize("ask", [embedded, epp, envoy])
@@ -128,6 +129,7 @@ async def test_spans_hang_below_the_clients_and_the_engines_below_ours(ask: Aski
     times = [request.start_time, waiting.end_time, first.timestamp, attempt.end_time]
     assert times == sorted(times)
     assert waiting.end_time == attempt.start_time
+    assert abs(times[0] - time.time_ns()) < 3600e9, "by the clock, not since the machine's start"
     assert SECRET not in "".join(span.to_json() for span in (request, waiting, attempt))
 
 
