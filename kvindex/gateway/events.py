@@ -298,6 +298,18 @@ def usage_of(body: bytes, before: Usage | None = None) -> Usage | None:
     return before if usage is None else _merged(before, usage)
 
 
+def is_failure(body: bytes) -> bool:
+    """Return whether a JSON answer says that the engine has failed. O(bytes).
+
+    Examples:
+        >>> is_failure(b'{"error": {"code": 500}}'), is_failure(b'{"error": {"code": 404}}')
+        (True, False)
+    """
+    events = Events(hides_usage=False)
+    events.feed(b"data: %b\n\n" % body.replace(b"\n", b" "))
+    return events.has_failed and not events.has_content
+
+
 def response_id_of(body: bytes) -> str:
     """Return the id of a whole response; "" if it has none. O(bytes)."""
     try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import msgspec
 
 from kvindex.gateway.calls import RESPONSES, Call
-from kvindex.gateway.events import Events, Usage, response_id_of, usage_of
+from kvindex.gateway.events import Events, Usage, is_failure, response_id_of, usage_of
 
 if TYPE_CHECKING:
     from kvindex import Rank
@@ -263,10 +263,15 @@ class Exchange:
                 kept = self._open()
             self._end_as_reported(now)
             return kept
-        is_refused = self.answer is not None and self.answer.status == 400
-        is_misnumbered = is_refused and self.note_refusal(b"".join(self._parts))
-        if is_misnumbered and self.stage is Stage.KEPT:
-            return self.failed("rank_number", now)
+        status = self.status if self.answer is None else self.answer.status
+        short = b"".join(self._parts) if self._size <= _MOST_KEPT else b""
+        reason = ""
+        if status == 400 and self.note_refusal(short):
+            reason = "rank_number"
+        elif status < 300 and b'"error"' in short and is_failure(short):
+            reason = "error_body"
+        if reason and self.stage is Stage.KEPT:
+            return self.failed(reason, now)
         kept = self._open() if self.stage is Stage.KEPT else b""
         # A longer one, such as of embeddings, is not worth its memory.
         if self._size <= _MOST_READ and self.status < 300:
@@ -274,7 +279,11 @@ class Exchange:
             self.usage = usage_of(whole)
             if self.call.path == RESPONSES:
                 self._note_made(response_id_of(whole))
-        self._end(End.WHOLE if self.status < 300 else End.STATUS, self.status, now)
+        if reason == "error_body":
+            self._note_failure(reason)
+            self._end(End.EVENT, self.status, now)
+        else:
+            self._end(End.WHOLE if self.status < 300 else End.STATUS, self.status, now)
         return kept
 
     def failed(self, reason: str, now: float) -> bytes:
@@ -331,7 +340,6 @@ class Exchange:
         if self.stage is Stage.SENT and self.reservation is not None:
             self.stage, self.status = Stage.FORWARDED, 200
             self.first_token = now - self.began_at
-            self.reservation.answered()
             self.reservation.first_token()
 
     def reported(
@@ -343,7 +351,7 @@ class Exchange:
             if self.reservation is not None and end is not End.LEFT:
                 if has_failed or (status >= 500 and status != 501):
                     self.reservation.failed(f"status_{status}")
-                else:
+                elif end is not End.WHOLE:
                     self.reservation.answered()
             self._end(end, status, now)
 
@@ -360,7 +368,6 @@ class Exchange:
         assert self.reservation is not None
         assert self.answer is not None
         if self.answer.status < 300:  # an error has no tokens, and took no prefill
-            self.reservation.answered()
             self.first_token = now - self.began_at
             self._touched = (0, now)
             self.reservation.first_token()
@@ -382,7 +389,7 @@ class Exchange:
         events = self._events
         assert events is not None
         self.usage = events.usage
-        if events.has_failed and not events.has_content and self.reservation is not None:
+        if events.has_failed and self.reservation is not None:
             self.reservation.failed("error_event")
         if events.error is not None:
             self._end(End.EVENT, self.status, now)
@@ -390,6 +397,8 @@ class Exchange:
             self._end(End.WHOLE if self.status < 300 else End.STATUS, self.status, now)
 
     def _end(self, end: End, status: int, now: float) -> None:
+        if end is End.WHOLE and self.reservation is not None:
+            self.reservation.answered()
         self.stage, self.end, self.status, self.ended_at = Stage.ENDED, end, status, now
         self._parts = []
         self._release(is_whole=end is End.WHOLE)

@@ -561,7 +561,7 @@ class Reservation:
         self._routing.ejection.failed(self.rank.worker, is_down=reason in _DOWN, reason=reason)
 
     def answered(self) -> None:
-        """Report that the engine answers the request, or refuses it for what it asks."""
+        """Report that the engine has answered the request, or refuses it for what it asks."""
         self._routing.ejection.succeeded(self.rank.worker)
 
     def made(self, response_id: str) -> None:
@@ -601,6 +601,7 @@ class Reservation:
 
     def first_token(self) -> None:
         """Report the first token."""
+        self._routing.ejection.begun(self.rank.worker)
         self._booking.first_token()
         self._waiting.notify()
 

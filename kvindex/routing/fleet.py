@@ -415,9 +415,17 @@ class Ejection:
             # Nobody else tries it meanwhile; if nothing is reported, the next one does.
             failing.is_tried, failing.until = True, now + self._seconds
 
+    def begun(self, worker: str) -> None:
+        """Note that a worker begins to answer: it may be tried by others, too. O(1)."""
+        failing = self._failing.get(worker)
+        if failing is not None and failing.is_tried:
+            failing.until = 0.0
+
     def succeeded(self, worker: str) -> None:
         """Note that a worker answered a request, or refused it for what it asks. O(1)."""
-        if worker in self._failing:
+        failing = self._failing.get(worker)
+        # Not by a request that was sent before: what it does with new ones is not known.
+        if failing is not None and (failing.is_tried or failing.until <= self._clock()):
             with self._lock:
                 self._failing.pop(worker, None)
 

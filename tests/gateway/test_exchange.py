@@ -102,7 +102,7 @@ def test_an_engine_that_breaks_off_has_failed_and_one_whose_client_leaves_has_no
             life.exchange.failed("reset", 3.0)
         else:
             life.exchange.left(3.0)
-        assert reservation.outcomes == ["answered"] * is_begun + ["reset"] * failed
+        assert reservation.outcomes == ["reset"] * failed
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,20 @@ def test_an_error_that_is_the_requests_own_is_the_clients_to_see(error: dict[str
     assert exchange.end is End.EVENT
 
 
+@pytest.mark.parametrize("has_gone_out", [False, True])
+def test_a_whole_answer_that_is_an_error_is_asked_of_another_engine_in_time(
+    has_gone_out: bool,
+) -> None:
+    body = b'{"error":{"message":"out of memory","code":500}}'
+    exchange = Life(stream=False).begin(headers=JSON)
+    if has_gone_out:
+        exchange.passed_on()
+    forwarded = exchange.received(body, 2.0) + exchange.completed(3.0)
+    assert forwarded == (body if has_gone_out else b"")
+    assert exchange.end is (End.EVENT if has_gone_out else None)
+    assert [failure.reason for failure in exchange.failures] == ["error_body"]
+
+
 def test_a_refusal_of_the_ranks_number_is_asked_again_with_another() -> None:
     exchange = Life().begin(400, JSON)
     exchange.received(b'{"error":{"message":"no such rank"}}', 2.0)
@@ -186,7 +200,8 @@ def test_a_head_that_was_kept_for_long_enough_goes_out_and_then_nothing_is_retri
     [
         (failing(code=500), ["error_event"], End.EVENT),
         (failing(code=400), [], End.EVENT),
-        (event("x") + failing(code=500), ["answered"], End.EVENT),
+        (event("x") + failing(code=500), ["error_event"], End.EVENT),
+        (event("x") + DONE, ["answered"], End.WHOLE),
         (COMMENT, ["empty"], End.BROKEN),
     ],
 )

@@ -135,3 +135,20 @@ def test_what_is_remembered_of_workers_is_bounded() -> None:
 def test_seconds_that_cannot_work_are_refused(seconds: float) -> None:
     with pytest.raises(ConfigurationError, match="seconds"):
         Ejection(seconds=seconds)
+
+
+def test_a_worker_that_begins_to_answer_and_breaks_off_each_time_stays_out() -> None:
+    fleet = Fleet()
+    for _ in range(3):
+        fleet.ejection.begun("a")
+        fleet.fail(times=1)
+    assert fleet.chosen() == B
+    fleet.ejection.succeeded("a")
+    assert fleet.chosen() == B, "a request that was sent before has ended well"
+    fleet.now += 5
+    fleet.ejection.sent("a")
+    assert fleet.chosen() == B, "nobody else tries it"
+    fleet.ejection.begun("a")
+    assert fleet.chosen() == A
+    fleet.fail(times=1)
+    assert fleet.chosen() == B

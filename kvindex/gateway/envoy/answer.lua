@@ -122,14 +122,19 @@ local function plain(text)
   return (string.gsub(sub(text, 1, MOST_USAGE), '[\128-\255]', '?'))
 end
 
--- Note what events say; return those that are forwarded.
-local function read(handle, events, shown, has_begun)
-  if find(events, '"error":', 1, true) then
-    local at, stop = find(events, '"error":%s*[^n%s]')
-    -- Before any content it may be the engine's fault: its words tell.
-    local said = at and not has_begun and string.match(sub(events, stop, stop + MOST_USAGE), '^%b{}')
-    if at then note(handle, "error", said and plain(said) or "yes") end
+-- Note an error, whose words tell whether the engine has failed.
+local function note_error(handle, text)
+  local at, brace = find(text, '"error":%s*[^n%s]')
+  if at then
+    local begun = sub(text, brace, brace + MOST_USAGE)
+    local said = string.match(begun, '^%b{}') or string.match(begun, '^"[^"\\]*"')
+    note(handle, "error", plain(said or "null"))
   end
+end
+
+-- Note what events say; return those that are forwarded.
+local function read(handle, events, shown)
+  if find(events, '"error":', 1, true) then note_error(handle, events) end
   if is_last(events) then note(handle, "last", "yes") end
   local has_usage = find(events, 'usage":', 1, true) and note_usage(handle, events)
   if not shown.hides then return events end
@@ -168,7 +173,7 @@ local function read_events(handle, request)
         has_begun = has_content(events)
         if has_begun then report_first(handle, request.booking, request.served) end
       end
-      local forwarded = read(handle, events, shown, has_begun)
+      local forwarded = read(handle, events, shown)
       is_changed = is_changed or #forwarded ~= #events
       events = forwarded
     end
@@ -186,6 +191,7 @@ local function read_whole(handle, request)
     local size = chunk:length()
     local data = size > 0 and chunk:getBytes(0, size) or ""
     if #begin < MOST_ID then begin = begin .. sub(data, 1, MOST_ID) end
+    if tail == "" and request.status == "200" then note_error(handle, data) end
     tail = sub(tail .. data, -4096)
   end
   note_id(handle, begin, "^%s*")

@@ -34,7 +34,7 @@ from kvindex.gateway.calls import (
     reads_long,
     with_fields,
 )
-from kvindex.gateway.events import Events, Usage, usage_of
+from kvindex.gateway.events import Usage, is_failure, usage_of
 from kvindex.gateway.front import (
     call_error_reply,
     in_form,
@@ -527,7 +527,8 @@ class Reports:
         )
         if "refusal" in noted:
             exchange.note_refusal(noted["refusal"].encode())
-        has_failed = end is End.BROKEN or (end is End.EVENT and is_failure(noted["error"]))
+        error = b'{"error":%b}' % noted.get("error", "null").encode()
+        has_failed = end is End.BROKEN or (end is End.EVENT and is_failure(error))
         self._end(
             key, end, status, usage_noted(noted), min(ended, self._time()), has_failed=has_failed
         )
@@ -585,13 +586,6 @@ def _ending(entry: Any, noted: dict[str, str]) -> tuple[End, int]:
     if details != "via_upstream" and not has_left:  # Envoy's own answer, or the picker's
         return (End.NO_ANSWER if status >= 500 else End.REFUSED), status
     return (End.WHOLE if status < 300 else End.STATUS), status
-
-
-def is_failure(error: str) -> bool:
-    """Return whether an error before any content, as JSON, is the engine's fault."""
-    events = Events(hides_usage=False)
-    events.feed(b'data: {"error":%b}\n\n' % error.encode())
-    return events.has_failed
 
 
 def usage_noted(notes: Mapping[str, str]) -> Usage | None:

@@ -19,7 +19,7 @@ from lupa import luajit21
 
 from kvindex.gateway.envoy.config import lua
 from kvindex.gateway.events import Events, Usage
-from kvindex.gateway.picker.stream import is_failure, usage_noted
+from kvindex.gateway.picker.stream import usage_noted
 from tests.gateway.test_events import (
     BESIDE_CHOICES,
     DONE,
@@ -176,9 +176,16 @@ def test_the_first_content_is_reported_with_the_request_and_who_serves_it(progra
 
 
 def test_what_judges_an_engine_is_noted(program: Any) -> None:
-    failed = event({"type": "error", "error": {"message": "out of memory é", "code": 500}})
-    assert is_failure(answered(program, [COMMENT, failed]).notes["error"])
-    assert answered(program, [TEXT, failed]).notes["error"] == "yes", "it has begun to answer"
+    failed = 'data: {"type":"error","error":{"message":"no é","code":500}}\n\n'.encode()
+    noted = answered(program, [COMMENT, failed]).notes["error"]
+    assert noted == '{"message":"no ??","code":500}'
+    for error in (b'"boom"', b'{"a":'):
+        event_of = b'data: {"error": %b\n\n' % error
+        noted = answered(program, [event_of]).notes["error"]
+        assert noted == (error.decode() if error[-1:] == b'"' else "null")
+    assert "error" not in answered(program, [event({"error": None})]).notes
+    whole = [b'{"error":"boom"}']
+    assert answered(program, whole, kind="application/json").notes["error"] == '"boom"'
     for parts in ([], [COMMENT], [COMMENT, DONE]):
         assert "empty" in answered(program, parts).notes
         assert "empty" not in answered(program, [*parts, ROLE]).notes
@@ -229,8 +236,14 @@ def test_a_usage_that_the_access_log_cannot_carry_is_not_noted(program: Any, odd
     assert (answer.body, usage_noted(answer.notes)) == (TEXT + DONE, None)
 
 
-@pytest.mark.parametrize("unit", [b'"usage":{', b'"usage":{"a":1},', b'"choices":[],"usage":{'])
-def test_usages_without_an_end_cost_no_more_for_each_byte_the_more_there_are(
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *(b'"usage":{', b'"usage":{"a":1},', b'"choices":[],"usage":{'),
+        *(b'"error":{', b'"error": ', b'"error":null,', b"data: "),
+    ],
+)
+def test_what_has_no_end_costs_no_more_for_each_byte_the_more_there_are(
     program: Any, unit: bytes
 ) -> None:
     def taken(size: int) -> float:

@@ -133,7 +133,7 @@ FAILED, BAD = '{"message":"out of memory","code":500}', '{"message":"no","code":
         (line(200, BROKE, "upstream_connection_termination"), "status_200"),
         (line(error=FAILED), "status_200"),
         (line(error=BAD), "answered"),
-        (line(error="yes"), "answered"),
+        (line(error="null"), "answered"),
     ],
 )
 def test_what_a_line_says_is_what_the_engines_ejection_is_judged_by(
