@@ -280,7 +280,7 @@ class Exchange:
             if self.call.path == RESPONSES:
                 self._note_made(response_id_of(whole))
         if reason == "error_body":
-            self._note_failure(reason)
+            self._note_failure(reason, now)
             self._end(End.EVENT, self.status, now)
         else:
             self._end(End.WHOLE if self.status < 300 else End.STATUS, self.status, now)
