@@ -18,7 +18,7 @@ import pytest
 from kvindex.testing import HttpEngine, HttpFaults
 from kvindex.testing.http_engine import Routes
 from kvindex.testing.http_server import Response
-from kvindex.tools.doctor import Target, examine
+from kvindex.tools.doctor import Diagnosis, Target, examine
 from tests.gateway.picker.envoys import binary
 from tests.live import PATIENCE, meanwhile, until
 from tests.tools.commands import Running, http_engines, started
@@ -155,11 +155,43 @@ def content_of(body: bytes) -> str:
     return "".join(parts)
 
 
-def test_the_doctor_knows_a_gateway_and_reports_how_its_engines_stand(served: Gateway) -> None:
-    until(lambda: live_ranks(served) == 4)
-    (found,) = examine([Target(url=f"http://127.0.0.1:{served.port}")]).findings
-    assert (found.id, found.severity) == ("service-examined", "info")
-    assert "this is kvindex gateway" in found.what
+def ids(report: Diagnosis) -> list[str]:
+    return [finding.id for finding in report.findings]
+
+
+def examined(served: Gateway, token: str = "") -> Diagnosis:
+    return examine([Target(url=f"http://127.0.0.1:{served.port}")], token=token)
+
+
+@WITH_AND_WITHOUT
+def test_to_the_doctor_a_gateway_is_all_well_until_an_engine_gets_no_requests(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    admin = tmp_path / "admin"
+    admin.write_text(TOKEN)
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    with (
+        http_engines("a", "b") as engines,
+        gateway_of(
+            engines, *options, "--admin-token-file", str(admin), *(e.url for e in engines)
+        ) as served,
+    ):
+        assert ids(examined(served)) == ["service-denied"]
+        until(lambda: ids(examined(served, TOKEN)) == ["service-examined", "all-well"])
+        assert served.ask(CHAT, chat(), **headers)[0] == 200
+        report = examined(served, TOKEN)
+        # Its engines have no /render, as most of vLLM's.
+        assert ids(report) == ["tokens-refused", "service-examined", "all-well"]
+        assert report.exit_code == 0
+        assert "live ranks: 2; requests: 1; " in report.findings[-1].what
+
+        name = name_of(engines[0])
+        assert served.ask(f"/admin/drain?worker={name}", {}, **headers)[0] == 200
+        until(lambda: ids(examined(served, TOKEN))[0] == "worker-drained")
+        assert served.ask(f"/admin/drain?worker={name_of(engines[1])}", {}, **headers)[0] == 200
+        report = until(lambda: examined(served, TOKEN), lambda report: len(report.findings) == 5)
+        assert ids(report)[:3] == ["gateway-not-ready", "worker-drained", "worker-drained"]
+        assert report.exit_code == 1
 
 
 def test_the_doctor_reports_an_engine_that_a_gateway_never_found() -> None:

@@ -43,7 +43,7 @@ def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--passive", "send engines no test prompt")
     option(parser, "--model MODEL", "model to ask for (default: the first)")
     option(parser, "--block-size N", "tokens of a block that your router assumes", count)
-    text = "the engines' API key, in a file (default: what KVINDEX_API_KEY holds)"
+    text = "the engines' API key, or a gateway operator's (default: what KVINDEX_API_KEY holds)"
     option(parser, "--api-key-file FILE", text)
     add_cacert_option(parser)
     text = "listen for events for at most S seconds"

@@ -71,6 +71,17 @@ _COULD_NOT_LOOK: Final = {
     ),
 }
 _A_KVINDEX_SERVICE: Final = {
+    "service-denied": _error(
+        "this kvindex {service} says how it stands to its operators only",
+        "give the doctor an operator's token, of the gateway's --admin-token-file, in "
+        "KVINDEX_API_KEY or as --api-key-file; without that file, ask on the gateway's machine",
+        blind=True,
+    ),
+    "gateway-not-ready": _error(
+        "the gateway is not ready (/ready answers {status}): no engine would answer, or it is "
+        "ending",
+        "see the other findings: each engine is missing, silent, drained or away",
+    ),
     "service-without-workers": _error(
         "this kvindex {service} has no workers",
         "name its engines, or have them found (--dns, --k8s-preset) or, by kvindex serve, "
@@ -79,6 +90,45 @@ _A_KVINDEX_SERVICE: Final = {
     "service-rank-not-live": _error(
         "the kvindex {service} is not current for {rank}: {reason}",
         "examine that engine itself: kvindex doctor http://ENGINE:8000",
+    ),
+    "worker-ejected": _warning(
+        "{worker} has failed and gets no requests for {seconds} s: {reason}",
+        "look at its log, and examine it: kvindex doctor http://{worker}",
+    ),
+    "worker-away": _warning(
+        "{worker} gets no requests: {reason}", "wake it up (/wake_up), or look at its log"
+    ),
+    "worker-drained": _warning(
+        "{worker} gets no requests: {reason}",
+        "once it is to serve again: POST /admin/undrain?worker={worker}",
+    ),
+    "tokens-unknown": _warning(
+        "{unknown} of {prompts} prompts went by load alone, since no engine gave their tokens: "
+        "{reasons}",
+        "give the gateway the model's tokenizer (--tokenizer), or let engines answer (vLLM: "
+        "--enable-scale-out)",
+    ),
+    "hits-unexpected": _warning(
+        "{rank} and the index disagree about its cache: {suspicion}",
+        "examine that engine itself: kvindex doctor http://ENGINE:8000",
+    ),
+    "requests-shed": _warning(
+        "{shed} of {requests} requests found no room: {reasons}",
+        "add engines, or raise --max-open-requests, --max-queued-tokens, --wait-within or "
+        "--max-waiting",
+    ),
+    "bookings-expired": _warning(
+        "{expired} of {ended} bookings expired before their requests ended ({late} reports came "
+        "after that)",
+        "an end was not noticed: look at the access log for requests of ten minutes, and report it",
+    ),
+    "tokens-refused": _info(
+        "of the questions for prompts' tokens {failed} had no answer, others had: {reasons}",
+        "nothing; status_403 is a vLLM without --enable-scale-out",
+    ),
+    "prompts-by-load": _info(
+        "{unknown} of {prompts} prompts went by load alone: {reasons}",
+        "nothing, or change what is sent: docs/gateway.md, where tokens come from",
     ),
     "service-examined": _info(
         "this is kvindex {service}: it was asked how its engines stand, they were not examined",
@@ -297,11 +347,7 @@ _STREAMS: Final = {
     ),
 }
 _THE_TEST_PROMPT: Final = {
-    "all-well": _info(
-        "a test prompt was stored, predicted, and hit when it was sent again ({cached} of {sent} "
-        "tokens)",
-        "nothing",
-    ),
+    "all-well": _info("all is well: {seen}", "nothing"),
     "engine-never-hits": _error(
         "the engine stored the prompt and did not hit it when it was sent again",
         "hybrid or Mamba models: --mamba-cache-mode, or another version; otherwise do not route "

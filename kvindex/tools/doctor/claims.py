@@ -21,6 +21,7 @@ from kvindex import PublisherAddress
 from kvindex.subscribe.discovery import DiscoveryError, ask_engine
 from kvindex.tools.doctor.case import Case
 from kvindex.tools.doctor.engine import EngineHttp
+from kvindex.tools.doctor.services import check_service
 from kvindex.wire import END_SEQ, ReplayReply, parse_replay, replay_request
 from kvindex.wire.errors import DecodeError
 from kvindex.wire.web import Web
@@ -29,7 +30,6 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 _DENIED: Final = re.compile("answers 40[13]")
 _LARGE_BLOCK: Final = 256  # tokens
-_MAX_RANKS: Final = 64  # of a service that are reported one by one
 
 _PAGES = "pages are hashed by their own tokens only: the same page at two places is one"
 _PLACES = "events leave out where pages belong: answers are 0 or too low"
@@ -71,13 +71,13 @@ def ask_and_check(case: Case) -> None:
     try:
         report = ask_engine(url, limits.http, token=token or None, context=case.shared.tls)
     except DiscoveryError as error:
-        if error.reason in ("status", "content") and _check_service(case, web):
+        if error.reason in ("status", "content") and check_service(case, web):
             return
         kind = {"denied": "engine-denied", "tls": "tls-failed"}.get(error.reason)
         case.add(kind or "engine-unreachable", url=url, error=str(error))
         return
     # A gateway lists models as its engines do, but does not say where it publishes.
-    if report.publishes is None and _check_service(case, web):
+    if report.publishes is None and check_service(case, web):
         return
     case.report = report
     refusal = next((why for why in report.failures.values() if _DENIED.match(why)), "")
@@ -100,33 +100,6 @@ def ask_and_check(case: Case) -> None:
         if report.kind == engine and version_of(first) <= version < version_of(fixed):
             about = {"version": report.version, "bug": bug, "since": fixed}
             case.add("version-known-bug", engine_name=engine, **about)
-
-
-def _check_service(case: Case, web: Web) -> bool:
-    """Note how the engines of a `kvindex serve` or `gateway` stand; return whether it is one."""
-    limit = case.shared.limits.http
-    service, standings = "gateway", {}
-    try:
-        fleet = web.get("/api/fleet", limit).json()
-        standings["missing"] = dict(fleet["missing"])
-        standings["behind"] = {
-            f"{rank['worker']}/{rank['dp_rank']}": rank["reason"] or f"its state is {rank['state']}"
-            for rank in fleet["ranks"]
-            if rank["state"] != "live"
-        }
-        ready = web.get("/ready", limit)
-        if ready.body and "live" in (reported := ready.json()):  # a gateway's has no such word
-            service, standings = "serve", {k: v for k, v in reported.items() if isinstance(v, dict)}
-    except (DiscoveryError, ValueError, TypeError, KeyError, AttributeError):
-        return False
-    if not fleet["ranks"] and not any(standings.values()):
-        case.add("service-without-workers", url=case.target.url, service=service)
-    for standing, ranks in standings.items():
-        for rank, why in list(ranks.items())[:_MAX_RANKS]:
-            found = {"rank": rank, "reason": str(why)[:400], "standing": standing}
-            case.add("service-rank-not-live", service=service, **found)
-    case.add("service-examined", service=service)
-    return True
 
 
 def version_of(text: str) -> tuple[int, ...]:

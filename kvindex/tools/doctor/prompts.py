@@ -97,7 +97,13 @@ def probe_engine(case: Case, client: Client) -> None:
     kind = OUTCOMES[stored > 0, predicted > 0, hit]
     sizes = {"sent": len(tokens), "stored": stored, "predicted": predicted, "cached": cached}
     case.test = {"outcome": kind, **sizes, "block_size": block}
-    case.add(kind, **sizes, block_size=block)
+    told: dict[str, Any] = {**sizes, "block_size": block}
+    if kind == "all-well":
+        told["seen"] = (
+            "a test prompt was stored, predicted, and hit when it was sent again "
+            f"({cached} of {len(tokens)} tokens)"
+        )
+    case.add(kind, **told)
     if usage.prompt_tokens is not None and usage.prompt_tokens != len(tokens):
         case.add("token-count-differs", counted=usage.prompt_tokens, sent=len(tokens))
     if kind == "all-well" and cached is not None and predicted != cached:

@@ -30,7 +30,7 @@ def test_a_service_tells_that_it_knows_nobody_or_whom_it_cannot_vouch_for() -> N
 
         assert register(served, first).status in (200, 201)
         healthy = until(lambda: examined(served), lambda report: not report.exit_code)
-        assert ids(healthy) == ["service-examined"]
+        assert ids(healthy) == ["service-examined", "all-well"]
         assert "kvindex serve" in healthy.findings[0].what
 
         first.close()
