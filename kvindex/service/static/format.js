@@ -55,7 +55,7 @@ export const STANDINGS = {
   repairing: { glyph: "↻", label: "repairing", says: "Batches are missing and are asked for." },
   stale: { glyph: "◌", label: "stale", says: "No sign of life for too long." },
   unwell: { glyph: "!", label: "unwell", says: "Its engine is unwell, and gets no requests." },
-  ejected: { glyph: "⊗", label: "left out", says: "Its engine failed, and gets no requests for a while." },
+  ejected: { glyph: "⊗", label: "ejected", says: "Its engine failed, and gets no requests for a while." },
   connecting: { glyph: "○", label: "connecting", says: "No connection to its publisher." },
   closed: { glyph: "✕", label: "closed", says: "Not followed any more." },
 };

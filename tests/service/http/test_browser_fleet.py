@@ -127,14 +127,14 @@ def test_a_gateways_page_shows_the_load_of_ranks_and_why_some_get_no_requests(
         expect(row).to_contain_text("34.6k")
         wrong = tab.get_by_role("region", name="What is wrong").get_by_role("listitem")
         for words in (
-            r"left out.*failing/0.*2 failures; tried again in 8 s",
+            r"ejected.*failing/0.*2 failures; tried again in 8 s",
             r"connecting.*failing/0.*nothing listens",
             r"drained.*drained/0.*an operator drained it",
             r"asleep.*sleeping/0.*it sleeps",
         ):
             expect(wrong.filter(has_text=re.compile(words, re.DOTALL))).to_have_count(1)
         failing = tab.get_by_role("row").filter(has_text="failing/0").locator(".badge")
-        expect(failing).to_have_text([re.compile("left out"), re.compile("connecting")])
+        expect(failing).to_have_text([re.compile("ejected"), re.compile("connecting")])
         tab.locator(".chip.drained").click()
         expect(tiles(tab)).to_have_count(3)
         tab.get_by_label("Colour by").select_option("Queued tokens")
