@@ -170,8 +170,11 @@ class Front:
             return no_rank_reply(UnknownModelError(name, [entry["id"] for entry in listed]))
         return json_reply(200, entry)
 
-    async def _follow_up(self, request: Request) -> Reply:
-        """Pass a question about a response on to the engine that has made it."""
+    async def _follow_up(self, request: Request) -> Reply | Stream:
+        """Pass a question about a response on to the engine that has made it.
+
+        Its answer passes as it comes: it may be the stream of a response that is still generated.
+        """
         try:
             serving = await maker_of(request.path, self._routing)
         except CallError as error:
@@ -181,17 +184,33 @@ class Front:
         fields = request_headers(request.headers, passes_keys=self._passes_keys)
         query = b"?" + request.query if request.query else b""
         try:
-            status, body = await self._upstream.ask(
+            answer = await self._upstream.send(
                 serving.url,
                 request.path + query.decode("latin-1"),
                 request.body,
                 fields,
                 method=request.method,
-                within=self._head_within,
+                head_within=self._head_within,
+                purpose="followed",
             )
         except UpstreamError as error:
             return error_reply(502, f"its engine did not answer: {error.reason}", code="no_answer")
-        return Reply(status, body)
+
+        async def pass_all(writer: Writer) -> None:
+            def receive(piece: bytes) -> bool:
+                writer.write(piece)
+                return writer.is_ready()
+
+            try:
+                while await answer.pass_to(receive, self._silent_within):
+                    await writer.drain()
+            except UpstreamError:
+                raise BrokenOffError from None
+            finally:
+                answer.close()
+
+        headers, length = answer_headers(answer.headers)
+        return Stream(pass_all, headers, answer.status, length=length)
 
     async def _tokenize(self, request: Request) -> Reply:
         """Pass a request to an engine of its model, and to the next one if that does not answer."""

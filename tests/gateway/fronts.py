@@ -156,9 +156,18 @@ class Scripted:
         return servings
 
     async def send(
-        self, url: str, path: str, body: bytes, headers: Any, *, head_within: float
+        self,
+        url: str,
+        path: str,
+        body: bytes,
+        headers: Any,
+        *,
+        method: str = "POST",
+        head_within: float,
+        purpose: str = "",
     ) -> Answer:
-        self.sent.append((url, path, body, dict(headers)))
+        named = path if method == "POST" else f"{method} {path}"
+        self.sent.append((url, named, body, dict(headers)))
         engine = self.engines.pop(0)
         if isinstance(engine.fails, Hang):
             try:
@@ -171,11 +180,9 @@ class Scripted:
         return self.wires[-1].answer
 
     async def ask(
-        self, url: str, path: str, body: bytes, headers: Any, *, within: float, method: str = "POST"
+        self, url: str, path: str, body: bytes, headers: Any, *, within: float
     ) -> tuple[int, bytes]:
-        self.sent.append(
-            (url, path if method == "POST" else f"{method} {path}", body, dict(headers))
-        )
+        self.sent.append((url, path, body, dict(headers)))
         engine = self.engines.pop(0)
         if isinstance(engine.fails, str):
             raise UpstreamError("no answer", reason=engine.fails)

@@ -371,6 +371,20 @@ async def test_a_follow_up_goes_to_the_engine_that_has_made_the_response() -> No
         assert len(scripted.sent) == 4
 
 
+async def test_a_stream_of_a_response_is_followed_as_it_comes() -> None:
+    hang = Hang()
+    async with fronted(Engine([MADE, hang])) as served:
+        served.scripted.makers["resp_1"] = served.scripted.servings("m")[2]
+        client = await served.connect()
+        line = b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        client.writer.write(line)
+        assert b"text/event-stream" in await client.reader.readuntil(b"\r\n\r\n")
+        assert MADE in await client.reader.readuntil(MADE)
+        await hang.begun.wait()
+        client.writer.close()
+        await served.until(lambda: ("close",) in served.scripted.log)
+
+
 MADE = b'data: {"type":"response.created","response":{"id":"resp_1"}}\n\n'
 RESPONSE = b'{"id":"resp_1","object":"response","usage":{"input_tokens":3,"output_tokens":1}}'
 
