@@ -23,7 +23,7 @@ from kvindex.gateway.picker.stream import ENGINES
 from kvindex.gateway.request_life import MOST_TRIES
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.upstream import MOST_HEAD
-from kvindex.service.http import PEER, Limits, Listening
+from kvindex.service.http import PEER, Limits, Listening, raise_descriptors
 
 PICKER: Final = "picker"
 """The picker's socket, a file in the folder of the configuration."""
@@ -57,7 +57,10 @@ def bootstrap(
     kind = "downstream_connections.v3.DownstreamConnectionsConfig"
     connections = {
         "@type": f"{_TYPES}.resource_monitors.{kind}",
-        "max_active_downstream_connections": settings.listening.limits.connections,
+        # Each may need one more, to an engine, and Envoy has files of its own.
+        "max_active_downstream_connections": min(
+            settings.listening.limits.connections, raise_descriptors() // 3
+        ),
     }
     name = "envoy.resource_monitors.global_downstream_max_connections"
     monitor = {"name": name, "typed_config": connections}

@@ -28,6 +28,7 @@ from kvindex.gateway.settings import GatewaySettings, PickerSettings
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.tracing import new_tracer
 from kvindex.gateway.upstream import Upstream
+from kvindex.service.http import raise_descriptors
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _MOST_STREAMS: Final = 4_096
@@ -67,6 +68,7 @@ class PickerServer:
 
     async def serve(self, on_listening: Callable[[], None] = lambda: None) -> None:
         """Serve until a signal."""
+        raise_descriptors()
         ending = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

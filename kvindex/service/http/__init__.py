@@ -21,7 +21,13 @@ from kvindex.service.http.messages import (
     json_reply,
     sending,
 )
-from kvindex.service.http.server import Beside, HttpServer, Listening, read_tokens
+from kvindex.service.http.server import (
+    Beside,
+    HttpServer,
+    Listening,
+    raise_descriptors,
+    read_tokens,
+)
 from kvindex.service.http.site import Count, Site
 
 __all__ = [
@@ -47,6 +53,7 @@ __all__ = [
     "Writer",
     "is_loopback",
     "json_reply",
+    "raise_descriptors",
     "read_tokens",
     "sending",
 ]

@@ -117,11 +117,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
     def listen(self) -> socket.socket:
         """Return a socket that listens there; raises OSError."""
-        # Each rank and each connection needs some files, and the usual soft limit is 1,024.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
-        if soft != resource.RLIM_INFINITY and soft < most:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        raise_descriptors()
         with self._address() as (family, address):
             listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         # Accepted sockets inherit it; asyncio sets it only where the protocol's number was given.
@@ -133,6 +129,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
         A server that sets SO_REUSEADDR can bind and listen beside it.
         """
+        raise_descriptors()
         with self._address() as (family, address):
             holder = socket.socket(family, socket.SOCK_STREAM)
             try:
@@ -154,6 +151,17 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         except OSError as error:
             why = error.strerror or error
             raise OSError(f"cannot listen at {self.host} port {self.port}: {why}") from error
+
+
+def raise_descriptors() -> int:
+    """Let this process, and those that it starts, open more files; return how many."""
+    # Each rank and each connection needs some, and the usual soft limit is 1,024.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def reachable(host: str) -> str:

@@ -275,6 +275,15 @@ def check(folder: Path, config: Any) -> None:
     assert checked.returncode == 0, checked.stderr[-2_000:]
 
 
+def test_with_few_descriptors_envoy_accepts_fewer_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvindex.gateway.envoy.config.raise_descriptors", lambda: 96)
+    config = bootstrap(GatewaySettings(), "/run", ("::1", 8443), [])
+    (monitor, _) = config["overload_manager"]["resource_monitors"]
+    assert monitor["typed_config"]["max_active_downstream_connections"] == 32
+
+
 def test_two_gateways_do_not_share_a_port() -> None:
     holder, port = reserve_port()
     holder.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
 import ssl
 from collections.abc import Iterator
@@ -361,6 +362,17 @@ def status_of(url: str) -> int:
             return int(answer.status)
     except HTTPError as error:
         return error.code
+
+
+def test_it_opens_as_many_files_as_the_system_allows() -> None:
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # what it is started with
+        with picker() as served:
+            soft, _ = resource.prlimit(served.process.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+    assert soft >= min(hard, 65_536) or hard == resource.RLIM_INFINITY
 
 
 def test_metrics_may_listen_at_another_address() -> None:
