@@ -59,7 +59,7 @@ def bootstrap(
         "@type": f"{_TYPES}.resource_monitors.{kind}",
         # Each may need one more, to an engine, and Envoy has files of its own.
         "max_active_downstream_connections": min(
-            settings.listening.limits.connections, raise_descriptors() // 3
+            settings.listening.limits.connections, raise_descriptors() // 4
         ),
     }
     name = "envoy.resource_monitors.global_downstream_max_connections"

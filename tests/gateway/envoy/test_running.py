@@ -281,7 +281,7 @@ def test_with_few_descriptors_envoy_accepts_fewer_connections(
     monkeypatch.setattr("kvindex.gateway.envoy.config.raise_descriptors", lambda: 96)
     config = bootstrap(GatewaySettings(), "/run", ("::1", 8443), [])
     (monitor, _) = config["overload_manager"]["resource_monitors"]
-    assert monitor["typed_config"]["max_active_downstream_connections"] == 32
+    assert monitor["typed_config"]["max_active_downstream_connections"] == 24
 
 
 def test_two_gateways_do_not_share_a_port() -> None:
