@@ -136,6 +136,9 @@ def read_call(path: str, body: bytes) -> Call:
     )
     if not is_stream or path not in (CHAT, COMPLETIONS):  # the others report their usage unasked
         return call
+    # Of several answers the usage tells no hit, and vLLM would leave out each one's fingerprint.
+    if not call.is_single:
+        return call
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise _wrong("stream_options", "an object", options)

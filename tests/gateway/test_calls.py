@@ -180,11 +180,27 @@ def test_a_stream_reports_its_usage_and_else_nothing_is_changed(
 
 
 @pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [MESSAGE], "n": 2}),
+        (COMPLETIONS, {"prompt": ["a", "b"]}),
+        (COMPLETIONS, {"prompt": [[1], [2]]}),
+    ],
+)
+def test_a_stream_of_several_answers_is_asked_for_nothing(
+    path: str, fields: dict[str, Any]
+) -> None:
+    body = json.dumps({**fields, "stream": True}).encode()
+    call = read_call(path, body)
+    assert (call.body, call.hides_usage) == (body, False)
+
+
+@pytest.mark.parametrize(
     ("said", "is_stream"), [(1, True), ("True", True), (0.0, False), ("n", False)]
 )
 def test_flags_are_read_as_engines_read_them(said: object, is_stream: bool) -> None:
-    call = read_call(CHAT, body_of(stream=said, n=2.0))
-    assert (call.is_stream, call.hides_usage, call.choices) == (is_stream, is_stream, 2)
+    call = read_call(CHAT, body_of(stream=said, n=1.0))
+    assert (call.is_stream, call.hides_usage, call.choices) == (is_stream, is_stream, 1)
     options = {"include_usage": said}
     assert read_call(CHAT, body_of(stream=True, stream_options=options)).hides_usage != is_stream
 
