@@ -8,9 +8,10 @@ router.select(token_ids).reason                     # why this rank, in words
 A router queries a `Client`, a `Replica` or an `Index`. It has no sockets and no threads of its own.
 
 `fleet.py` has the ranks and the filters, `load.py` their load, `policies.py` the choice and its
-reasons, `bookings.py` the requests that are under way, `funnel.py` what they found cached.
-`shared_load.py` counts the load of other gateways, which it exchanges over NATS: the only thread
-and socket here. `adapters/` plugs a router into Ray, LiteLLM and verl.
+reasons, `kv_source.py` where KV may be pulled from, `bookings.py` the requests that are under way,
+`funnel.py` what they found cached. `shared_load.py` counts the load of other gateways, which it
+exchanges over NATS: the only thread and socket here. `adapters/` plugs a router into Ray, LiteLLM
+and verl.
 Read first: `router.py`, then `policies.py` and `bookings.py`.
 May import: `kvindex.wire` and `kvindex.index`; `adapters/` also `kvindex.subscribe`.
 """
@@ -30,6 +31,7 @@ from kvindex.routing.fleet import (
     RequestOptions,
     Source,
 )
+from kvindex.routing.kv_source import KvSource
 from kvindex.routing.load import Load, LoadBoard, LoadColumns, LocalLoadBoard
 from kvindex.routing.policies import (
     POLICIES,
@@ -61,6 +63,7 @@ __all__ = [
     "Filter",
     "FilterRequest",
     "Followed",
+    "KvSource",
     "Labels",
     "Load",
     "LoadBoard",

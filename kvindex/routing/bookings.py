@@ -16,6 +16,7 @@ from kvindex.index import Hits, Index, RankRows
 from kvindex.index.tokens import Prompt
 from kvindex.routing.fleet import RoutedRequest
 from kvindex.routing.funnel import Funnel, PrefillRate
+from kvindex.routing.kv_source import KvSource
 from kvindex.routing.load import Load, LoadBoard
 from kvindex.routing.policies import Decision
 from kvindex.wire import BlockRemoved, BlockStored, EventBatch
@@ -82,11 +83,20 @@ class Booking:
     stage: Stage = Stage.CHOSEN
     output_tokens: int = 0
     _load: Load = _NOTHING  # as the board counts it
+    _source: KvSource | None = None  # that the engine was told of
 
     @property
     def rank(self) -> Rank:
         """The rank that was chosen."""
         return self.decision.rank
+
+    def pull(self) -> KvSource | None:
+        """Return `Decision.source`, and note that the engine is told to pull from there.
+
+        The funnel then counts whether it did; what it finds beyond the prediction is no surprise.
+        """
+        self._source = self.decision.source
+        return self._source
 
     def first_token(self) -> None:
         """Report the first token: the prefill is done. Idempotent."""
@@ -289,7 +299,8 @@ class Bookings:
         # releases what is left.
         self._count(booking, booking._load._replace(queued_tokens=0), now)
         booking.stage = Stage.DECODING
-        self.rate.measure(booking.decision.work_ahead, now - booking._booked_at)
+        if booking._source is None:  # else it is not known how much was computed
+            self.rate.measure(booking.decision.work_ahead, now - booking._booked_at)
         self._end_prediction(booking, now, at_once=False)
 
     def add_output(self, booking: Booking, now: float, tokens: int) -> None:
@@ -308,7 +319,7 @@ class Bookings:
         queued = decision.new_tokens if booking.stage is Stage.CHOSEN else 0
         self._count(booking, _NOTHING, now)  # first: it is counted by the decision's rank
         self._end_prediction(booking, now, at_once=True)
-        booking.decision = decision
+        booking.decision, booking._source = decision, None  # it was found for the other rank
         self._loads.give(decision.rank, decision.new_tokens, now)
         self._count(booking, load._replace(queued_tokens=queued), now)
 
@@ -330,7 +341,7 @@ class Bookings:
         # Without reading, no cache could help; engines do not count such requests either.
         is_own = decision.policy != OTHER_ROUTER and decision.reads_cache
         if counts and is_own:
-            self.funnel.count(decision, cached_tokens)
+            self.funnel.count(decision, cached_tokens, booking._source)
 
     def _end_prediction(self, booking: Booking, now: float, *, at_once: bool) -> None:
         if booking._prediction is not None:

@@ -517,8 +517,12 @@ class Eligible:
         self.drained: frozenset[Rank] = frozenset()
         self.refused: Counter[str] = Counter()
 
-    def rows(self, routed: RoutedRequest, fleet: Fleet, loads: LoadColumns) -> bytearray:
+    def rows(
+        self, routed: RoutedRequest, fleet: Fleet, loads: LoadColumns
+    ) -> tuple[bytearray, bytearray]:
         """Return a byte for each rank: whether it may be chosen for a request. At least one may.
+
+        And likewise, whether KV may be pulled from it: one without room still has it.
 
         Raises:
             NoCandidateError, UnknownRankError: as `Router.select`.
@@ -543,7 +547,8 @@ class Eligible:
         # Before the load: who finds the others full waits for them, and does not try a failing one.
         ejections = [f for f in self.filters if isinstance(f, Ejection)]
         rules += [(f.name, f.keeps(request), True) for f in ejections]
-        others = (f for f in self.filters if not isinstance(f, (Ejection, Prefer)))
+        others = [f for f in self.filters if not isinstance(f, (Ejection, Prefer))]
+        others.sort(key=lambda f: isinstance(f, Capacity))  # stable
         rules += [(f.name, f.keeps(request), False) for f in others]
         # The other wishes come last: first that the publisher is connected, since else the engine
         # is probably down, then those of `Prefer`.
@@ -551,7 +556,10 @@ class Eligible:
             rules.append(("disconnected", fleet.connected, True))
         rules += [(f.name, f.keeps(request), True) for f in self.filters if isinstance(f, Prefer)]
         refused: Counter[str] = Counter()
+        givers: bytearray | None = None
         for reason, keeps, is_wish in rules:
+            if reason == Capacity.name:
+                givers = givers or rows
             left, lost = _narrow(rows, reason, keeps)
             if lost and (1 in left or not is_wish):
                 refused[reason] += lost
@@ -559,7 +567,7 @@ class Eligible:
         self.refused += refused
         if 1 not in rows:
             raise NoCandidateError(len(rows), dict(refused))
-        return rows
+        return rows, givers or rows
 
 
 _TRUTH: Final = bytes([0] + 255 * [1])

@@ -11,9 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
+from kvindex.routing.kv_source import KvSource
 from kvindex.routing.policies import Decision
 from kvindex.wire.rank import Rank
 
+_PULLS: Final = {True: "pulled", False: "not_pulled", None: "unknown"}
 _ENOUGH: Final = 20  # requests of a rank, before it is suspected
 _GROWTH: Final = 1.01  # weight of a request against the one before it: some hundred count
 _HEAVIEST: Final = 1e200
@@ -110,8 +112,13 @@ class _Sums:
     def __init__(self) -> None:
         self.finished = {"requests": 0, "asked": 0, "attainable": 0, "chosen": 0}
         self.reported = {**self.finished, "delivered": 0}
+        self.sources = {"pulled": 0, "not_pulled": 0, "unknown": 0}
 
-    def count(self, stages: Mapping[str, int], delivered: int | None) -> None:
+    def count(
+        self, stages: Mapping[str, int], delivered: int | None, source: KvSource | None
+    ) -> None:
+        if source is not None:
+            self.sources[_PULLS[source.was_pulled(delivered)]] += 1
         for stage, tokens in stages.items():
             self.finished[stage] += tokens
             if delivered is not None:
@@ -120,7 +127,8 @@ class _Sums:
             self.reported["delivered"] += delivered
 
     def plain(self) -> dict[str, dict[str, int]]:
-        return {"finished": {**self.finished}, "reported": {**self.reported}}
+        sums = {"finished": self.finished, "reported": self.reported, "sources": self.sources}
+        return {name: {**counts} for name, counts in sums.items()}
 
 
 class Funnel:
@@ -135,9 +143,12 @@ class Funnel:
         self._recent: defaultdict[Rank, _Recent] = defaultdict(_Recent)
         self.longer = 0  # reports of more cached tokens than the prompt has
 
-    def count(self, decision: Decision, delivered: int | None) -> None:
+    def count(
+        self, decision: Decision, delivered: int | None, source: KvSource | None = None
+    ) -> None:
         """Count one finished request, and its engine's cached tokens, if reported. O(1).
 
+        `source` is where the engine was told to pull from.
         Not more are delivered than were asked, whatever the engine reports; `longer` counts those.
         """
         stages = {
@@ -147,12 +158,15 @@ class Funnel:
             "chosen": decision.tokens,
         }
         # Before the cap: that an engine reports more than the prompt has is what makes it suspect.
-        self._recent[decision.rank].count(decision, delivered)
+        found = delivered
+        if source is not None and delivered is not None:
+            found = min(delivered, decision.tokens)  # what was pulled beyond is no surprise
+        self._recent[decision.rank].count(decision, found)
         if delivered is not None and delivered > decision.prompt_tokens:
             self.longer += 1
             delivered = decision.prompt_tokens
-        self._all.count(stages, delivered)
-        self._of_rank[decision.rank].count(stages, delivered)
+        self._all.count(stages, delivered, source)
+        self._of_rank[decision.rank].count(stages, delivered, source)
 
     def keep(self, ranks: Collection[Rank]) -> None:
         """Forget the ranks that are not among these; their part stays in the sums of all."""
@@ -167,6 +181,8 @@ class Funnel:
         `attainable` on the best rank, and those that the `chosen` rank was expected to find.
         `reported`: the same of those whose engine reported its cached tokens, which are
         `delivered`.
+        `sources`: of finished requests whose engine was told of a source, how many it `pulled`, how
+        many not (`not_pulled`), and those whose engine does not say (`unknown`).
         """
         return (self._all if rank is None else self._of_rank.get(rank, _Sums())).plain()
 

@@ -10,6 +10,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvindex.index import Hits
+from kvindex.routing.kv_source import Holders, KvSource
 from kvindex.routing.load import Load, LoadColumns
 from kvindex.wire.backend import BACKEND
 from kvindex.wire.errors import ConfigurationError
@@ -269,6 +270,7 @@ class Decision:
     _candidates: Candidates  # with loads that do not change any more
     _choice: Choice
     _live: bytes
+    _holders: Holders
 
     @property
     def rank(self) -> Rank:
@@ -306,6 +308,15 @@ class Decision:
         if (attainable := self._choice.attainable) is not None:
             return attainable
         return max(compress(self._candidates.hits.tokens, self._candidates.usable))
+
+    @property
+    def source(self) -> KvSource | None:
+        """Where the rank may pull from what it misses: another live rank that holds it.
+
+        None if no other one holds at least the router's `min_tokens` more. It is for the caller to
+        tell the engine, see `Booking.pull`. O(ranks).
+        """
+        return self._holders.source(self._candidates, self._choice.row)
 
     @property
     def cost(self) -> float | None:

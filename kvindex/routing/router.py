@@ -24,6 +24,7 @@ from kvindex.routing.fleet import (
     ask,
     look,
 )
+from kvindex.routing.kv_source import Holders
 from kvindex.routing.load import GAUGE_LIFE, Load, LoadBoard, LocalLoadBoard
 from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_policy
 from kvindex.wire.errors import ConfigurationError, check_options
@@ -68,6 +69,12 @@ class Router:
         predict: seconds after its first token for which a prompt counts as held by its rank before
             an event reports it (`Decision.predicted_tokens`); None: never. It helps bursts of
             requests with one prefix.
+        min_tokens: how many more tokens of the prompt than the chosen rank another one must hold
+            to be named as `Decision.source`.
+        pull_rate: tokens per second that a rank pulls from another, if all can and are told to
+            (`Booking.pull`): then a token that can be pulled costs only the time of that. None: the
+            choice does not reckon with pulls. It is not learnt: a first token does not show which
+            part of its time was a pull.
         expires_after: seconds without news of a booking after which its load is released.
         model: the model's name in statistics.
         clock: returns monotonic seconds.
@@ -103,6 +110,8 @@ class Router:
         filters: Iterable[Filter] = (),
         loads: LoadBoard | None = None,
         predict: float | None = None,
+        min_tokens: int = 512,
+        pull_rate: float | None = None,
         expires_after: float = 600.0,
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
@@ -117,7 +126,13 @@ class Router:
             raise ConfigurationError(f"expires_after is {expires_after!r}; it must be over 0 s")
         if predict is not None and not predict > 0:
             raise ConfigurationError(f"predict is {predict!r}; it must be over 0 s, or None")
+        if not min_tokens >= 1:
+            raise ConfigurationError(f"min_tokens is {min_tokens!r}; it must be 1 or more")
+        if pull_rate is not None and not 0 < pull_rate < math.inf:
+            raise ConfigurationError(f"pull_rate is {pull_rate!r}; it must be over 0 tokens/s")
         self.policy = make_policy(policy)
+        self._min_tokens = min_tokens
+        self._pull_rate = pull_rate
         self.model = model
         self._source = source
         self._fleet = Fleet(look(source))
@@ -197,7 +212,8 @@ class Router:
             fleet, now = self._refresh(standing)
             hits, confirmed = self._hits(request, match, fleet)
             candidates = self._candidates(len(token_ids), hits, fleet, now)
-            placed = _placed("placed", rank, candidates, fleet, confirmed, request.reads_cache)
+            holders = Holders(confirmed, candidates.usable, self._min_tokens)
+            placed = _placed("placed", rank, candidates, fleet, holders, request.reads_cache)
             self._decisions += 1
             return self._bookings.book(request_id, placed, request, now)
 
@@ -232,7 +248,8 @@ class Router:
             # On which tier they are does not matter here: no cost is weighed any more.
             hits = Hits(tokens, tokens, tokens, tokens)
             candidates = self._candidates(prompt_tokens, hits, fleet, now)
-            placed = _placed(OTHER_ROUTER, rank, candidates, fleet, hits, reads_cache=True)
+            holders = Holders(hits, candidates.usable, self._min_tokens)
+            placed = _placed(OTHER_ROUTER, rank, candidates, fleet, holders, reads_cache=True)
             return self._bookings.book(request_id, placed, None, now)
 
     def booking(self, request_id: str) -> Booking:
@@ -246,20 +263,26 @@ class Router:
         hits, confirmed = self._hits(request, match, fleet)
         candidates = self._candidates(request.length, hits, fleet, now)
         eligible, usable = self._eligible, candidates.usable
+        givers: bytes | bytearray = usable
         # Without anything to narrow by, all rows stay usable, and no mask is made.
         is_narrowed = (
             request.ranks is not None or request.exclude or eligible.filters or eligible.drained
         )
         if is_narrowed or fleet.connected is not None or not usable:
-            usable = eligible.rows(request, fleet, candidates.loads)
+            usable, givers = eligible.rows(request, fleet, candidates.loads)
             candidates = candidates._replace(usable=usable)
-        choice = self.policy.choose(candidates)
+        holders = Holders(confirmed, givers, self._min_tokens)
+        if self._pull_rate is None:
+            choice = self.policy.choose(candidates)
+        else:  # what could be pulled is not held: the decision shows the true hits
+            choice = self.policy.choose(holders.discounted(candidates, self._pull_rate))
+            choice = choice._replace(attainable=None)
         name = self.policy.name
         # It may be a user's own policy.
         if not (0 <= choice.row < len(usable) and usable[choice.row]):
             raise ConfigurationError(f"policy {name!r} chose row {choice.row}, which is not usable")
         self._decisions += 1
-        return _decision(name, candidates, choice, fleet, confirmed, request.reads_cache)
+        return _decision(name, candidates, choice, fleet, holders, request.reads_cache)
 
     def _hits(self, request: RoutedRequest, match: Match, fleet: Fleet) -> tuple[Hits, Hits]:
         """Return the ranks' hits, with predicted tokens and without."""
@@ -411,11 +434,11 @@ def _decision(
     candidates: Candidates,
     choice: Choice,
     fleet: Fleet,
-    confirmed: Hits,
+    holders: Holders,
     reads_cache: bool,
 ) -> Decision:
-    predicted = candidates.hits.tokens[choice.row] - confirmed.tokens[choice.row]
-    return Decision(policy, reads_cache, predicted, candidates, choice, fleet.live)
+    predicted = candidates.hits.tokens[choice.row] - holders.hits.tokens[choice.row]
+    return Decision(policy, reads_cache, predicted, candidates, choice, fleet.live, holders)
 
 
 def _placed(
@@ -423,10 +446,10 @@ def _placed(
     rank: RankName,
     candidates: Candidates,
     fleet: Fleet,
-    confirmed: Hits,
+    holders: Holders,
     reads_cache: bool,
 ) -> Decision:
     """Return the decision for a rank that was chosen elsewhere: the only usable one."""
     choice = Choice(fleet.row(rank), why="it was placed there")
     candidates = candidates._replace(usable=fleet.mask(rank))
-    return _decision(policy, candidates, choice, fleet, confirmed, reads_cache)
+    return _decision(policy, candidates, choice, fleet, holders, reads_cache)

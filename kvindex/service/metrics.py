@@ -299,6 +299,14 @@ class FunnelCollector(ReadCollector):
                 name = f"kvindex_routed_{'' if stage == 'delivered' else prefix}{stage}_tokens"
                 rows = [((router["model"],), router["funnel"][group][stage]) for router in routers]
                 yield counter(name, text, rows, "model")
+        text = "Requests whose engine was told which rank to pull KV from, by whether it did"
+        pulls = (
+            ((router["model"], outcome), count)
+            for router in routers
+            # Reports over HTTP name no sources.
+            for outcome, count in router["funnel"].get("sources", {}).items()
+        )
+        yield counter("kvindex_routed_sources", text, pulls, "model", "outcome")
         for name, text in _LOADS.items():
             loads = (
                 ((router["model"], worker, dp_rank), load[name])
