@@ -455,10 +455,11 @@ async def makers_of(call: Call, routing: Routing) -> Collection[str] | None:
     before = call.fields.get("previous_response_id") if call.path == RESPONSES else None
     if not isinstance(before, str) or not before:
         return None
-    serving, servings = await routing.maker(before), routing.servings(call.model)
-    if serving is None and len(servings) > 1:
+    if len(routing.servings(call.model)) < 2:
+        return None  # it knows best what it has
+    if (serving := await routing.maker(before)) is None:
         raise _unknown_response(before)
-    return None if serving is None else [serving.worker]
+    return [serving.worker]
 
 
 def _unknown_response(response_id: str) -> CallError:

@@ -488,7 +488,7 @@ class GatewayFleet:
         """Return what is sent to each rank, by its text. O(ranks), for each model."""
         models = self._routers.models
         servings = models.servings()
-        ejected = self._routers.routing.ejection.statistics(servings)["ejected"]
+        ejected = self._routers.routing.ejected()["ejected"]
         loads: defaultdict[str, Counter[str]] = defaultdict(Counter)
         # The routers of all models know a rank; that of its own model has the load.
         for router in models.routers.values():

@@ -32,6 +32,8 @@ _SGLANG_HEADER: Final = (0, 5, 10)
 _MOST_SHOWN: Final = 20  # models that a message names
 _MOST_RESPONSES: Final = 1 << 16  # whose engines are remembered, some 15 MB
 _MOST_ID: Final = 128  # characters of a response's id
+_MOST_AWAITED: Final = 1024  # ids of responses that may still be reported
+_MOST_RENUMBERING: Final = 1 << 16  # bytes of a body whose refusal may teach how ranks are counted
 
 
 class UnknownModelError(KVIndexError):
@@ -281,7 +283,7 @@ class Routing:
         self.ejection = ejection or Ejection()
         self._seen_media: OrderedDict[bytes, Rank] = OrderedDict()
         self._makers: OrderedDict[str, str] = OrderedDict()  # workers, by their responses' ids
-        self._made = asyncio.Event()  # there is a further one
+        self._awaited: dict[str, asyncio.Event] = {}  # ids of responses that are asked for
         self.made_within = 0.0  # seconds after an answer in which its id may still be reported
         self.counting_globally: set[str] = set()  # workers; see `pin`
         self._waiting: defaultdict[Router, Waiting] = defaultdict(partial(Waiting, most_waiting))
@@ -329,19 +331,20 @@ class Routing:
             self._makers[response_id] = worker
             if len(self._makers) > _MOST_RESPONSES:
                 self._makers.popitem(last=False)
-            self._made.set()
-            self._made = asyncio.Event()
+        if (made := self._awaited.pop(response_id, None)) is not None:
+            made.set()
 
     async def maker(self, response_id: str) -> Serving | None:
         """Return the engine that has made a response; None if it is not known, or has gone."""
-
-        async def reported() -> None:
-            while response_id not in self._makers:
-                await self._made.wait()
-
-        if response_id not in self._makers and self.made_within:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(reported(), self.made_within)
+        # Clients may ask for any ids: many of them must not cost those that are made.
+        may_wait = self.made_within and len(self._awaited) < _MOST_AWAITED
+        if response_id not in self._makers and may_wait:
+            made = self._awaited.setdefault(response_id, asyncio.Event())
+            try:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(made.wait(), self.made_within)
+            finally:
+                self._awaited.pop(response_id, None)
         return self._models.servings().get(self._makers.get(response_id, ""))
 
     async def reserve(
@@ -455,7 +458,7 @@ class Routing:
         self._models.names()
         routers = self._models.routers
         return {
-            **self.ejection.statistics(self._models.servings()),
+            **self.ejected(),
             "routers": {name: router.statistics() for name, router in routers.items()},
             "waiting": {
                 name: self._waiting[router].statistics()
@@ -463,6 +466,19 @@ class Routing:
                 if router in self._waiting
             },
         }
+
+    def ejected(self) -> dict[str, Any]:
+        """Return what `Ejection.statistics` does, of engines that get no requests for it."""
+        told = self.ejection.statistics(self._models.servings())
+        ejected, drained = told["ejected"], self.drained()
+        for model in self._models.table().values():
+            if model.lora is not None:
+                continue
+            left = [s.worker for s in model.servings if not s.away and s.worker not in drained]
+            if all(worker in ejected for worker in left):  # some failing engine is better than none
+                for worker in left:
+                    del ejected[worker]
+        return told
 
     def _each(self, worker: str, change: Any) -> None:
         if worker not in self._models.servings():
@@ -507,6 +523,7 @@ def _book(
 
 # Such as "data_parallel_rank 0 is out of range", "no such DP rank" and "ranks here are 4 to 7".
 _ABOUT_RANKS: Final = re.compile(rb"(?<![a-z])ranks?(?![a-z])|dp_?ranks?", re.IGNORECASE)
+_TELLS_RANKS: Final = re.compile(rb"rank|\\u", re.IGNORECASE)
 _DOWN: Final = frozenset({"refused", "unreachable", "timeout_connect"})
 
 
@@ -520,7 +537,7 @@ class Reservation:
         waiting: Waiting,
         routing: Routing,
     ) -> None:
-        routing.ejection.sent(serving.worker)
+        self._sent = routing.ejection.sent(serving.worker)
         self.rank = booking.rank
         self.serving = serving
         self._is_global = serving.worker in routing.counting_globally
@@ -558,11 +575,13 @@ class Reservation:
 
     def failed(self, reason: str) -> None:
         """Report that the engine failed the request."""
-        self._routing.ejection.failed(self.rank.worker, is_down=reason in _DOWN, reason=reason)
+        self._routing.ejection.failed(
+            self.rank.worker, self._sent, is_down=reason in _DOWN, reason=reason
+        )
 
     def answered(self) -> None:
         """Report that the engine has answered the request, or refuses it for what it asks."""
-        self._routing.ejection.succeeded(self.rank.worker)
+        self._routing.ejection.succeeded(self.rank.worker, self._sent)
 
     def made(self, response_id: str) -> None:
         """Report the id of the response that the engine makes."""
@@ -570,13 +589,12 @@ class Reservation:
 
     def is_misnumbered(self, refusal: bytes, body: bytes) -> bool:
         """Return whether the engine counts its ranks otherwise, by its 400; note that it does."""
-        if (
-            self.serving.ranks < 2
-            or not self.serving.first_rank
-            or not _ABOUT_RANKS.search(refusal)
-            # Refusals repeat what a client has sent, and no client may renumber ranks.
-            or _ABOUT_RANKS.search(body)
-        ):
+        if self.serving.ranks < 2 or not self.serving.first_rank:
+            return False
+        # Refusals repeat what a client has sent, and no client may renumber ranks. It may have
+        # written them with escapes; the next plain request teaches it.
+        is_plain = len(body) <= _MOST_RENUMBERING and not _TELLS_RANKS.search(body)
+        if not is_plain or not _ABOUT_RANKS.search(refusal):
             return False
         # Should that have been about something else, the next 400 turns it back. By how this one
         # was sent: several such requests may have been on their way.
@@ -595,13 +613,14 @@ class Reservation:
             own = self.rank.dp_rank - self.serving.first_rank
             if worker != self.rank.worker:
                 self.failed("moved")
+                self._sent = self._routing.ejection.sent(worker)
             self.rank = ranks[min(own, len(ranks) - 1)]
             self._booking.move(self.rank)
             self.serving = serving
 
     def first_token(self) -> None:
         """Report the first token."""
-        self._routing.ejection.begun(self.rank.worker)
+        self._routing.ejection.begun(self.rank.worker, self._sent)
         self._booking.first_token()
         self._waiting.notify()
 

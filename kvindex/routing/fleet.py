@@ -352,7 +352,9 @@ class Ejection:
     it is ejected again. At most half of the workers are ejected at a time, those that were first,
     and none if no other rank could serve a request.
 
-    The caller reports what became of requests; a router only reads it.
+    The caller reports what became of requests; a router only reads it. With what `sent` has
+    returned, a report about a request that was sent before an ejection changes nothing: it does not
+    tell how the worker serves new ones.
 
     Args:
         seconds: of the first time.
@@ -408,42 +410,54 @@ class Ejection:
             )
             return dict(islice(out, len(workers) // 2))
 
-    def sent(self, worker: str) -> None:
-        """Note that a request was sent to a worker: one whose time is over is tried by it. O(1)."""
+    def sent(self, worker: str) -> int:
+        """Note that a request was sent to a worker: one whose time is over is tried by it. O(1).
+
+        Return what reports about this request are to be given.
+        """
         failing = self._failing.get(worker)
-        if failing is not None and failing.times and failing.until <= (now := self._clock()):
+        if failing is None:
+            return 0
+        is_due = failing.times and not failing.has_begun
+        if is_due and failing.until <= (now := self._clock()):
             # Nobody else tries it meanwhile; if nothing is reported, the next one does.
             failing.is_tried, failing.until = True, now + self._seconds
+        return failing.times
 
-    def begun(self, worker: str) -> None:
+    def begun(self, worker: str, sent: int | None = None) -> None:
         """Note that a worker begins to answer: it may be tried by others, too. O(1)."""
         failing = self._failing.get(worker)
-        if failing is not None and failing.is_tried:
-            failing.until = 0.0
+        if failing is not None and failing.is_tried and sent in (None, failing.times):
+            failing.until, failing.has_begun = 0.0, True
 
-    def succeeded(self, worker: str) -> None:
+    def succeeded(self, worker: str, sent: int | None = None) -> None:
         """Note that a worker answered a request, or refused it for what it asks. O(1)."""
         failing = self._failing.get(worker)
-        # Not by a request that was sent before: what it does with new ones is not known.
-        if failing is not None and (failing.is_tried or failing.until <= self._clock()):
+        if failing is None:
+            return
+        is_over = failing.is_tried or failing.until <= self._clock()
+        if sent == failing.times or (sent is None and is_over):
             with self._lock:
                 self._failing.pop(worker, None)
 
-    def failed(self, worker: str, *, is_down: bool = False, reason: str = "") -> None:
+    def failed(
+        self, worker: str, sent: int | None = None, *, is_down: bool = False, reason: str = ""
+    ) -> None:
         """Note that a worker failed a request, and why; `is_down` if nobody can connect to it."""
         now = self._clock()
         with self._lock:
             if len(self._failing) >= _MOST_FAILING:  # workers come and go
                 self._failing.pop(next(iter(self._failing)))
             failing = self._failing.setdefault(worker, _Failing())
+            if sent not in (None, failing.times) or (failing.until > now and not failing.is_tried):
+                return  # of a request that was sent before: another one has judged the worker
             failing.in_a_row += 1
             failing.reason = reason
-            if failing.until > now and not failing.is_tried:
-                return  # of a request that was sent before: another one has judged the worker
             if is_down or failing.is_tried or failing.in_a_row >= _MOST_IN_A_ROW:
-                failing.until = now + min(self._longest, self._seconds * 2.0**failing.times)
-                failing.times = min(failing.times + 1, 30)
-                failing.is_tried = False
+                longer = 2.0 ** min(failing.times, 30)
+                failing.until = now + min(self._longest, self._seconds * longer)
+                failing.times += 1
+                failing.is_tried = failing.has_begun = False
                 self._ejections += 1
                 # Behind those that were ejected before it.
                 self._failing[worker] = self._failing.pop(worker)
@@ -473,7 +487,7 @@ _MOST_FAILING: Final = 4_096
 class _Failing:
     """A worker that has failed since it last answered."""
 
-    __slots__ = ("in_a_row", "is_tried", "reason", "times", "until")
+    __slots__ = ("has_begun", "in_a_row", "is_tried", "reason", "times", "until")
 
     def __init__(self) -> None:
         self.in_a_row = 0
@@ -481,6 +495,7 @@ class _Failing:
         self.times = 0  # that it was ejected
         self.until = 0.0
         self.is_tried = False  # by one request, since its time is over
+        self.has_begun = False  # to answer that one
 
 
 class Prefer:

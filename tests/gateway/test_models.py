@@ -217,7 +217,8 @@ async def test_an_engine_that_counts_all_ranks_is_noticed_by_its_refusal() -> No
     assert int(number) < 4
     assert not reservation.is_misnumbered(b'{"error":{"message":"temperature"}}', b"{}")
     refusal = b'{"error":{"message":"DP ranks here are 4 to 7"}}'
-    assert not reservation.is_misnumbered(refusal, b'{"n":"no such rank"}'), "it may be the body's"
+    for body in (b'{"n":"no such rank"}', b'{"n":"r\\u0061nk"}', b" " * (1 << 17)):
+        assert not reservation.is_misnumbered(refusal, body), "it may be the body's"
     assert (await sent())[1] < b"4"
     assert reservation.is_misnumbered(refusal, b"{}")
     assert another.is_misnumbered(refusal, b"{}"), "it was sent before that was known"
@@ -258,6 +259,12 @@ async def test_the_maker_of_a_response_may_be_reported_after_it_is_asked_for() -
     routing = fleet.routing
     assert await routing.maker("resp_1") is None
     routing.made_within = PATIENCE
+    many = [asyncio.ensure_future(routing.maker(f"made-up-{number}")) for number in range(2000)]
+    await asyncio.sleep(0)
+    assert sum(task.done() for task in many) > 900, "so many do not wait"
+    for task in many:
+        task.cancel()
+    await asyncio.gather(*many, return_exceptions=True)
     asked = asyncio.ensure_future(routing.maker("resp_1"))
     await asyncio.sleep(0)
     routing.note_made("resp_2", "a")
@@ -268,6 +275,18 @@ async def test_the_maker_of_a_response_may_be_reported_after_it_is_asked_for() -
     assert serving.worker == "b"
     routing.made_within = 1e-6
     assert await routing.maker("resp_3") is None
+
+
+def test_an_engine_that_serves_for_want_of_others_is_not_told_as_left_out() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m"), b=report("b", "m"), c=report("c", "other"), d=report("d", "m"))
+    routing = fleet.routing
+    for worker in ("c", "a"):
+        routing.ejection.failed(worker, is_down=True)
+    assert set(routing.ejected()["ejected"]) == {"a"}, "the other model has no other engine"
+    for worker in ("b", "d"):
+        routing.drain(worker)
+    assert not routing.ejected()["ejected"]
 
 
 def test_the_only_model_needs_no_name() -> None:

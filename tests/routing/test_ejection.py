@@ -152,3 +152,40 @@ def test_a_worker_that_begins_to_answer_and_breaks_off_each_time_stays_out() -> 
     assert fleet.chosen() == A
     fleet.fail(times=1)
     assert fleet.chosen() == B
+
+
+def test_requests_that_were_sent_before_an_ejection_do_not_judge_the_try() -> None:
+    fleet = Fleet()
+    before = [fleet.ejection.sent("a") for _ in range(3)]
+    fleet.fail()
+    for seconds in (5.0, 10.0, 20.0):
+        fleet.now += seconds
+        tried = fleet.ejection.sent("a")
+        fleet.ejection.begun("a", before[0])
+        fleet.ejection.succeeded("a", before[1])
+        fleet.ejection.failed("a", before[2], is_down=True)
+        assert fleet.chosen() == B, "the try is still under way"
+        fleet.ejection.failed("a", tried)
+        assert fleet.ejected() == {"a": 2 * seconds}
+
+
+def test_a_worker_whose_try_has_begun_to_answer_is_open_to_all_until_one_fails() -> None:
+    fleet = Fleet()
+    fleet.fail()
+    fleet.now += 5
+    tried = fleet.ejection.sent("a")
+    fleet.ejection.begun("a", tried)
+    others = [fleet.ejection.sent("a") for _ in range(3)]
+    assert (fleet.chosen(), fleet.ejected()) == (A, {})
+    fleet.ejection.failed("a", others[0])
+    assert fleet.ejected() == {"a": 10.0}
+    fleet.ejection.succeeded("a", tried)
+    assert fleet.chosen() == B, "it was sent before"
+
+
+def test_a_request_that_went_to_an_ejected_worker_for_want_of_others_opens_it() -> None:
+    fleet = Fleet()
+    fleet.fail()
+    sent = fleet.ejection.sent("a")
+    fleet.ejection.succeeded("a", sent)
+    assert fleet.chosen() == A
