@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import sub
 
 import msgspec
@@ -25,12 +25,13 @@ from kvindex import (
     StreamItem,
     __version__,
 )
-from kvindex.tools.audit.blocks import HeldBlocks, Histogram, Prefix, PrefixTree, Series
+from kvindex.tools.audit.blocks import FleetCache, HeldBlocks, Histogram, Prefix, PrefixTree, Series
 from kvindex.tools.audit.rank_audit import RankAudit, Window
 from kvindex.tools.audit.report import (
     AuditReport,
     Bar,
     Bucket,
+    Capacity,
     Duplication,
     RankReport,
     Saving,
@@ -97,6 +98,7 @@ class Auditor:
         self._bounds = (max_blocks_per_rank, max_evicted)
         self._source = source
         self._tree = PrefixTree()
+        self._caches: dict[str, FleetCache] = {}  # by model
         self._audits: dict[Rank, RankAudit] = {}
         self._former: list[RankAudit] = []  # of ranks that are no longer subscribed to
         self._free: list[int] = []  # numbers of those
@@ -186,6 +188,7 @@ class Auditor:
         return report_of(
             sorted(self._all(), key=lambda audit: audit.rank),
             self._tree,
+            self._caches.values(),
             self._counted,
             self._series,
             began=self._began,
@@ -227,7 +230,8 @@ class Auditor:
             # Numbers are used again: a set of bits is as long as the fleet was large at once.
             number = self._free.pop() if self._free else len(self._audits)
             model = self._models.get(rank.worker, "")
-            blocks = HeldBlocks(1 << number, self._tree, *self._bounds)
+            fleet = self._caches.setdefault(model, FleetCache())
+            blocks = HeldBlocks(1 << number, self._tree, fleet, *self._bounds)
             audit = self._audits[rank] = RankAudit(rank, number, model, blocks, self._tree)
             # Until a status says otherwise: of a recording none does.
             self._counted |= blocks.bit
@@ -256,7 +260,7 @@ class Auditor:
         self._counted &= ~bit
         self._workers[rank.worker] &= ~bit
         # Its figures stay in the report; its number may be another rank's from now on.
-        audit.blocks.bit = 0
+        audit.blocks.leave()
         self._free.append(audit.number)
         self._former.append(audit)
 
@@ -275,6 +279,7 @@ _MOST_HOLDERS = 64  # of ranks that hold one
 def report_of(
     audits: Sequence[RankAudit],
     tree: PrefixTree,
+    caches: Collection[FleetCache],
     counted: int,
     series: Series,
     *,
@@ -305,6 +310,7 @@ def report_of(
             Saving(factor, sum(a.distances.up_to((factor - 1) * a.peak) for a in audits))
             for factor in FACTORS
         ],
+        capacity=_capacity(caches),
         ages=[Bar(*bar) for bar in ages.bars()],
         lifetimes=[Bar(*bar) for bar in lifetimes.bars()],
         duplication=_duplication(tree, counted, audits),
@@ -333,6 +339,17 @@ def _rank_report(audit: RankAudit, counted: int) -> RankReport:
         counted=bool(audit.blocks.bit & counted),
         away=round(audit.away, 3),
         counts={name: count for name, count in sorted(audit.counts.items()) if count},
+    )
+
+
+def _capacity(caches: Collection[FleetCache]) -> Capacity:
+    return Capacity(
+        size=sum(cache.size * cache.block_size for cache in caches),
+        savings=[
+            Saving(factor, sum(cache.needs.up_to(factor) for cache in caches))
+            for factor in (1.0, *FACTORS)
+        ],
+        forgotten=sum(cache.evicted.forgotten for cache in caches),
     )
 
 
@@ -486,6 +503,11 @@ def trust_lines(report: AuditReport, audits: Sequence[RankAudit]) -> Iterator[st
         yield (
             f"{forgotten:,} evicted blocks were forgotten for newer ones ({kept:,} are remembered)"
             ": more tokens may have been evicted before."
+        )
+    if report.capacity.forgotten:
+        yield (
+            f"{report.capacity.forgotten:,} blocks that no rank held any more were forgotten for "
+            "newer ones: one cache, if larger, or infinite, may have saved more."
         )
     for name, what in _LEFT_OUT.items():
         if count := sum(rank.counts[name] for rank in audits):

@@ -92,6 +92,11 @@ class PrefixTree:
     def __iter__(self) -> Iterator[Prefix]:
         return iter(self._prefixes.values())
 
+    def is_held(self, key: bytes) -> bool:
+        """Whether some rank holds a prefix of this key."""
+        prefix = self._prefixes.get(key)
+        return prefix is not None and bool(prefix.held)
+
     def start(self, model: bytes) -> Prefix:
         """Return the start of all prompts of a model: every rank holds it."""
         start = self._starts.get(model)
@@ -281,8 +286,8 @@ class Evicted:
     """The keys of evicted blocks, at most `limit` of them: the oldest are forgotten first."""
 
     def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.forgotten = 0
-        self._limit = limit
         # Number and time, by key. A distance is a place in the order, so that is kept sorted:
         # O(log limit) a call.
         self._evictions: dict[bytes, tuple[int, float]] = {}
@@ -300,7 +305,7 @@ class Evicted:
     def add(self, key: bytes, at: float) -> None:
         """Note that a block was evicted."""
         self.discard(key)
-        if len(self._keys) >= self._limit:
+        if len(self._keys) >= self.limit:
             self.discard(self._keys.peekitem(0)[1])
             self.forgotten += 1
         self._evictions[key] = (self._next, at)
@@ -322,14 +327,42 @@ class Evicted:
             del self._keys[eviction[0]]
 
 
+class FleetCache:
+    """One cache that all ranks of a model would share, as large as theirs together.
+
+    It holds what any rank holds, each prefix once. In the room that copies and free blocks leave it
+    keeps what was evicted last. So it has whatever a router could have found, and more.
+    """
+
+    def __init__(self) -> None:
+        # In blocks: the room of all ranks, what is in it, and of that what is there once more.
+        self.size = 0
+        self.used = 0
+        self.copies = 0
+        self.block_size = 0  # tokens; of the rank that was heard last
+        self.evicted = Evicted(0)  # held by no rank any more; each rank raises the limit
+        # Computed tokens, by how many times as large it must be to hold them.
+        self.needs = Histogram()
+
+    @property
+    def room(self) -> int:
+        """Blocks that it can keep of what no rank holds."""
+        return self.size - self.used + self.copies
+
+
 class HeldBlocks:
     """Holds and releases a rank's blocks in the fleet's tree, copy by copy."""
 
-    def __init__(self, bit: int, tree: PrefixTree, max_blocks: int, max_evicted: int) -> None:
+    def __init__(
+        self, bit: int, tree: PrefixTree, fleet: FleetCache, max_blocks: int, max_evicted: int
+    ) -> None:
         self.bit = bit
+        self.fleet = fleet
+        fleet.evicted.limit += max_evicted
         self.labels: dict[BlockHash, RankBlock] = {}
         self.evicted = Evicted(max_evicted)
         self.on_device = 0  # physical blocks, copies included
+        self._most = 0  # blocks at a time: how much room the rank was seen to have
         self.lifetimes = Histogram()  # of blocks that left in the window, in seconds
         self._tree = tree
         self._max_blocks = max_blocks
@@ -350,6 +383,7 @@ class HeldBlocks:
             if len(self.labels) >= self._max_blocks:
                 return "max_blocks_per_rank"
             block = self.labels[label] = RankBlock(None, now)
+            self.fleet.used += 1
             self._place(block, prefix)
         elif block.prefix is None:
             self._place(block, prefix)
@@ -379,6 +413,7 @@ class HeldBlocks:
                 del block.tiers[tier]
         if not block.device and not block.tiers:
             del self.labels[label]
+            self.fleet.used -= 1
             if block.prefix is not None and self._release(block.prefix):
                 self._leaving[block.prefix.key] = (self._left, now)
                 self._left += 1
@@ -388,13 +423,26 @@ class HeldBlocks:
 
     def find_evicted(self, prefix: Prefix) -> Returned | None:
         """Return when the rank evicted a prefix; its distance is as of the batch's beginning."""
-        if prefix.held & self.bit:
-            return None
+        return None if prefix.held & self.bit else self._find_evicted(prefix, self.evicted)
+
+    def need(self, prefix: Prefix, ranks: int, room: int) -> float:
+        """Return how many times as large `fleet` must be to hold what none of these ranks holds.
+
+        `room` is that of the batch's beginning. Infinite if nobody is known to have held it.
+        """
+        if prefix.held & ranks:
+            return 0.0
+        evicted = self._find_evicted(prefix, self.fleet.evicted)
+        if evicted is None:
+            return math.inf
+        return 1.0 + (evicted.distance - room) / max(1, self.fleet.size)
+
+    def _find_evicted(self, prefix: Prefix, memory: Evicted) -> Returned | None:
         # A batch's order is not that of time: what it evicted is looked up apart until its end.
         leaving = self._leaving.get(prefix.key)
         if leaving is not None:
             return Returned(leaving[1], self._left - leaving[0])
-        return self.evicted.find(prefix.key)
+        return memory.find(prefix.key)
 
     def settle(self) -> None:
         """End a batch: its evicted blocks can return from now on."""
@@ -407,8 +455,14 @@ class HeldBlocks:
         # First what returned: a block that returned and left within the batch is evicted.
         for key in self._returning:
             self.evicted.discard(key)
+            self.fleet.evicted.discard(key)
         for key, (_, at) in self._leaving.items():
             self.evicted.add(key, at)
+            if not self._tree.is_held(key):
+                self.fleet.evicted.add(key, at)
+        most = max(self._most, self.on_device, len(self.labels))
+        self.fleet.size += most - self._most
+        self._most = most
         self._returning.clear()
         self._leaving.clear()
         self._left = 0
@@ -416,8 +470,9 @@ class HeldBlocks:
     def drop(self) -> None:
         """Hold nothing any more, and remember nothing: none of it was evicted for room."""
         for block in self.labels.values():
-            if block.prefix is not None and block.prefix.held & self.bit:
-                self._tree.release(block.prefix, self.bit)
+            if block.prefix is not None:
+                self._release(block.prefix)
+        self.fleet.used -= len(self.labels)
         self.labels.clear()
         self.evicted.clear()
         self._further.clear()
@@ -426,10 +481,17 @@ class HeldBlocks:
         self._doubtful.clear()
         self.on_device = self._left = 0
 
+    def leave(self) -> None:
+        """Be no part of the fleet any more, once nothing is held: another rank may get the bit."""
+        self.fleet.size -= self._most
+        self.fleet.evicted.limit -= self.evicted.limit
+        self.bit = self._most = 0
+
     def _place(self, block: RankBlock, prefix: Prefix | None) -> None:
         block.prefix = prefix
         if prefix is None:
             return
+        self.fleet.copies += bool(prefix.held)
         if prefix.held & self.bit:
             self._further[prefix] += 1
         else:
@@ -456,6 +518,7 @@ class HeldBlocks:
             self._further[prefix] = further - 1
             if further == 1:
                 del self._further[prefix]
-            return False
-        self._tree.release(prefix, self.bit)
-        return True
+        else:
+            self._tree.release(prefix, self.bit)
+        self.fleet.copies -= bool(prefix.held)
+        return not further

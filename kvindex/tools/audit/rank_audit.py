@@ -8,6 +8,7 @@ another medium is a copy.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,6 +72,8 @@ class RankAudit:
         self._removed: set[BlockHash] = set()
         self._now = 0.0
         self._window = Window(False, 0, 0)
+        self._room = 0  # of the shared cache
+        self._need = 0.0  # of the run at hand: the most that a block so far has needed
 
     def stop_away(self, at: float, *, resume: bool = False) -> None:
         """Sum up the time until now in which the contents did not count."""
@@ -93,7 +96,7 @@ class RankAudit:
     def apply(self, batch: EventBatch, window: Window) -> None:
         """Process a batch's events in order."""
         self._removed.clear()
-        self._now, self._window = batch.ts, window
+        self._now, self._window, self._room = batch.ts, window, self.blocks.fleet.room
         self.counts["skipped_events"] += len(batch.skipped)
         # Labels of one group say nothing of another's blocks.
         if self.groups.learn(batch) and self.blocks.labels:
@@ -113,7 +116,10 @@ class RankAudit:
             else:
                 self.counts["clears"] += window.counted
                 self.drop(forget=False)
+                # Other weights may follow: then no cache could have used what was before.
+                self.blocks.fleet.evicted.clear()
         self.blocks.settle()
+        self.blocks.fleet.block_size = self.groups.size or self.blocks.fleet.block_size
         self.peak = max(self.peak, self.blocks.on_device)
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -222,6 +228,7 @@ class RankAudit:
         elif not first.token_ids:
             blocks["returned"] = len(labels)
         else:
+            self._need = 0.0
             for label, prefix in zip(labels, prefixes, strict=True):
                 self._classify(label, prefix, blocks, size)
             # Generation stores one block at a time, as it fills; a prompt stores several, mostly.
@@ -251,6 +258,11 @@ class RankAudit:
                 blocks["here"] += 1
             return
         blocks["computed"] += 1
+        # A cache that lacks a block cannot use those behind it.
+        self._need = max(self._need, self.blocks.need(prefix, self._window.peers | bit, self._room))
+        if self._need < math.inf:
+            blocks["again"] += 1
+            self.blocks.fleet.needs.add(self._need, size)
         # Whole prefixes: a block behind a hole saves a router nothing.
         others = prefix.whole & self._window.peers
         if others:

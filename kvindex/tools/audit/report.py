@@ -20,6 +20,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
         evicted_elsewhere: those of `evicted` that are in `elsewhere`, too.
         here: the same rank held them, and computed them again all the same (a prompt's last block).
         unreachable: the same rank held them behind a block that it had evicted.
+        again: some rank had computed them before, as far as the audit remembers: `elsewhere`, most
+            of `evicted`, and what other ranks had evicted.
         first: nobody held them, as far as the audit saw.
         unknown: events leave out which prompt they belong to.
         alone: of `computed`, those in blocks that were stored one at a time, as generation does.
@@ -38,6 +40,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     evicted_elsewhere: int = 0
     here: int = 0
     unreachable: int = 0
+    again: int = 0
     first: int = 0
     unknown: int = 0
     alone: int = 0
@@ -57,6 +60,23 @@ class Saving(msgspec.Struct, frozen=True):
 
     factor: float
     tokens: int
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What one cache for all ranks of a model would have held of the computed tokens.
+
+    It holds what any rank holds, once, and in the rest of its room what was evicted last. So
+    `Tokens.elsewhere` is at most its saving, and that at most `Tokens.again`.
+
+    Attributes:
+        size: tokens that all ranks together were seen to have room for.
+        savings: by times of this size, from 1 on.
+        forgotten: blocks that no rank holds any more and that were forgotten for newer ones.
+    """
+
+    size: int
+    savings: list[Saving]
+    forgotten: int
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -162,6 +182,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         tokens: the sum over the ranks.
         ranks: each rank, sorted by name.
         savings: what larger caches would have saved, the smallest first.
+        capacity: what one cache for all ranks would have saved.
         ages: tokens of `evicted` by the seconds since they were evicted.
         lifetimes: blocks that left in the window, by the seconds for which they were held.
         duplication: who holds the same at the end.
@@ -180,6 +201,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Tokens
     ranks: list[RankReport]
     savings: list[Saving]
+    capacity: Capacity
     ages: list[Bar]
     lifetimes: list[Bar]
     duplication: Duplication

@@ -29,7 +29,7 @@ def add_audit_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--settle S", text, seconds, 15.0)
     text = "fill gaps of recordings from the replay replies in them"
     option(parser, "--with-replayed", text)
-    text = "evicted blocks remembered of each rank, at about 320 bytes"
+    text = "evicted blocks remembered of each rank, at 320 to 640 bytes"
     option(parser, "--max-evicted BLOCKS", text, count, 1 << 17)
     option(parser, "--no-tokens", "do not show how shared prefixes begin")
     option(parser, "--json", "print one JSON object instead")

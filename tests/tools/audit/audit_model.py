@@ -45,6 +45,11 @@ class Model:
         self.tokens: dict[Rank, Counter[str]] = {}
         self.distances: dict[Rank, Counter[int]] = {}
         self.peaks: Counter[Rank] = Counter()  # blocks on the device, copies included
+        # Of one cache for all: what no rank holds any more, oldest first; the most blocks of each
+        # rank; tokens by how many times as large it must be.
+        self.evicted: list[Path] = []
+        self.most: Counter[Rank] = Counter()
+        self.needs: Counter[float] = Counter()
 
     def add(self, rank: Rank) -> None:
         self.ranks[rank] = ModelRank()
@@ -56,16 +61,20 @@ class Model:
     ) -> None:
         """Take one batch, while the other ranks hold what `elsewhere` says."""
         me = self.ranks[rank]
-        frozen = list(me.evicted)  # distances are as of the batch's beginning
+        # Distances are as of the batch's beginning.
+        frozen, room = [*me.evicted], self._room()
+        gone = [*self.evicted]
         evicted_now: list[Path] = []
         for run in joined(events):
             first = run[0]
             if isinstance(first, AllBlocksCleared):
                 me.forget()
-                frozen, evicted_now = [], []
+                self.evicted.clear()
+                frozen, gone, evicted_now = [], [], []
             elif isinstance(first, BlockRemoved):
                 self._remove(me, first, evicted_now)
             elif first.medium in (None, "GPU"):
+                self._need(me, run, elsewhere, room, gone, evicted_now)
                 self._store(rank, run, elsewhere, frozen, evicted_now)
             else:
                 for event in run:
@@ -79,6 +88,39 @@ class Model:
         me.evicted = [path for path in me.evicted if path not in held]
         on_device = sum(count for (_, medium), count in me.copies.items() if medium == "GPU")
         self.peaks[rank] = max(self.peaks[rank], on_device)
+        self.most[rank] = max(self.most[rank], on_device, len(me.labels()))
+        anywhere = set().union(*(one.held() for one in self.ranks.values()))
+        gone = [path for path in (*self.evicted, *evicted_now) if path not in anywhere]
+        self.evicted = [path for i, path in enumerate(gone) if path not in gone[i + 1 :]]
+
+    def _room(self) -> int:
+        """Blocks that one cache for all has beside what the ranks hold, each path once."""
+        ranks = self.ranks.values()
+        paths = {path for rank in ranks for path in rank.held()}
+        unplaced = sum(rank.paths[label] is None for rank in ranks for label in rank.labels())
+        return self.most.total() - len(paths) - unplaced
+
+    def _need(
+        self,
+        me: ModelRank,
+        run: Sequence[Event],
+        elsewhere: Mapping[Rank, set[Path]],
+        room: int,
+        gone: list[Path],
+        evicted_now: list[Path],
+    ) -> None:
+        """Count by how many times as large one cache for all must be to hold a run's blocks."""
+        held, need = me.held(), 0.0
+        for _, path in self._paths(me, run):
+            if path is None or whole(path, held, self.size):
+                continue
+            if path not in held and not any(path in paths for paths in elsewhere.values()):
+                memory = evicted_now if path in evicted_now else gone
+                if path not in memory:
+                    return
+                distance = memory[::-1].index(path) + 1
+                need = max(need, 1 + (distance - room) / max(1, self.most.total()))
+            self.needs[need] += self.size
 
     def _remove(self, me: ModelRank, event: BlockRemoved, evicted_now: list[Path]) -> None:
         for label in event.block_hashes:

@@ -71,7 +71,7 @@ def test_the_page_is_well_formed_and_whole(recordings: list[str], tmp_path: Path
     body = text[text.index("<main>") : text.index("</main>")] + "</main>"
     main_part = ElementTree.fromstring(body)
     plots = list(main_part.iter("svg"))
-    assert len(plots) == 6
+    assert len(plots) == 7
     ids = [element.get("id") for element in main_part.iter() if element.get("id")]
     assert len(ids) == len(set(ids))
     for plot in plots:

@@ -11,11 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.routing.cache import PrefixCache
+from benchmarks.routing.engine import Model as EngineModel
+from benchmarks.routing.field import make_policy
+from benchmarks.routing.runs import Fleet as SimulatedFleet
+from benchmarks.routing.runs import Traffic
+from benchmarks.routing.simulation import Clock, Simulation
+from benchmarks.routing.traffic import BLOCK, Turn
 from kvindex import EventBatch, Index, Rank, RankBatch, RankLost, RankRestarted
 from kvindex.routing import Router
 from kvindex.testing import CacheOptions, FakeEngine, Group, Request, Workload
 from kvindex.tools.audit import Auditor, AuditReport, Tokens
 from kvindex.tools.audit.blocks import Histogram, Prefix, PrefixTree
+from kvindex.wire import decode_batch
 from tests.tools.audit.audit_model import Model, contents
 
 pytestmark = pytest.mark.property
@@ -83,6 +91,15 @@ class Fleet:
         assert sum(bar.weight for bar in report.ages) == report.tokens.evicted
         for saving in report.savings:
             assert saving.tokens == self.saved_by(saving.factor)
+        # One cache for all holds what any rank holds, and an infinite one all that was before.
+        needs = self.model.needs
+        saved = {saving.factor: saving.tokens for saving in report.capacity.savings}
+        for factor in (1.0, 2.0, 8.0):
+            held = sum(tokens for need, tokens in needs.items() if need <= factor)
+            assert saved[factor] == held
+        assert report.tokens.again == needs.total()
+        assert report.tokens.elsewhere <= saved[1.0]
+        assert report.capacity.size == self.model.most.total() * SIZE
         return report.tokens
 
     def saved_by(self, factor: float) -> int:
@@ -294,3 +311,53 @@ def test_a_kv_aware_router_saves_most_of_the_audits_bound() -> None:
     saved = in_turn.computed - by_prefix.computed
     assert 0.7 * in_turn.elsewhere < saved <= in_turn.elsewhere
     assert by_prefix.elsewhere < 0.2 * in_turn.elsewhere
+
+
+class Heard(Index):
+    """An index whose batches an auditor hears, too."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(seed=1)
+        self.auditor = Auditor()
+        self.auditor.begin(0.0)
+        self._clock = clock
+
+    def apply(self, rank: Rank, payload: Any) -> None:  # type: ignore[override]
+        super().apply(rank, payload)
+        batch = RankBatch(rank, 0, 0, decode_batch(payload), False)
+        self.auditor.receive(batch, self._clock.now)
+
+
+def computed_by_one_cache(turns: Sequence[Turn], blocks: int) -> int:
+    """Tokens that one engine computes, in whole blocks; what was used least recently goes first."""
+    cache, computed = PrefixCache(blocks), 0
+    for turn in turns:
+        hit = cache.leading(turn.blocks[: (turn.prompt - 1) // BLOCK])
+        pinned, own = list(turn.blocks[:hit]), -(-(turn.prompt + turn.output) // BLOCK) - hit
+        assert cache.take(pinned, own)
+        known = min(len(turn.blocks), (turn.prompt + turn.output - 1) // BLOCK)
+        new = cache.store(turn.blocks[hit:known])
+        computed += len(new) * BLOCK
+        cache.release(pinned + new, own - len(new))
+    return computed
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "kvindex"])
+@pytest.mark.parametrize("kind", ["chat", "rag"])
+def test_one_cache_computes_what_a_simulated_engine_with_all_memory_does(
+    kind: str, policy: str
+) -> None:
+    clock, fleet = Clock(), SimulatedFleet(ranks=4, model=EngineModel(cache=BLOCK * 128))
+    index = Heard(clock)
+    router = Router(index, policy=make_policy(policy), clock=clock, seed=1)
+    simulation = Simulation(index, [router], clock, ranks=fleet.ranks, model=fleet.model)
+    requests = simulation.run(Traffic(kind, 1.5, 300).sessions(fleet, seed=1))
+    report = index.auditor.report(clock.now)
+
+    tokens, turns = report.tokens, [request.turn for request in requests]
+    saved = {saving.factor: saving.tokens for saving in report.capacity.savings}
+    assert tokens.elsewhere <= saved[1.0] <= saved[2.0] <= tokens.again
+    assert tokens.computed - tokens.again == computed_by_one_cache(turns, 1 << 30)
+    for factor in (1.0, 2.0):
+        truth = computed_by_one_cache(turns, int(factor) * 4 * 128)
+        assert abs(tokens.computed - saved[factor] - truth) <= 0.015 * truth

@@ -210,6 +210,16 @@ RULES: dict[str, Rule] = {
         {A: {"label_ambiguous": 1, "unplaced": 4}, B: {"elsewhere": 0}},
         "1 blocks whose label names another block",
     ),
+    "what any rank evicted, an infinite cache would have held": (
+        [(A, stored(0, 2)), (A, removed(2, 1)), (B, stored(0, 3))],
+        {B: {"again": 12, "elsewhere": 4, "evicted": 0, "first": 12}},
+        "",
+    ),
+    "what was before a clear is of no use to any cache": (
+        [(A, stored(0, 2)), (A, removed(2), AllBlocksCleared()), (B, stored(0, 3))],
+        {B: {"again": 0}},
+        "",
+    ),
     "renamed ranks keep what they hold and change their worker": (
         [
             *((A, stored(0, 3)), (B, stored(0, 0, prompt=1))),
@@ -253,6 +263,8 @@ def test_what_is_gone_with_the_whole_cache_was_not_evicted(scene: Scene, how: st
     assert report.tokens.first == 32
     assert scene.of(B).tokens.elsewhere == 16
     assert report.tokens.computed == 48
+    # A rank that comes anew has one room, not two.
+    assert report.capacity.size == 8 * SIZE
 
 
 def test_what_returns_shows_by_how_much_the_cache_was_too_small(scene: Scene) -> None:
@@ -303,6 +315,8 @@ def test_a_bounded_memory_of_evicted_blocks_counts_what_it_forgot() -> None:
     assert report.tokens.evicted == 4
     assert report.evicted_forgotten == 1
     assert any("1 evicted blocks were forgotten" in line for line in scene.report().trust)
+    assert scene.report().capacity.forgotten == 1
+    assert any("1 blocks that no rank held" in line for line in scene.report().trust)
 
 
 def test_the_past_of_a_late_rank_is_known_but_not_counted(scene: Scene) -> None:
