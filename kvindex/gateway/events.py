@@ -25,6 +25,7 @@ _LOOK_BACK: Final = 3  # bytes of a blank line that may have come before
 _DONE: Final = frozenset(
     {"response.completed", "response.failed", "response.incomplete", "message_stop"}
 )
+_FAILED: Final = frozenset({"response.failed", "error"})
 _CONTENT: Final = frozenset({"content_block_delta"})
 # Types of errors that another engine would answer, too.
 _CLIENTS: Final = ("invalid", "badrequest", "not_found", "notfound", "too_large", "unprocessable")
@@ -92,6 +93,7 @@ class _Holder(msgspec.Struct):
 
     usage: _Reported | None = None
     id: Any = None
+    error: Any = None
 
 
 class _Event(msgspec.Struct):
@@ -113,6 +115,7 @@ class _Started(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Event).decode
 _decode_holder = msgspec.json.Decoder(_Holder).decode
+_decode_fields = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_started = msgspec.json.Decoder(_Started).decode
 
 
@@ -242,7 +245,7 @@ class Events:
         except UNREADABLE:
             self.unread += 1
             return None
-        choices, usage = read.choices, read.usage
+        choices, usage, error = read.choices, read.usage, read.error
         self._ends_choice = False
         if choices:
             for choice in choices:
@@ -253,12 +256,10 @@ class Events:
                     self._ends_choice = True
         elif read.type:
             self._read_typed(read.type, read.response, data)
-        if read.error is not None or read.type == "error":
-            error = read.error if isinstance(read.error, dict) else {"message": read.error}
-            self.error = str(error.get("message"))[:200]
-            code, kind = error.get("code"), str(error.get("type")).lower()
-            is_clients = isinstance(code, int) and 400 <= code < 500
-            self.has_failed = not (is_clients or any(word in kind for word in _CLIENTS))
+            if error is None and read.type in _FAILED:
+                error = _error_of(read, data)
+        if error is not None:
+            self._note_error(error)
         if usage is not None:
             self.usage = _merged(self.usage, usage)
             # Nobody has asked for usage with each piece: the engine sends it to all, unasked, and
@@ -266,6 +267,14 @@ class Events:
             if choices:
                 self._hides_usage = False
         return read
+
+    def _note_error(self, error: Any) -> None:
+        fields = error if isinstance(error, dict) else {"message": error}
+        self.error = str(fields.get("message"))[:200]
+        code = fields.get("code")
+        kind = f"{fields.get('type')} {code}".lower()
+        is_clients = isinstance(code, int) and 400 <= code < 500
+        self.has_failed = not (is_clients or any(word in kind for word in _CLIENTS))
 
     def _read_typed(self, kind: str, holder: _Holder | None, data: bytes) -> None:
         """Note what an event of the responses or messages API reports."""
@@ -282,6 +291,16 @@ class Events:
                 holder = None
         if holder is not None and holder.usage is not None:
             self.usage = _merged(self.usage, holder.usage)
+
+
+def _error_of(read: _Event, data: bytes) -> Any:
+    """Return the error that an event of the responses API has by its type."""
+    if read.type == "response.failed":
+        return None if read.response is None else read.response.error
+    try:
+        return _decode_fields(data)  # the error's fields stand beside the type
+    except UNREADABLE:
+        return read.type
 
 
 def usage_of(body: bytes, before: Usage | None = None) -> Usage | None:

@@ -343,14 +343,14 @@ class Exchange:
             self.reservation.first_token()
 
     def reported(
-        self, end: End, status: int, usage: Usage | None, now: float, *, has_failed: bool = False
+        self, end: End, status: int, usage: Usage | None, now: float, reason: str = ""
     ) -> None:
-        """End as the proxy says; `has_failed`: the engine did, whatever the status."""
+        """End as the proxy says; `reason`: why the engine has failed, whatever the status."""
         if self.stage is not Stage.ENDED:
             self.usage = usage
             if self.reservation is not None and end is not End.LEFT:
-                if has_failed or (status >= 500 and status != 501):
-                    self.reservation.failed(f"status_{status}")
+                if reason or (status >= 500 and status != 501):
+                    self.reservation.failed(reason or f"status_{status}")
                 elif end is not End.WHOLE:
                     self.reservation.answered()
             self._end(end, status, now)

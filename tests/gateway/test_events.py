@@ -153,10 +153,40 @@ def test_comments_are_no_events() -> None:
     assert (events.has_event, forwarded) == (False, b": keep-alive\n\n: again\n\n")
 
 
-@pytest.mark.parametrize("error", [{"message": "out of memory", "code": 500}, "out of memory"])
-def test_an_error_event_is_noticed(error: object) -> None:
-    events, _ = read(ROLE, event({"error": error}), DONE)
-    assert events.error == "out of memory"
+def failed_response(code: str) -> bytes:
+    error = {"code": code, "message": "boom"}
+    response = {"id": "resp_1", "metadata": {}, "error": error}
+    return b"event: response.failed\n" + event({"response": response, "type": "response.failed"})
+
+
+ERRORS = [  # each with whether it is the engine's fault
+    (event({"error": "boom"}), True),
+    (event({"error": {"message": "boom", "code": 500}}), True),
+    (event({"error": {"message": "boom", "code": 400}}), False),
+    (event({"error": {"message": "boom", "type": "NotFoundError", "code": None}}), False),
+    (event({"error": {"message": "boom } in {} output", "code": 500}}), True),
+    (event({"error": {"message": "boom" + "x" * 5_000, "code": 500}}), True),
+    (event({"error": {"message": "boom" + "x" * 5_000, "code": 422}}), False),
+    (event({"choices": [], "error": {"message": "boom", "code": 400}}), False),
+    (event({"type": "error", "error": {"type": "overloaded_error", "message": "boom"}}), True),
+    (event({"type": "error", "error": {"type": "invalid_request", "message": "boom"}}), False),
+    (event({"type": "error", "message": "boom"}), True),
+    (event({"code": "server_error", "message": "boom", "type": "error"}), True),
+    (event({"code": "invalid_prompt", "message": "boom", "type": "error"}), False),
+    (failed_response("server_error"), True),
+    (failed_response("invalid_prompt"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "has_failed"), ERRORS)
+def test_an_error_event_is_noticed(error: bytes, has_failed: bool) -> None:
+    events, _ = read(ROLE, error, DONE)
+    assert (str(events.error)[:4], events.has_failed) == ("boom", has_failed)
+
+
+def test_an_error_event_whose_words_cannot_be_read_is_one() -> None:
+    events, _ = read(b'data: {"type": "error", "message": "\xff"}\n\n')
+    assert (events.error, events.has_failed) == ("error", True)
 
 
 def test_the_usage_of_the_responses_api_is_in_its_last_event() -> None:

@@ -2,17 +2,24 @@
 -- engine, and what its last events say. The rest stays in Envoy. What is set in the metadata
 -- "kvindex" is in the request's access log.
 
-local find, sub, byte = string.find, string.sub, string.byte
+local find, match, sub, byte = string.find, string.match, string.sub, string.byte
 
 local CONTENT = {  -- what stands in an event with content, of each API; most tokens have the first
   '"content":%s*"[^"]', '"text":%s*"[^"]', '"reasoning_content":%s*"[^"]', '"reasoning":%s*"[^"]',
   '"tool_calls":%s*%[%s*{', '"function_call":%s*{', '"refusal":%s*"[^"]',
   '"content_block_delta"', '"response%.[%a_]+%.delta"',
 }
+-- Where an error begins: in the object of an event itself, before any other in it, since those
+-- repeat what clients have sent. No string within JSON has a line end.
+local ERRORS = {
+  '\ndata: *{[^{\n]-"error":%s*()[^n%s]', '\ndata: *{()[^{\n]-"type":%s*"error"',
+  '\nevent: *response%.failed\r?\ndata:[^\n]-"error":%s*()[^n%s]',
+}
 local MOST_KEPT = 1048576  -- bytes of an event without an end
 local MOST_USAGE = 4096  -- bytes of a usage
 local MOST_USAGES = 64  -- that are looked at in one piece
-local MOST_ID = 256  -- bytes within which the id of a whole response stands
+local MOST_ID = 256  -- bytes within which the id of a response stands
+local MOST_WORD = 64  -- bytes of an error's type, or code
 
 local function has_content(events)
   for _, pattern in ipairs(CONTENT) do
@@ -63,7 +70,7 @@ local function without_usage(events, shown)
     shown.last = ""
     if shown.hides and has_usage and find(event, '"choices":%s*%[%s*%]')
       and not find(event, '"error":%s*[^n%s]') then
-      kept[#kept + 1] = stamped(last, string.match(event, '"system_fingerprint":%s*("[^"\\]*")'))
+      kept[#kept + 1] = stamped(last, match(event, '"system_fingerprint":%s*("[^"\\]*")'))
     elseif shown.hides and has_choices and find(event, '"finish_reason":%s*"')
       and not find(event, '"system_fingerprint":%s*"') then
       kept[#kept + 1] = last
@@ -92,7 +99,7 @@ end
 -- Note the id of a response that begins where no client can have written it.
 local function note_id(handle, text, before)
   if not handle:streamInfo():dynamicMetadata():get("kvindex")["makes"] then return end
-  local id = string.match(text, before .. '{%s*"id":%s*"([%w_.:-]+)"')
+  local id = match(text, before .. '{%s*"id":%s*"([%w_.:-]+)"')
   if id and #id <= 128 then note(handle, "made", id) end
 end
 
@@ -105,7 +112,7 @@ local function note_usage(handle, text)
     local begin, brace = find(text, '"usage":%s*{', from)
     if not begin then break end
     has_some, from = true, brace
-    local usage = string.match(sub(text, brace, brace + MOST_USAGE), '^%b{}')
+    local usage = match(sub(text, brace, brace + MOST_USAGE), '^%b{}')
     if usage then
       from = brace + #usage
       if #usage <= MOST_USAGE and not find(usage, '[\128-\255]') then  -- what the log can carry
@@ -122,19 +129,27 @@ local function plain(text)
   return (string.gsub(sub(text, 1, MOST_USAGE), '[\128-\255]', '?'))
 end
 
--- Note an error, whose words tell whether the engine has failed.
+-- A field of an error that is one word.
+local function word_of(said, name)
+  return sub(match(said, '"' .. name .. '":%s*"([^"\\%c\128-\255]*)"') or "", 1, MOST_WORD)
+end
+
+-- Note the type and code of an error: they tell whether the engine has failed.
 local function note_error(handle, text)
-  local at, brace = find(text, '"error":%s*[^n%s]')
-  if at then
-    local begun = sub(text, brace, brace + MOST_USAGE)
-    local said = string.match(begun, '^%b{}') or string.match(begun, '^"[^"\\]*"')
-    note(handle, "error", plain(said or "null"))
+  for _, form in ipairs(ERRORS) do
+    local at = match(text, form)
+    if at then
+      local said = sub(text, at, (find(text, '\n\r?\n', at)))
+      local code = match(said, '"code":%s*(%d%d%d)[%s,}]') or "null"
+      local kind = word_of(said, "type") .. " " .. word_of(said, "code")
+      return note(handle, "error", '{"type":"' .. kind .. '","code":' .. code .. '}')
+    end
   end
 end
 
 -- Note what events say; return those that are forwarded.
 local function read(handle, events, shown)
-  if find(events, '"error":', 1, true) then note_error(handle, events) end
+  if find(events, '"error"', 1, true) then note_error(handle, "\n" .. events) end
   if is_last(events) then note(handle, "last", "yes") end
   local has_usage = find(events, 'usage":', 1, true) and note_usage(handle, events)
   if not shown.hides then return events end
@@ -167,9 +182,12 @@ local function read_events(handle, request)
     end
     if events ~= "" then
       -- Comments are no events, nor is the end.
-      is_empty = is_empty and not find(events, 'data: *[^%s%[]')
+      local first = is_empty and find(events, 'data: *[^%s%[]')
+      if first then
+        is_empty = false
+        note_id(handle, sub(events, first, first + MOST_ID), '^data: *{[^{\n]-"response":%s*')
+      end
       if not has_begun then
-        note_id(handle, events, 'data:[^\n]-"response":%s*')
         has_begun = has_content(events)
         if has_begun then report_first(handle, request.booking, request.served) end
       end
@@ -191,7 +209,9 @@ local function read_whole(handle, request)
     local size = chunk:length()
     local data = size > 0 and chunk:getBytes(0, size) or ""
     if #begin < MOST_ID then begin = begin .. sub(data, 1, MOST_ID) end
-    if tail == "" and request.status == "200" then note_error(handle, data) end
+    if tail == "" and request.status == "200" and find(data, '"error"', 1, true) then
+      note_error(handle, "\ndata:" .. string.gsub(data, '\n', ' '))
+    end
     tail = sub(tail .. data, -4096)
   end
   note_id(handle, begin, "^%s*")
@@ -214,6 +234,8 @@ function envoy_on_response(handle)
       headers:add(name, notes[name])
     end
   end
+  -- Compressed by something before the engine: nothing can be read of it.
+  if string.lower(headers:get("content-encoding") or "identity") ~= "identity" then return end
   if find(headers:get("content-type") or "", "text/event-stream", 1, true) == 1 then
     read_events(handle, request)
   else

@@ -527,11 +527,12 @@ class Reports:
         )
         if "refusal" in noted:
             exchange.note_refusal(noted["refusal"].encode())
-        error = b'{"error":%b}' % noted.get("error", "null").encode()
-        has_failed = end is End.BROKEN or (end is End.EVENT and is_failure(error))
-        self._end(
-            key, end, status, usage_noted(noted), min(ended, self._time()), has_failed=has_failed
-        )
+        reason = ""
+        if end is End.BROKEN:
+            reason = "empty" if "empty" in noted else "reset"
+        elif end is End.EVENT and is_failure(b'{"error":%b}' % noted["error"].encode()):
+            reason = "error_event"
+        self._end(key, end, status, usage_noted(noted), min(ended, self._time()), reason)
 
     def _count_unpicked(self, entry: Any) -> None:
         # The picker was away, and Envoy has chosen an engine by itself.
@@ -562,12 +563,11 @@ class Reports:
         status: int,
         usage: Usage | None,
         now: float,
-        *,
-        has_failed: bool = False,
+        reason: str = "",
     ) -> None:
         exchange = self._open.pop(key)
         del self._heard[key]
-        exchange.reported(end, status, usage, now, has_failed=has_failed)
+        exchange.reported(end, status, usage, now, reason)
         self._access.end(exchange)
 
 

@@ -18,11 +18,12 @@ pytest.importorskip("lupa")
 from lupa import luajit21
 
 from kvindex.gateway.envoy.config import lua
-from kvindex.gateway.events import Events, Usage
+from kvindex.gateway.events import Events, Usage, is_failure
 from kvindex.gateway.picker.stream import usage_noted
 from tests.gateway.test_events import (
     BESIDE_CHOICES,
     DONE,
+    ERRORS,
     LAST,
     REPORT,
     ROLE,
@@ -31,12 +32,14 @@ from tests.gateway.test_events import (
     USAGE,
     chunk,
     event,
+    failed_response,
+    read,
 )
 
 pytestmark = pytest.mark.service
 
 HARNESS = """
-return function(pieces, content_type, notes, status)
+return function(pieces, content_type, notes, status, coding)
   local out, metadata, calls, removed = {}, {kvindex = notes}, {}, {}
   local function chunk_of(data)
     local chunk = {data = data}
@@ -47,7 +50,7 @@ return function(pieces, content_type, notes, status)
   end
   local fields = {["content-type"] = content_type, ["x-kvindex-served"] = "10.0.0.5:8000"}
   local added = {}
-  fields[":status"] = status
+  fields[":status"], fields["content-encoding"] = status, coding
   local headers, info, handle = {}, {}, {}
   function headers:get(name) return fields[name] end
   function headers:add(name, value) added[name] = value end
@@ -103,13 +106,14 @@ def answered(
     kind: str = "text/event-stream",
     status: bytes = b"200",
     notes: Mapping[str, str] = {},
+    coding: bytes | None = None,
 ) -> Answer:
     """Have the program read an answer in these chunks, and its end."""
     run, runtime = program
     given = {b"booking": b"key-1", **({b"hides": b"yes"} if hides else {})}
     given |= {name.encode(): note.encode() for name, note in notes.items()}
     body, noted, calls, removed, added = run(
-        [*pieces, b""], kind.encode(), runtime.table_from(given), status
+        [*pieces, b""], kind.encode(), runtime.table_from(given), status, coding
     )
     assert removed == 1, "the client does not see who has served"
     said = {name.decode(): value.decode() for name, value in noted.items()}
@@ -134,7 +138,22 @@ RESPONSES = [
     event({"type": "response.output_text.delta", "delta": "a"}),
     event({"type": "response.incomplete", "response": {"usage": {"input_tokens": 4}}}),
 ]
-PARTS = [ROLE, TEXT, LAST, REPORT, DONE, b": keep-alive\n\n", event({"error": {"message": "m"}})]
+# What a client has sent, or a model has written, where an engine repeats it.
+ECHOES = [
+    event({"type": "response.created", "response": {"id": "resp_1", "metadata": metadata}})
+    for metadata in (
+        {"error": "boom"},
+        {"a": "data: {", "error": "boom"},
+        {"type": "error", "a": "event: response.failed\n", "error": {"code": 500}},
+    )
+]
+ECHOES += [
+    event({"type": "response.completed", "response": {"tools": [{"a": {"error": {"type": "b"}}}]}}),
+    event({"choices": [{"text": "a", "logprobs": {"top_logprobs": [{"error": -0.1}]}}]}),
+    event(chunk(content='data: {"error": {"code": 500}}')),
+]
+PARTS = [*ECHOES, event({"type": "error", "message": "boom"}), failed_response("server_error")]
+PARTS += [ROLE, TEXT, LAST, REPORT, DONE, b": keep-alive\n\n", event({"error": {"message": "m"}})]
 PARTS += [event(chunk(content='"usage": {"a": 1} [DONE]')), event(chunk(tool_calls=[{"id": 1}]))]
 PARTS += [event(chunk(reasoning_content="b")), event({"choices": [{"text": "a"}], "usage": None})]
 PARTS += [
@@ -143,6 +162,11 @@ PARTS += [
     event({"error": {"message": "m"}, "choices": [], "usage": USAGE}),
 ]
 PARTS += [part.replace(b"\n", b"\r\n") for part in (TEXT, REPORT)]
+
+
+def judged(answer: Answer) -> bool:
+    """Whether the picker holds an error against the engine."""
+    return is_failure(b'{"error":%b}' % answer.notes.get("error", "null").encode())
 
 
 @given(
@@ -161,6 +185,7 @@ def test_the_client_and_the_picker_get_what_the_gateway_itself_would_give_them(
     assert answer.body == expected
     assert usage_noted(answer.notes) == events.usage
     assert ("error" in answer.notes) == (events.error is not None)
+    assert judged(answer) == events.has_failed
     assert len(answer.calls) == events.has_content
 
 
@@ -175,20 +200,34 @@ def test_the_first_content_is_reported_with_the_request_and_who_serves_it(progra
     assert not answered(program, [ROLE, LAST, DONE]).calls
 
 
+@pytest.mark.parametrize(("error", "has_failed"), ERRORS)
+def test_whose_fault_an_error_is_is_noted(program: Any, error: bytes, has_failed: bool) -> None:
+    for parts in ([error], [COMMENT, TEXT + error.replace(b"\n", b"\r\n") + DONE]):
+        answer = answered(program, parts)
+        assert ("error" in answer.notes, judged(answer)) == (True, has_failed)
+    if error.startswith(b"data: "):
+        answer = answered(program, [error[6:]], kind=JSON)
+        assert ("error" in answer.notes, judged(answer)) == (True, has_failed)
+
+
+def test_what_an_engine_repeats_is_no_error_of_its_own(program: Any) -> None:
+    for part in [*ECHOES, event({"error": None})]:
+        assert read(part)[0].error is None
+        assert "error" not in answered(program, [part]).notes
+        assert "error" not in answered(program, [part[6:]], kind=JSON).notes
+
+
+def test_the_words_of_an_error_that_are_noted_are_bounded(program: Any) -> None:
+    error = dict.fromkeys(("type", "code", "message"), "x" * 10_000)
+    assert len(answered(program, [event({"error": error})]).notes["error"]) < 200
+
+
 def test_what_judges_an_engine_is_noted(program: Any) -> None:
-    failed = 'data: {"type":"error","error":{"message":"no é","code":500}}\n\n'.encode()
-    noted = answered(program, [COMMENT, failed]).notes["error"]
-    assert noted == '{"message":"no ??","code":500}'
-    for error in (b'"boom"', b'{"a":'):
-        event_of = b'data: {"error": %b\n\n' % error
-        noted = answered(program, [event_of]).notes["error"]
-        assert noted == (error.decode() if error[-1:] == b'"' else "null")
-    assert "error" not in answered(program, [event({"error": None})]).notes
-    whole = [b'{"error":"boom"}']
-    assert answered(program, whole, kind="application/json").notes["error"] == '"boom"'
     for parts in ([], [COMMENT], [COMMENT, DONE]):
         assert "empty" in answered(program, parts).notes
         assert "empty" not in answered(program, [*parts, ROLE]).notes
+    assert "empty" not in answered(program, [b"\x1f\x8b"], coding=b"gzip").notes
+    assert "empty" in answered(program, [], coding=b"identity").notes
     refusal = [b'{"error":{"message":"', "é no such rank".encode(), b'"}}']
     notes = answered(program, refusal, kind=JSON, status=b"400").notes
     assert notes["refusal"] == '{"error":{"message":"?? no such rank"}}'
@@ -205,6 +244,8 @@ def test_the_id_of_a_response_is_noted_and_none_that_a_text_names(
         stream = cut(b"".join(parts), places)
         assert answered(program, stream, notes={"makes": "yes"}).notes.get("made") == expected
         assert "made" not in answered(program, stream).notes, "of other routes none is noted"
+    odd = event({"response": {"id": "a b", "metadata": {"response": {"id": "resp_2"}}}})
+    assert "made" not in answered(program, cut(odd, places), notes={"makes": "yes"}).notes
     whole = json.dumps({"id": "resp_1", "output": [{"id": "msg_1"}]}).encode()
     other = json.dumps({"output": [{"id": "msg_1"}], "id": "r" * 200}).encode()
     for body, expected in ((whole, "resp_1"), (other, None)):
@@ -240,7 +281,8 @@ def test_a_usage_that_the_access_log_cannot_carry_is_not_noted(program: Any, odd
     "unit",
     [
         *(b'"usage":{', b'"usage":{"a":1},', b'"choices":[],"usage":{'),
-        *(b'"error":{', b'"error": ', b'"error":null,', b"data: "),
+        *(b'"error":{', b'"error": ', b'"error":null,', b"data: ", b'\ndata: {"error"'),
+        *(b'data:"response":', b'\nevent: response.failed\ndata:"error"'),
     ],
 )
 def test_what_has_no_end_costs_no_more_for_each_byte_the_more_there_are(
@@ -248,7 +290,8 @@ def test_what_has_no_end_costs_no_more_for_each_byte_the_more_there_are(
 ) -> None:
     def taken(size: int) -> float:
         began = time.thread_time()
-        answered(program, [b"data: {" + unit * (size // len(unit)) + b"\n\n"], hides=True)
+        stream = [b"data: {" + unit * (size // len(unit)) + b"\n\n"]
+        answered(program, stream, hides=True, notes={"makes": "yes"})
         return (time.thread_time() - began) / size
 
     taken(1 << 16)
