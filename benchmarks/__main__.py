@@ -17,6 +17,7 @@ from benchmarks.measures import (
     cycles,
     fanout,
     gateway,
+    gpu,
     growth,
     hostile,
     http,
@@ -58,6 +59,7 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "hostile": hostile.run,
     "http": http.run,
     "gateway": gateway.run,
+    "gpu": gpu.run,
     "routing": routing.run,
 }
 

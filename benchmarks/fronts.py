@@ -29,6 +29,7 @@ WITH_ENVOY: Final = "kvindex with Envoy"
 ENVOY: Final = "Envoy alone"
 VLLM_ROUTER: Final = "vllm-router"
 LITELLM: Final = "LiteLLM"
+_BLOCKS: Final = 200_000  # of a fake engine's cache
 _START_SECONDS: Final = 120.0
 _TYPES: Final = "type.googleapis.com/envoy"
 
@@ -66,14 +67,14 @@ def started(bench: Bench) -> Iterator[tuple[dict[str, Front], list[str]]]:
     """Run the engines and all gateways; yield these by name, and the URLs of the engines."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        urls = [stack.enter_context(_engine(number)) for number in range(ENGINES)]
-        fronts = {DIRECT: Front(_port(urls[0])), OURS: stack.enter_context(_ours(urls))}
+        urls = [stack.enter_context(fake_engine(number)) for number in range(ENGINES)]
+        fronts = {DIRECT: Front(port_of(urls[0])), OURS: stack.enter_context(ours(urls))}
         if _has_envoy():
             envoy = ("--proxy", "envoy", "--threads", "1")
-            fronts[WITH_ENVOY] = stack.enter_context(_ours(urls, *envoy))
+            fronts[WITH_ENVOY] = stack.enter_context(ours(urls, *envoy))
         if bench.peers:
             fronts[ENVOY] = stack.enter_context(_envoy(bench, folder, urls))
-            fronts[VLLM_ROUTER] = stack.enter_context(_vllm_router(bench, urls))
+            fronts[VLLM_ROUTER] = stack.enter_context(vllm_router(bench.python("router"), urls))
             fronts[LITELLM] = stack.enter_context(_litellm(bench, folder, urls))
         yield fronts, urls
 
@@ -87,16 +88,24 @@ def _has_envoy() -> bool:
 
 
 @contextmanager
-def _process(
-    command: Sequence[str], *, says: str = "", environment: Mapping[str, str] = {}
+def process(
+    command: Sequence[str],
+    *,
+    says: str = "",
+    environment: Mapping[str, str] = {},
+    is_heard: bool = False,
 ) -> Iterator[tuple[int, str]]:
-    """Run a process; yield its id and the first line that has `says`."""
+    """Run a process; yield its id and the first line that has `says`.
+
+    Without `says`, what it prints goes to stderr if it `is_heard`.
+    """
+    unread = sys.stderr if is_heard else subprocess.DEVNULL
     process = subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, **environment},
-        stdout=subprocess.PIPE if says else subprocess.DEVNULL,
-        stderr=None if says else subprocess.DEVNULL,
+        stdout=subprocess.PIPE if says else unread,
+        stderr=None if says else unread,
         text=True,
     )
     try:
@@ -116,17 +125,19 @@ def _process(
 
 
 @contextmanager
-def _engine(number: int) -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmarks.streaming_engine", f"engine-{number}"]
-    with _process(command, says="HTTP at ") as (_, line):
+def fake_engine(number: int, blocks: int = _BLOCKS) -> Iterator[str]:
+    """Run a fake engine with a cache of so many blocks; yield its URL."""
+    command = [sys.executable, "-m", "benchmarks.streaming_engine", f"engine-{number}", f"{blocks}"]
+    with process(command, says="HTTP at ") as (_, line):
         yield line.split()[-1]
 
 
 @contextmanager
-def _ours(urls: Sequence[str], *options: str) -> Iterator[Front]:
+def ours(urls: Sequence[str], *options: str) -> Iterator[Front]:
+    """Run our gateway in front of engines."""
     command = [sys.executable, "-m", "kvindex", "gateway", "--port", "0", *options, *urls]
-    with _process(command, says="serves OpenAI's API") as (pid, line):
-        front = _up(Front(_port(line.split()[-1].removesuffix("/v1")), pid))
+    with process(command, says="serves OpenAI's API") as (pid, line):
+        front = up(Front(port_of(line.split()[-1].removesuffix("/v1")), pid))
         while not front.get("/v1/models")["data"]:
             time.sleep(0.05)
         yield front
@@ -134,14 +145,14 @@ def _ours(urls: Sequence[str], *options: str) -> Iterator[Front]:
 
 @contextmanager
 def _envoy(bench: Bench, folder: Path, urls: Sequence[str]) -> Iterator[Front]:
-    port = _free_port()
+    port = free_port()
     path = folder / "envoy.json"
-    path.write_text(json.dumps(_envoy_config(port, [_port(url) for url in urls])))
+    path.write_text(json.dumps(_envoy_config(port, [port_of(url) for url in urls])))
     python = Path(bench.python("envoy"))
     binary = next(python.parents[1].glob("lib/python*/site-packages/envoy/_bin/envoy"))
     command = [str(binary), "-c", str(path), "--concurrency", "1", "-l", "off"]
-    with _process([*command, "--use-dynamic-base-id"]) as (pid, _):
-        yield _up(Front(port, pid))
+    with process([*command, "--use-dynamic-base-id"]) as (pid, _):
+        yield up(Front(port, pid))
 
 
 def _envoy_config(port: int, engines: Sequence[int]) -> dict[str, Any]:
@@ -180,18 +191,19 @@ def _envoy_config(port: int, engines: Sequence[int]) -> dict[str, Any]:
 
 
 @contextmanager
-def _vllm_router(bench: Bench, urls: Sequence[str]) -> Iterator[Front]:
-    port = _free_port()
-    command = [bench.python("router"), "-m", "vllm_router.launch_router"]
+def vllm_router(python: str, urls: Sequence[str]) -> Iterator[Front]:
+    """Run vLLM's router in front of engines."""
+    port = free_port()
+    command = [python, "-m", "vllm_router.launch_router"]
     command += ["--worker-urls", *urls, "--policy", "cache_aware"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(_free_port())]
-    with _process(command) as (pid, _):
-        yield _up(Front(port, pid))
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    with process(command) as (pid, _):
+        yield up(Front(port, pid))
 
 
 @contextmanager
 def _litellm(bench: Bench, folder: Path, urls: Sequence[str]) -> Iterator[Front]:
-    port, key = _free_port(), f"sk-{secrets.token_hex(8)}"
+    port, key = free_port(), f"sk-{secrets.token_hex(8)}"
     models = [
         {
             "model_name": MODEL,
@@ -208,29 +220,38 @@ def _litellm(bench: Bench, folder: Path, urls: Sequence[str]) -> Iterator[Front]
     binary = str(Path(bench.python("litellm")).with_name("litellm"))
     command = [binary, "--config", str(path), "--host", "127.0.0.1", "--port", str(port)]
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
-    with _process([*command, "--num_workers", "1"], environment=quiet) as (pid, _):
-        yield _up(Front(port, pid, key))
+    with process([*command, "--num_workers", "1"], environment=quiet) as (pid, _):
+        yield up(Front(port, pid, key))
 
 
-def _up(front: Front) -> Front:
-    """Return a front once it accepts connections."""
-    until = time.monotonic() + _START_SECONDS
+def up(front: Front, seconds: float = _START_SECONDS) -> Front:
+    """Return a front once it accepts connections.
+
+    Raises:
+        RuntimeError: its process ended, or too many seconds have passed.
+    """
+    until = time.monotonic() + seconds
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while time.monotonic() < until:
+        if front.pid and os.waitid(os.P_PID, front.pid, ended):
+            raise RuntimeError(f"what should listen at port {front.port} has ended")
         try:
             socket.create_connection(("127.0.0.1", front.port), 1.0).close()
             return front
         except OSError:
             time.sleep(0.1)
-    raise RuntimeError(f"nothing listens at port {front.port} after {_START_SECONDS:g} s")
+    raise RuntimeError(f"nothing listens at port {front.port} after {seconds:g} s")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens at."""
     holder, port = reserve_port()
     holder.close()
     return port
 
 
-def _port(url: str) -> int:
+def port_of(url: str) -> int:
+    """Return the port of a URL without a path."""
     return int(url.rpartition(":")[2])
 
 

@@ -50,6 +50,7 @@ class Scale:
     gateway_requests: int
     gateway_alone: int
     gateway_chat: int  # tokens
+    gpu_seconds: float
     routing_seeds: int
     routing_requests: int  # of generated traffic
     routing_trace: int  # of a trace, at most
@@ -97,6 +98,7 @@ FULL: Final = Scale(
     gateway_requests=1_000,
     gateway_alone=90,
     gateway_chat=36_000,
+    gpu_seconds=5.0,
     routing_seeds=5,
     routing_requests=5_000,
     routing_trace=1_000_000,
@@ -144,6 +146,7 @@ QUICK: Final = Scale(
     gateway_requests=200,
     gateway_alone=30,
     gateway_chat=8_000,
+    gpu_seconds=2.0,
     routing_seeds=2,
     routing_requests=500,
     routing_trace=500,
@@ -191,6 +194,7 @@ SMOKE: Final = Scale(
     gateway_requests=16,
     gateway_alone=3,
     gateway_chat=1_000,
+    gpu_seconds=0.3,
     routing_seeds=1,
     routing_requests=30,
     routing_trace=30,
