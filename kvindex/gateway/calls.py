@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import zlib
@@ -46,7 +47,7 @@ _READ: Final = tuple(
     for name in (b"model", b"messages", b"prompt", b"input", b"stream", b"n", b"cache_salt")
 )
 # Letters are escaped by nobody who means well: it would hide a name.
-_HIDDEN: Final = re.compile(rb"\\u00[4-7]")
+_HIDDEN: Final = (rb"\u004", rb"\u005", rb"\u006", rb"\u007")
 # As engines read a flag: pydantic's way.
 _FLAGS: Final = {
     **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
@@ -202,28 +203,32 @@ def _read_object(body: bytes) -> tuple[dict[str, Any], bool]:
         ):
             if number > most:
                 raise CallError(400, f"the body has {number:,} {name}, over {most:,}")
+    text = body.removeprefix(codecs.BOM_UTF8)
     is_odd = False
     try:
         try:
-            fields = msgspec.json.decode(body)
+            fields = msgspec.json.decode(text)
         except UNREADABLE:
-            fields, is_odd = json.loads(body.decode("utf-8-sig")), True
+            # What follows takes seconds for some bodies, and no other thread runs meanwhile.
+            if reads_long(body):
+                raise
+            fields, is_odd = json.loads(text.decode(), object_pairs_hook=_without_twice), True
             json.dumps(fields, ensure_ascii=False).encode()  # fails for half a surrogate pair
     except UNREADABLE as error:
-        raise CallError(400, f"the body is no JSON: {error}") from None
+        why = str(error).partition(";")[0]  # behind it Python advises its programmers
+        raise CallError(400, f"the body is no JSON: {why}") from None
     if not isinstance(fields, dict):
         raise CallError(400, "the body must be a JSON object")
     if brackets > _MOST_LEVELS:  # else it cannot be that deep
         _check_levels(fields)
-    # The name may stand in a text, too: only parsing once more shows that.
-    if any(body.count(name) > 1 for name in _READ) or _HIDDEN.search(body):
-        json.loads(body, object_pairs_hook=_check_names)
+    if not is_odd:
+        _check_names(text)
     return fields, is_odd
 
 
 # Bounded, or a form of many such lines would take a time that is quadratic in their number.
 _FORM_MODEL: Final = re.compile(
-    rb'name="?model"?\r\n(?:[^\r\n]{1,512}\r\n){0,8}\r\n([^\r\n]{1,512})\r\n'
+    rb'(?<!file)name="?model"?\r\n(?:[^\r\n]{1,512}\r\n){0,8}\r\n([^\r\n]{1,512})\r\n'
 )
 
 
@@ -249,13 +254,30 @@ def _check_levels(fields: object) -> None:
     raise CallError(400, f"the body is nested over {_MOST_LEVELS} levels deep")
 
 
-def _check_names(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse an object that has a name twice: readers differ in which of the two counts."""
-    seen: set[str] = set()
-    for name, _ in pairs:
-        if name in seen:
-            raise CallError(400, f"the body has {name[:_MOST_NAME]!r} twice", param=name[:64])
-        seen.add(name)
+def _check_names(text: bytes) -> None:
+    """Refuse a field that is there twice, or hidden: readers differ in which of the two counts."""
+    found = {name: number for name in _READ if (number := text.count(name)) > 1}
+    if rb"\u00" in text:
+        found |= {letters: number for letters in _HIDDEN if (number := text.count(letters))}
+    if not found:
+        return
+    # They may stand in values, too; what does not stand there is the names.
+    values = b"\n".join(msgspec.json.decode(text, type=dict[str, msgspec.Raw]).values())
+    for mark, number in found.items():
+        outside = number - values.count(mark)
+        if mark in _HIDDEN and outside:
+            raise CallError(400, "the body has a field whose name has escaped letters")
+        if outside > 1:
+            name = mark.decode()[1:-1]
+            raise CallError(400, f"the body has {name!r} twice", param=name)
+
+
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object, unless it has a name twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise CallError(400, "the body has a name twice")
+    return fields
 
 
 # Fields ------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_each_form_of_a_prompt_is_accepted(path: str, fields: dict[str, Any]) ->
         (b'{"messages": ' + b"[" * 600 + b"]" * 600 + b"}", None),
         (b'{"messages": ' + b"[" * 100_000, None),
         (b'{"model": "a", "model": "b", "messages": [{}]}', "model"),
-        (b'{"model": "a", "mod\\u0065l": "b", "messages": [{}]}', "model"),
+        (b'{"model": "a", "mod\\u0065l": "b", "messages": [{}]}', None),
         (body_of(model=7), "model"),
         (body_of(model="m" * 600), "model"),
         (body_of(messages="Once"), "messages"),
@@ -208,14 +208,54 @@ def test_flags_are_read_as_engines_read_them(said: object, is_stream: bool) -> N
 @pytest.mark.parametrize(
     "body",
     [
-        *(body_of(a=0).replace(b": 0}", b": %b}" % n) for n in (b"1e400", b"NaN", b"-Infinity")),
-        b"\xef\xbb\xbf" + body_of(),
+        body_of(a=0).replace(b": 0}", b": %b}" % number)
+        for number in (b"1e400", b"NaN", b"-Infinity")
     ],
 )
 def test_what_only_engines_readers_accept_passes_and_is_routed_by_load(body: bytes) -> None:
     call = read_call(CHAT, body)
     assert (call.body, call.model) == (body, "m")
     assert prompt_of(call).unknown == "form"
+
+
+def test_a_byte_order_mark_changes_nothing() -> None:
+    body = b"\xef\xbb\xbf" + body_of()
+    call = read_call(CHAT, body)
+    assert (call.body, call.is_odd, prompt_of(call).unknown) == (body, False, "")
+
+
+LONG = "x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        body_of(a=LONG, b=0).replace(b": 0}", b": NaN}"),
+        body_of(a=LONG)[:-1],
+        body_of(a=LONG, b=0).replace(b'"b"', b'"model"'),
+        body_of(a=LONG, b=0).replace(b'"b"', b'"mod\\u0065l"'),
+        body_of(a=LONG, b=0).replace(b'"b"', b'"\\u0042"'),
+    ],
+    ids=["NaN", "cut", "twice", "twice, hidden", "hidden"],
+)
+def test_pythons_own_reader_which_stops_all_threads_reads_no_long_body(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("kvindex.gateway.calls.json.loads")
+    with pytest.raises(CallError):
+        read_call(CHAT, body)
+
+
+def test_what_stands_in_values_is_no_name_of_the_body() -> None:
+    values = {"model": [{"model": "a", "mod\\u0065l": "model"}], "n": {"input": "input"}}
+    body = body_of(tools=values).replace(b"\\\\u", b"\\u")
+    assert read_call(CHAT, body).body == body
+
+
+def test_no_python_is_told_to_a_client() -> None:
+    with pytest.raises(CallError, match="4300 digits") as caught:
+        read_call(CHAT, body_of(seed=1).replace(b": 1}", b": " + b"1" * 5_000 + b"}"))
+    assert "sys." not in str(caught.value)
 
 
 def test_a_deep_schema_and_a_long_number_pass() -> None:
@@ -235,6 +275,8 @@ def test_of_a_form_its_model_is_read_and_two_are_refused() -> None:
     assert read_call(AUDIO, form_of(b"whisper", b"whisper")).model == "whisper"
     with pytest.raises(CallError, match="twice"):
         read_call(AUDIO, form_of(b"whisper", b"other"))
+    file = b'--x\r\nContent-Disposition: form-data; name="a"; filename="model"\r\n\r\nRIFF\r\n'
+    assert read_call(AUDIO, file + form_of(b"whisper")).model == "whisper"
 
 
 def test_numbers_keep_their_text() -> None:
