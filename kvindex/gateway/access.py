@@ -203,7 +203,7 @@ _COUNTERS: Final = {  # by the part of the statistics: name, text, label
     "tokens": ("tokens", "Tokens of whole answers", "kind"),
     "refused": ("refused", "Requests that the guard refused", "reason"),
     "token_failures": ("token_failures", "Questions for tokens without an answer", "reason"),
-    "engine_failures": ("engine_failures", "Requests to engines without an answer", "reason"),
+    "engine_failures": ("engine_failures", "Requests to engines without a whole answer", "reason"),
     "shed": ("shed", "Requests that found no room in time", "reason"),
 }
 

@@ -575,6 +575,8 @@ class Reservation:
 
     def failed(self, reason: str) -> None:
         """Report that the engine failed the request."""
+        if reason == "no_descriptor":  # it is this process that lacks them
+            return
         self._routing.ejection.failed(
             self.rank.worker, self._sent, is_down=reason in _DOWN, reason=reason
         )

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import os
 import select
+import socket
 import ssl
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -100,6 +101,7 @@ class Upstream:
         wire = self._idle_wire(pool) or await self._connect(pool)
         while True:
             answer = wire.ask(request)
+            answer.failures = self._failures
             why = f"no head of an answer within {head_within:g} s"
             timer = loop.call_later(head_within, partial(answer.fail, "timeout_head", why))
             try:
@@ -150,11 +152,9 @@ class Upstream:
 
         try:
             if await answer.pass_to(receive):
+                self._failures["too_long"] += 1
                 text = f"{url}{path}: the answer is longer than accepted"
                 raise UpstreamError(text, reason="too_long")
-        except UpstreamError as error:
-            self._failures[error.reason] += 1
-            raise
         finally:
             timer.cancel()
             answer.close()
@@ -243,7 +243,7 @@ class Upstream:
             try:
                 await connect()
             except OSError as error:
-                if _NO_DESCRIPTOR not in str(error):
+                if not _lacks_descriptor(error):
                     raise
                 self._close_idle(0.0)  # theirs will do
                 await asyncio.sleep(0)
@@ -254,12 +254,28 @@ class Upstream:
                 reason = "refused"
             elif isinstance(error, asyncio.TimeoutError):
                 reason = "timeout_connect"
+            elif _lacks_descriptor(error):
+                reason = "no_descriptor"
             self._failures[reason] += 1
             text = f"{name} cannot be connected to: {error or type(error).__name__}"
             raise UpstreamError(text, reason=reason) from None
         self._counters["opened"] += 1
         self._wires.add(wire)
         return wire
+
+
+def _lacks_descriptor(error: OSError) -> bool:
+    """Return whether it is this process that failed to connect, since it has too many files open."""
+    # By its text: of several addresses' errors asyncio makes one, without a number.
+    if _NO_DESCRIPTOR in str(error):
+        return True
+    if isinstance(error, socket.gaierror):  # a look-up does not tell why it fails
+        try:
+            for descriptor in os.pipe():
+                os.close(descriptor)
+        except OSError:
+            return True
+    return False
 
 
 def _parse(url: str) -> _Origin:
@@ -290,15 +306,17 @@ MOST_HEAD: Final = 64 << 10
 
 # RFC 9110, 7.6.1: they belong to one connection.
 _HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"trailer"})
+_CLOSED: Final = "closed"  # by us: that is no failure
 _NO_BODY: Final = frozenset({204, 304})
 
 
 class UpstreamError(KVIndexError):
     """An engine did not answer, or not to the end.
 
-    Its `reason` is "refused", "unreachable" or "timeout_connect": nothing was sent; "timeout_head",
-    "garbage" or "head_too_long": no head arrived; "reset": the connection broke; "silent": nothing
-    came for too long; "too_long" or "timeout": a whole answer was too long, or not there in time.
+    Its `reason` is "refused", "unreachable", "timeout_connect" or, if this process has too many
+    files open, "no_descriptor": nothing was sent; "timeout_head", "garbage" or "head_too_long": no
+    head arrived; "reset": the connection broke; "silent": nothing came for too long; "too_long" or
+    "timeout": a whole answer was too long, or not there in time.
     """
 
     def __init__(self, message: str, *, reason: str) -> None:
@@ -312,6 +330,7 @@ class Answer:
     def __init__(self, wire: Wire) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []  # but those of one connection
+        self.failures: Counter[str] = Counter()  # its upstream's: `pass_to` counts what it raises
         self._wire: Wire | None = wire  # until the answer is complete, or broken
         self._pieces: list[bytes] = []  # that nobody has taken yet
         self._size = 0
@@ -356,6 +375,8 @@ class Answer:
                 # What the client takes to read does not count as the engine's silence.
                 self._receive = self._heard_at = None
         if self._error is not None:
+            if self._error.reason != _CLOSED:
+                self.failures[self._error.reason] += 1
             raise self._error
         return False
 
@@ -368,7 +389,7 @@ class Answer:
 
     def close(self) -> None:
         """Close the connection, unless the answer is complete: the engine stops working on it."""
-        self.fail("closed", "it was closed here")
+        self.fail(_CLOSED, "it was closed here")
 
     def fail(self, reason: str, why: str) -> None:
         """Break the answer off, unless it is complete: `pass_to` raises after the last piece."""

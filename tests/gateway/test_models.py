@@ -289,6 +289,18 @@ def test_an_engine_that_serves_for_want_of_others_is_not_told_as_left_out() -> N
     assert not routing.ejected()["ejected"]
 
 
+async def test_a_gateway_without_descriptors_leaves_out_no_engine() -> None:
+    fleet = Fleet()
+    fleet.set(a=report("a", "m"), b=report("b", "m"))
+    reservation = await fleet.reserve()
+    for _ in range(3):
+        reservation.failed("no_descriptor")
+    assert not fleet.routing.ejected()["ejected"]
+    assert not fleet.routing.statistics()["ejections"]
+    reservation.failed("unreachable")
+    assert set(fleet.routing.ejected()["ejected"]) == {reservation.rank.worker}
+
+
 def test_the_only_model_needs_no_name() -> None:
     fleet = Fleet()
     fleet.set(a=report("a", "m", "sql", adapters=("sql",)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -92,6 +93,25 @@ async def test_without_a_free_descriptor_those_of_idle_connections_are_used(
         assert asked == (200, b"hello"), "those for other questions are not used again"
 
 
+@pytest.mark.parametrize("hides", [False, True], ids=["at the socket", "at the look-up"])
+async def test_where_no_descriptor_is_left_that_is_no_failure_of_the_engine(
+    hides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected() as (upstream, served):
+        full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        async def connect(*given: Any, **options: Any) -> Any:
+            raise socket.gaierror(socket.EAI_AGAIN, "try again") if hides else full
+
+        def pipe() -> Any:
+            raise full
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", connect)
+        monkeypatch.setattr("kvindex.gateway.upstream.os.pipe", pipe)
+        assert await reason_of(sent(upstream, served)) == "no_descriptor"
+        assert upstream.statistics()["failures"] == {"no_descriptor": 1}
+
+
 async def test_a_clients_key_is_kept_and_a_get_has_no_body() -> None:
     async with connected([WHOLE], token=lambda: "key") as (upstream, served):
         fields = [(b"authorization", b"Bearer own")]
@@ -170,6 +190,7 @@ async def test_an_engine_that_breaks_off_or_sends_garbage_is_a_failure(
 ) -> None:
     async with connected(script) as (upstream, served):
         assert await reason_of(whole(upstream, served)) == reason
+        assert upstream.statistics()["failures"] == {reason: 1}
 
 
 async def test_an_engine_that_hangs_is_a_failure_once_its_time_is_over() -> None:
@@ -208,12 +229,14 @@ async def test_an_endless_answer_is_held_back_and_ends_when_it_is_closed() -> No
         await served.closed.wait()
         with pytest.raises(UpstreamError):
             await body_of(answer)
+        assert not upstream.statistics()["failures"], "nobody but us has closed it"
 
 
 async def test_a_whole_answer_that_is_too_long_is_a_failure() -> None:
     async with connected([WHOLE]) as (upstream, served):
         asked = upstream.ask(served.url, "/x", within=PATIENCE, most=4)
         assert await reason_of(asked) == "too_long"
+        assert upstream.statistics()["failures"] == {"too_long": 1}
 
 
 async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
