@@ -265,7 +265,7 @@ class Upstream:
 
 
 def _lacks_descriptor(error: OSError) -> bool:
-    """Return whether it is this process that failed to connect, since it has too many files open."""
+    """Return whether this process has failed to connect since it has too many files open."""
     # By its text: of several addresses' errors asyncio makes one, without a number.
     if _NO_DESCRIPTOR in str(error):
         return True

@@ -23,7 +23,7 @@ from kvindex.gateway.picker.stream import ENGINES
 from kvindex.gateway.request_life import MOST_TRIES
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.gateway.upstream import MOST_HEAD
-from kvindex.service.http import PEER, Limits, Listening, raise_descriptors
+from kvindex.service.http import PEER, Limits, Listening
 
 PICKER: Final = "picker"
 """The picker's socket, a file in the folder of the configuration."""
@@ -47,20 +47,24 @@ _FORGED: Final = (*(prefix.decode() for prefix in FORGED), "x-envoy-")
 
 
 def bootstrap(
-    settings: GatewaySettings, folder: str, address: tuple[str, int], tokens: Sequence[str]
+    settings: GatewaySettings,
+    folder: str,
+    address: tuple[str, int],
+    tokens: Sequence[str],
+    descriptors: int | None = None,
 ) -> dict[str, Any]:
     """Return the configuration, with sockets and the engines' file in a folder.
 
     `address` is an IP address and a port; any of the tokens admits a client, and without one all
-    are admitted.
+    are admitted. Envoy may open so many `descriptors`; None: as many as it needs.
     """
+    most = settings.listening.limits.connections
+    if descriptors is not None:  # each may need one more, to an engine, and Envoy has its own
+        most = min(most, descriptors // 4)
     kind = "downstream_connections.v3.DownstreamConnectionsConfig"
     connections = {
         "@type": f"{_TYPES}.resource_monitors.{kind}",
-        # Each may need one more, to an engine, and Envoy has files of its own.
-        "max_active_downstream_connections": min(
-            settings.listening.limits.connections, raise_descriptors() // 4
-        ),
+        "max_active_downstream_connections": most,
     }
     name = "envoy.resource_monitors.global_downstream_max_connections"
     monitor = {"name": name, "typed_config": connections}

@@ -46,7 +46,7 @@ from kvindex.gateway.picker.messages import endpoint_of
 from kvindex.gateway.picker.service import Health, new_server
 from kvindex.gateway.picker.stream import Picker
 from kvindex.gateway.settings import GatewaySettings
-from kvindex.service.http import Guard, Reply, Request, Route, Site
+from kvindex.service.http import Guard, Reply, Request, Route, Site, raise_descriptors
 from kvindex.service.http.connections import Connection
 from kvindex.service.http.server import reachable
 from kvindex.wire.errors import how_to_install
@@ -244,7 +244,8 @@ def with_envoy(
     folder = opened.enter_context(tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-"))
     path = Path(folder) / "envoy.json"
     path.touch(mode=0o600)  # before the tokens are in there
-    path.write_text(json.dumps(bootstrap(settings, folder, address, tokens)))
+    config = bootstrap(settings, folder, address, tokens, raise_descriptors())
+    path.write_text(json.dumps(config))
     _replace(folder, 0, ())
     ready, announce = os.pipe()
     opened.callback(os.close, ready)

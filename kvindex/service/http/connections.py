@@ -150,8 +150,7 @@ class Connection(asyncio.Protocol):
         self._head_since = self._loop.time()
         connections = self._site.connections
         connections.add(self)
-        sock = transport.get_extra_info("socket")
-        if not self._site.has_room(len(connections), -1 if sock is None else sock.fileno()):
+        if not self._site.has_room(len(connections)):
             text = f"{len(connections) - 1} connections are open, the most served"
             self._refuse(Refusal(503, "connections", text))
 

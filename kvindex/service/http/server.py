@@ -38,6 +38,7 @@ TOKEN_VARIABLE: Final = "KVINDEX_TOKEN"
 Beside: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 _DESCRIPTORS: Final = 65_536
+_OPEN_FILES: Final = "/proc/self/fd"
 _BACKLOG: Final = 2048  # connections that wait to be accepted
 _SWEEP: Final = 1.0  # seconds between looks for overdue connections
 _ACCEPT_PAUSE: Final = 1.0  # seconds until the next connection is accepted after a failure
@@ -159,9 +160,18 @@ def raise_descriptors() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft == resource.RLIM_INFINITY or soft >= most:
-        return most
+        return max(soft, most)  # "infinity" is -1
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most
+
+
+def _open_files() -> int:
+    """Return how many files this process has open; 0 where the system does not tell."""
+    try:
+        # Before Linux 6.2 its size is 0; a listing takes about 2 ms for each 1,000 files.
+        return os.stat(_OPEN_FILES).st_size or len(os.listdir(_OPEN_FILES))
+    except OSError:
+        return 0
 
 
 def reachable(host: str) -> str:
@@ -288,6 +298,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         while True:
             self.site.note_time()
+            self.site.others = max(0, _open_files() - len(self.site.connections))
             await asyncio.sleep(_SWEEP)
             for connection in list(self.site.connections):
                 connection.check_time(loop.time())
@@ -318,7 +329,7 @@ class HttpServer:
                 continue
             # A handshake takes longer than to accept, so those under way count as connections.
             count = len(self.site.connections) + len(self._shaking) + 1
-            if not self.site.has_room(count, accepted.fileno()):
+            if not self.site.has_room(count):
                 guard.counters["connections"] += 1
                 accepted.close()
                 continue

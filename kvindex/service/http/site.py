@@ -56,6 +56,7 @@ class Site:
         self.guard = guard
         self.connections: set[Any] = set()  # those that are open
         self.most_descriptors = math.inf  # that this process may have open
+        self.others = 0  # of those that are open, counted once a second: not of `connections`
         self.held_bytes = 0  # of bodies of requests that have not ended
         self.is_ending = False  # each connection ends with its last answer
         self._count = count
@@ -71,12 +72,11 @@ class Site:
         """Set the time that answers have in their heads: made once a second, not for each."""
         self.date = b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
-    def has_room(self, connections: int, descriptor: int) -> bool:
-        """Return whether so many connections can be served, the last with this descriptor."""
-        # The lowest free number is given, so all below it are in use. An admitted request may need
-        # one more, to an engine.
-        wanted = descriptor + connections + _SPARE
-        return connections <= self.guard.limits.connections and wanted < self.most_descriptors
+    def has_room(self, connections: int) -> bool:
+        """Return whether so many connections can be served."""
+        # An admitted request may need one more, to an engine.
+        wanted = self.others + 2 * connections + _SPARE
+        return connections <= self.guard.limits.connections and wanted <= self.most_descriptors
 
     def admit(self, request: Request) -> Refusal | None:
         """Return why a request is refused, by its head; None if it is not."""

@@ -18,6 +18,8 @@ _MOST_SHOWN: Final = 400  # characters of a service's own words
 _KNOWN: Final = frozenset({"ids", "local", "render", "tokenize"})  # where tokens are from
 # Why there are none, though another engine, or setting, would give them.
 _AVOIDABLE: Final = frozenset({"no_source", "refused", "slow", "reasoning_effort"})
+# What engines answer to a chat that none can render: clients must not decide what the doctor finds.
+_CLIENTS_OWN: Final = frozenset({"status_400", "status_413", "status_422", "template"})
 _DENIED: Final = ("operators", "token", "token_missing")  # codes of a gateway's refusals
 _FEW: Final = 0.01  # of the prompts: so many may be by chance
 
@@ -126,14 +128,16 @@ def _check_tokens(case: Case, counters: _Counters) -> None:
     # Without a reason: refused before anybody asked for tokens.
     sources = {why: n for why, n in counters.tokens_from.items() if why}
     prompts = sum(sources.values())
-    unknown = {why: n for why, n in sources.items() if why not in _KNOWN}
-    avoidable = {why: n for why, n in unknown.items() if why in _AVOIDABLE}
+    unknown = Counter({why: n for why, n in sources.items() if why not in _KNOWN})
+    avoidable = Counter({why: n for why, n in unknown.items() if why in _AVOIDABLE})
+    engines_own = sum(n for why, n in counters.token_failures.items() if why not in _CLIENTS_OWN)
+    avoidable["refused"] = min(avoidable["refused"], engines_own)
     failures = _counted(counters.token_failures)
     told = {"prompts": prompts, "failures": failures}
     if sum(avoidable.values()) > _FEW * prompts:
         reasons = _counted(avoidable)
         case.add("tokens-unknown", unknown=sum(avoidable.values()), reasons=reasons, **told)
-        unknown = {why: n for why, n in unknown.items() if why not in avoidable}
+        unknown -= avoidable
     elif failures:
         case.add("tokens-refused", failed=sum(counters.token_failures.values()), reasons=failures)
     if unknown:

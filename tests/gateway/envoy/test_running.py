@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from kvindex.gateway.envoy import running as running_module
-from kvindex.gateway.envoy.config import bootstrap, engines_file
+from kvindex.gateway.envoy.config import bootstrap, engines_file, printed
 from kvindex.gateway.envoy.running import envoy_binary
 from kvindex.gateway.settings import GatewaySettings
 from kvindex.service.http import Limits, Listening
@@ -275,13 +275,20 @@ def check(folder: Path, config: Any) -> None:
     assert checked.returncode == 0, checked.stderr[-2_000:]
 
 
+@pytest.mark.parametrize(("descriptors", "connections"), [(96, 24), (None, 4_096)])
 def test_with_few_descriptors_envoy_accepts_fewer_connections(
-    monkeypatch: pytest.MonkeyPatch,
+    descriptors: int | None, connections: int
 ) -> None:
-    monkeypatch.setattr("kvindex.gateway.envoy.config.raise_descriptors", lambda: 96)
-    config = bootstrap(GatewaySettings(), "/run", ("::1", 8443), [])
+    config = bootstrap(GatewaySettings(), "/run", ("::1", 8443), [], descriptors)
     (monitor, _) = config["overload_manager"]["resource_monitors"]
-    assert monitor["typed_config"]["max_active_downstream_connections"] == 24
+    assert monitor["typed_config"]["max_active_downstream_connections"] == connections
+
+
+def test_a_printed_configuration_depends_on_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = printed(GatewaySettings())
+    monkeypatch.setattr("resource.getrlimit", lambda _: (96, 96))
+    monkeypatch.delattr("resource.setrlimit")
+    assert printed(GatewaySettings()) == before
 
 
 def test_two_gateways_do_not_share_a_port() -> None:

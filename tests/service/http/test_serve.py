@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError, Worker
+from kvindex.service.http import raise_descriptors
 from kvindex.service.server import Server
 from kvindex.service.settings import ServeSettings
 from kvindex.service.sources import FixedSource, target_of
@@ -267,6 +268,13 @@ def test_it_opens_as_many_files_as_the_system_allows() -> None:
         assert served.get("/health").status == 200
         soft, _ = resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE)
         assert soft >= min(hard, 65_536) or hard == resource.RLIM_INFINITY
+
+
+def test_a_limit_that_is_higher_already_is_what_may_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert raise_descriptors() == 1 << 20
 
 
 # The file ---------------------------------------------------------------------------------------

@@ -79,6 +79,12 @@ def test_a_healthy_gateway_is_all_well(server: CannedServer) -> None:
             "10 of 100 prompts went by load alone, since no engine gave their tokens: 8 no_source",
         ),
         (
+            "tokens-unknown",
+            "/admin/statistics",
+            {"tokens_from": {"ids": 90, "refused": 10}, "token_failures": {"status_404": 12}},
+            "10 of 100 prompts went by load alone, since no engine gave their tokens: 10 refused",
+        ),
+        (
             "hits-unexpected",
             "/admin/statistics",
             {"routers": {"m": {"ranks": {"h:8000/0": {"suspicion": "it finds less"}}}}},
@@ -133,6 +139,16 @@ def test_what_requests_and_old_engines_cause_is_told_and_no_fault(
     assert [found.id for found in report.findings] == [kind, "service-examined", "all-well"]
     assert report.exit_code == 0
     assert words in report.findings[0].what
+
+
+def test_chats_that_no_engine_can_render_are_no_fault_of_a_gateway(server: CannedServer) -> None:
+    counters = {"tokens_from": {"ids": 90, "refused": 10}, "token_failures": {"status_400": 30}}
+    server.replies["/admin/statistics"] = (200, {**STATISTICS, **counters})
+    report = look_at(server)
+    told = [found.id for found in report.findings]
+    assert told == ["tokens-refused", "prompts-by-load", "service-examined", "all-well"]
+    assert report.exit_code == 0
+    assert "10 of 100 prompts went by load alone: 10 refused" in report.findings[1].what
 
 
 @pytest.mark.parametrize(("status", "code"), [(401, "token_missing"), (403, "operators")])
