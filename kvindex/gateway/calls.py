@@ -47,7 +47,11 @@ _READ: Final = tuple(
     for name in (b"model", b"messages", b"prompt", b"input", b"stream", b"n", b"cache_salt")
 )
 # Letters are escaped by nobody who means well: it would hide a name.
-_HIDDEN: Final = (rb"\u004", rb"\u005", rb"\u006", rb"\u007")
+# Behind "z" there is one that Python's writer escapes.
+_HIDDEN: Final = tuple(
+    rb"\u00%b" % digits for digits in b"4 5 6 70 71 72 73 74 75 76 77 78 79 7a 7A".split()
+)
+_HIDES: Final = re.compile(b"|".join(map(re.escape, _HIDDEN)))
 # As engines read a flag: pydantic's way.
 _FLAGS: Final = {
     **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
@@ -257,7 +261,7 @@ def _check_levels(fields: object) -> None:
 def _check_names(text: bytes) -> None:
     """Refuse a field that is there twice, or hidden: readers differ in which of the two counts."""
     found = {name: number for name in _READ if (number := text.count(name)) > 1}
-    if rb"\u00" in text:
+    if _HIDES.search(text):
         found |= {letters: number for letters in _HIDDEN if (number := text.count(letters))}
     if not found:
         return

@@ -248,7 +248,7 @@ def test_pythons_own_reader_which_stops_all_threads_reads_no_long_body(
 
 def test_what_stands_in_values_is_no_name_of_the_body() -> None:
     values = {"model": [{"model": "a", "mod\\u0065l": "model"}], "n": {"input": "input"}}
-    body = body_of(tools=values).replace(b"\\\\u", b"\\u")
+    body = body_of(tools=values, **{"\x7f": 1}).replace(b"\\\\u", b"\\u")
     assert read_call(CHAT, body).body == body
 
 
