@@ -143,6 +143,7 @@ class Access:
                 "prompt_tokens": exchange.prompt_tokens,
                 "held": None if reservation is None else reservation.held,
                 "delivered": exchange.delivered,
+                **_pull(exchange),
                 "output_tokens": exchange.output_tokens,
                 "wait": _rounded(exchange.waited),
                 "first_token": _rounded(exchange.first_token),
@@ -180,6 +181,14 @@ class Access:
             "first_token": self._firsts.statistics(),
             "duration": self._whole.statistics(),
         }
+
+
+def _pull(exchange: Exchange) -> dict[str, Any]:
+    """Return where an engine was told to pull from, and whether it did; nothing if it was not."""
+    source = None if exchange.reservation is None else exchange.reservation.source
+    if source is None:
+        return {}
+    return {"source": str(source.rank), "pulled": source.was_pulled(exchange.delivered)}
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -44,8 +44,12 @@ _MOST_NAME: Final = 512  # characters of a model's name, or of a salt
 # The fields that are read here: a body that has one twice would be read in two ways.
 _READ: Final = tuple(
     b'"%b"' % name
-    for name in (b"model", b"messages", b"prompt", b"input", b"stream", b"n", b"cache_salt")
+    for name in (
+        *(b"model", b"messages", b"prompt", b"input", b"stream", b"n", b"cache_salt"),
+        *(b"kv_transfer_params", b"kv_hints"),
+    )
 )
+_KV_FIELDS: Final = frozenset({"kv_transfer_params", "kv_hints"})  # of vLLM, of SGLang
 # Letters are escaped by nobody who means well: it would hide a name.
 # Behind "z" there is one that Python's writer escapes.
 _HIDDEN: Final = tuple(
@@ -88,7 +92,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     salt: str | None = None
     reads_cache: bool = True  # whether the engine does, for this request
     choices: int = 1
+    has_kv_fields: bool = False  # it says by itself what its engine is to do with KV
     is_odd: bool = False  # it has what is no JSON, and what engines' readers accept: NaN, 1e400
+
+    @property
+    def may_pull(self) -> bool:
+        """Whether its engine may be told of a source of KV: it has one prompt, and no other."""
+        return self.is_single and self.path != EMBEDDINGS and not self.has_kv_fields
 
     @property
     def is_single(self) -> bool:
@@ -99,8 +109,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return self.choices == 1 and (len(prompts) < 2 or isinstance(prompts[0], int))
 
 
-def read_call(path: str, body: bytes) -> Call:
+def read_call(path: str, body: bytes, *, is_trusted: bool = True) -> Call:
     """Return the request in a body.
+
+    `kv_transfer_params` and `kv_hints`, by which an engine connects to others, are left out unless
+    the client `is_trusted`.
 
     A stream of chat or text completions is asked to report its usage, since the engine's hit is
     in there; the rest of the body is passed on byte for byte.
@@ -117,6 +130,10 @@ def read_call(path: str, body: bytes) -> Call:
     """
     is_form = body.startswith(b"--")
     fields, is_odd = (_read_form(body), False) if is_form else _read_object(body)
+    kv_fields = _KV_FIELDS & fields.keys()
+    if kv_fields and not is_trusted:
+        fields = {name: value for name, value in fields.items() if name not in kv_fields}
+        body, kv_fields = json.dumps(fields, ensure_ascii=False).encode(), frozenset()
     is_stream = _flag(fields, "stream", "stream")
     for name, check in _CHECKS.get(path, {}).items():
         check(fields, name)
@@ -137,6 +154,7 @@ def read_call(path: str, body: bytes) -> Call:
         salt=_name(fields, "cache_salt"),
         reads_cache=reads_cache(fields),
         choices=choices,
+        has_kv_fields=any(fields[name] is not None for name in kv_fields),
         is_odd=is_odd,
     )
     if not is_stream or path not in (CHAT, COMPLETIONS):  # the others report their usage unasked
@@ -386,7 +404,7 @@ _KEYS: Final = frozenset({b"authorization", b"x-api-key", b"cookie"})
 # Only a gateway may name ranks and destinations.
 FORGED: Final = (
     *(b"x-gateway-", b"x-kvindex-", b"x-data-parallel-", b"x-routed-dp-rank"),
-    *(b"x-prefiller-host", b"x-encoder-hosts"),
+    *(b"x-prefiller-host", b"x-encoder-hosts", b"x-kv-cache-source"),
 )
 
 

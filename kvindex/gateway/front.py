@@ -92,6 +92,8 @@ class Front:
         self._tokenizing = tokenizing
         # Engines receive the clients' `authorization`, unless it is the gateway's own.
         self._passes_keys = passes_keys
+        # Who needs a key is not trusted to name hosts that engines connect to.
+        self._read = partial(read_call, is_trusted=passes_keys)
         self._queue_within = queue_within
         self._head_within = head_within
         self._head_hold = head_hold
@@ -243,7 +245,7 @@ class Front:
             return self._serve_long(request)
         # At once, without a task: what is refused costs the least.
         try:
-            call = read_call(request.path, request.body)
+            call = self._read(request.path, request.body)
         except CallError as error:
             return self._refused(request, error)
         return self._answer(call, request)
@@ -265,7 +267,7 @@ class Front:
 
     async def _serve_long(self, request: Request) -> Reply | Stream:
         try:
-            call = await asyncio.to_thread(read_call, request.path, request.body)
+            call = await asyncio.to_thread(self._read, request.path, request.body)
         except CallError as error:
             return self._refused(request, error)
         return await self._answer(call, request)
@@ -331,6 +333,7 @@ class Front:
                     deadline=time() + self._queue_within,
                     workers=workers,
                     media=prompt.media,
+                    may_pull=call.may_pull,
                 )
                 exchange.reserved(reservation, time())
                 # The engine may still know the id of a try before, and refuse it.
@@ -340,7 +343,7 @@ class Front:
                     answer = await self._upstream.send(
                         reservation.serving.url,
                         call.path,
-                        with_fields(call.body, reservation.pin.body_fields),
+                        with_fields(call.body, exchange.own_fields),
                         [*fields, *exchange.own_headers, (b"x-request-id", request_id.encode())],
                         head_within=self._head_within,
                     )

@@ -162,7 +162,7 @@ class Routers:
         settings: GatewaySettings,
         engine_token: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._policy = settings.policy
+        self._policy, self._pull_rate = settings.policy, settings.pull_rate
         limits = {"open_requests": settings.open_requests, "queued_tokens": settings.queued_tokens}
         has_limits = any(limit is not None for limit in limits.values())
         ejection = Ejection()
@@ -205,7 +205,9 @@ class Routers:
                     )
                 )
             self.models = Models(self.source, self._discovery.engines, self._new_router)
-            self.routing = Routing(self.models, settings.waiting, ejection, self._ask_again)
+            self.routing = Routing(
+                self.models, settings.waiting, ejection, self._ask_again, settings.kv_source
+            )
             self._opened = opened.pop_all()
 
     def _new_router(self, model: str) -> Router:
@@ -214,7 +216,12 @@ class Routers:
             loads = SharedLoad(",".join(pool.servers), pool.name, **pool.options)
             self._boards[model] = self._opened.enter_context(loads)
         return Router(
-            self.source, model=model, policy=self._policy, filters=self._filters, loads=loads
+            self.source,
+            model=model,
+            policy=self._policy,
+            filters=self._filters,
+            loads=loads,
+            pull_rate=self._pull_rate,
         )
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ the router takes for free.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -132,9 +132,17 @@ class Exchange:
 
     @property
     def own_headers(self) -> Headers:
-        """The fields that this try's engine receives from us: for its rank, and for its spans."""
+        """The fields that this try's engine receives from us: for rank, source and spans."""
         assert self.reservation is not None
-        return [*self.reservation.pin.headers, *(() if self.spans is None else self.spans.headers)]
+        pin, told = self.reservation.pin, self.reservation.told
+        spans = () if self.spans is None else self.spans.headers
+        return [*pin.headers, *told.headers, *spans]
+
+    @property
+    def own_fields(self) -> Mapping[str, Any]:
+        """The fields of the body that it receives from us: for its rank, and for what it pulls."""
+        assert self.reservation is not None
+        return {**self.reservation.pin.body_fields, **self.reservation.told.body_fields}
 
     @property
     def is_stream(self) -> bool:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from kvindex import KVIndexError, Rank, TokenError, TokenIds, UnknownRankError
 from kvindex.gateway.calls import CallError
-from kvindex.routing import Booking, Ejection, Followed, NoCandidateError, Router
+from kvindex.routing import Booking, Ejection, Followed, KvSource, NoCandidateError, Router
 from kvindex.subscribe.discovery import EngineReport
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,29 @@ def pin(serving: Serving, rank: Rank, *, is_global: bool = False) -> Pin:
     if serving.kind == "sglang" and release and release < _SGLANG_HEADER:
         return Pin(body_fields={_FIELD: own})
     return Pin(headers=((_HEADER, b"%d" % own),))
+
+
+def source_fields(form: str, source: Serving, rank: Rank) -> Pin:
+    """Return what makes an engine pull KV from a rank of another; forms as in `GatewaySettings`.
+
+    "llm-d" is for its routing side-car: host and port of an endpoint, where rank r has port + r.
+    "vllm:" is vLLM's own: its P2P tier listens at a port that is raised by the global number of the
+    rank (kv_offload/tiering/p2p/manager.py of 0.33). The id is the puller's own.
+
+    Examples:
+        >>> source_fields("llm-d", Serving("a", "http://10.0.0.1:80"), Rank("a")).headers
+        ((b'x-kv-cache-source-host-port', b'10.0.0.1:80'),)
+    """
+    url = urlsplit(source.url)
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    host = f"[{host}]" if ":" in host else host
+    if form == "llm-d":
+        port += rank.dp_rank - source.first_rank
+        return Pin(headers=((b"x-kv-cache-source-host-port", f"{host}:{port}".encode()),))
+    base = form.removeprefix("vllm:")
+    port = int(base) + rank.dp_rank + (port if base.startswith("+") else 0)
+    where = {"kv_request_id": secrets.token_hex(16), "remote_host": host, "remote_port": port}
+    return Pin(body_fields={"kv_transfer_params": {"remote_kv_source": where}})
 
 
 def release_of(version: str) -> tuple[int, ...]:
@@ -277,8 +302,10 @@ class Routing:
         most_waiting: int,
         ejection: Ejection | None = None,
         ask_again: Callable[[str], Awaitable[None]] | None = None,
+        kv_source: str | None = None,
     ) -> None:
         self._models = models
+        self._kv_source = kv_source  # the form in which engines are told of sources of KV
         self._ask_again = ask_again
         self.ejection = ejection or Ejection()
         self._seen_media: OrderedDict[bytes, Rank] = OrderedDict()
@@ -360,6 +387,7 @@ class Routing:
         deadline: float,
         workers: Collection[str] | None = None,
         media: bytes = b"",
+        may_pull: bool = False,
     ) -> Reservation:
         """Reserve a rank for a request; wait for one if none has room.
 
@@ -375,6 +403,7 @@ class Routing:
             workers: names of the engines that count; None: all.
             media: a name of what the prompt shows and its tokens do not say. It goes where it went
                 before, unless that rank has much more to do than others.
+            may_pull: whether its engine may be told where to pull KV from.
 
         Raises:
             UnknownModelError, NoRankError, ShedError: it has no rank.
@@ -406,7 +435,10 @@ class Routing:
                         if len(self._seen_media) > _MOST_RESPONSES:
                             self._seen_media.popitem(last=False)
                     if booking is not None and serving is not None:
-                        return Reservation(booking, serving, waiting, self)
+                        reservation = Reservation(booking, serving, waiting, self)
+                        if may_pull and self._kv_source is not None:
+                            reservation.tell(self._kv_source, served)
+                        return reservation
                     if booking is not None:  # the rank has come since `find`
                         booking.cancel()
                         continue
@@ -542,10 +574,22 @@ class Reservation:
         self.serving = serving
         self._is_global = serving.worker in routing.counting_globally
         self.pin = pin(serving, booking.rank, is_global=self._is_global)
+        self.source: KvSource | None = None  # that the engine is told to pull from
+        self.told = Pin()  # by which fields
         self.prompt_tokens = booking.decision.prompt_tokens
         self._booking = booking
         self._waiting = waiting
         self._routing = routing
+
+    def tell(self, form: str, model: Model) -> None:
+        """Have the engine told which rank to pull KV from, if another holds more of the prompt."""
+        source = self._booking.decision.source
+        serving = None if source is None else model.serving(source.rank)
+        if source is None or serving is None:
+            return
+        # vLLM's field means nothing to other engines, and only vLLM answers its tier.
+        if form == "llm-d" or serving.kind == self.serving.kind == "vllm":
+            self.source, self.told = self._booking.pull(), source_fields(form, serving, source.rank)
 
     @property
     def attainable(self) -> int:
@@ -618,7 +662,7 @@ class Reservation:
                 self._sent = self._routing.ejection.sent(worker)
             self.rank = ranks[min(own, len(ranks) - 1)]
             self._booking.move(self.rank)
-            self.serving = serving
+            self.serving, self.source = serving, None
 
     def first_token(self) -> None:
         """Report the first token."""

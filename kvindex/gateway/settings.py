@@ -5,6 +5,7 @@ A file of its own: the help must do without the extra packages that a gateway ne
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -19,6 +20,8 @@ MOST_BODY: Final = 64 << 20
 
 MOST_BODIES: Final = 1 << 30
 """Bytes of the bodies of all open requests by default."""
+
+_KV_SOURCE: Final = re.compile(r"llm-d|vllm:\+?[0-9]{1,5}")
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
             any other model.
         drain: seconds for open requests to end in, once the gateway is to end.
         policy: of the routers; see `kvindex.routing.POLICIES`.
+        kv_source: tell an engine which other one holds more of a prompt, to pull its KV:
+            "vllm:PORT" at this port of vLLM's P2P tier on each engine's host, "vllm:+N" at its HTTP
+            port + N, both + the number of the DP rank; "llm-d" by its routing side-car.
+        pull_rate: tokens per second that an engine pulls from another: then the choice reckons with
+            it; needs `kv_source`.
         pool: on NATS; then its relay follows the engines' events, this gateway has a replica of the
             relay's index, and it shares its load with the pool's other gateways.
 
@@ -71,6 +79,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizers: Mapping[str, str] = {}
     drain: float = 30.0
     policy: str = "kvindex"
+    kv_source: str | None = None
+    pull_rate: int | None = None
     pool: NatsPool | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +94,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be above 0 s, not {getattr(self, name)!r}")
+        if self.kv_source is not None and not _KV_SOURCE.fullmatch(self.kv_source):
+            raise ConfigurationError(
+                f"kv_source must be vllm:PORT, vllm:+N or llm-d, not {self.kv_source!r}"
+            )
+        if self.pull_rate is not None and self.kv_source is None:
+            raise ConfigurationError("pull_rate needs kv_source: else nothing is pulled")
         if self.waiting < 0:
             raise ConfigurationError(f"waiting must be 0 or more, not {self.waiting}")
 

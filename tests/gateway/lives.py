@@ -62,6 +62,7 @@ class LoggedReservation(Reservation):
             ranks=2,
         )
         self.pin = Pin(((b"x-data-parallel-rank", b"%d" % rank.dp_rank),), body_fields)
+        self.source, self.told = None, Pin()
         self.prompt_tokens = 10
         self._log = log
         self.outcomes: list[str] = []  # of the engine: what its ejection is judged by

@@ -324,6 +324,7 @@ class _PickerProcess:
             engine_token=engine_token,
             has_reports=True,
             explains=settings.explain_headers,
+            trusts_clients=not settings.listening.tokens(),
         )
         assert self._picker.reports is not None
         self._reports = self._picker.reports

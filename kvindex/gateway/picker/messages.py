@@ -33,7 +33,7 @@ _STRIPPED: Final = (
     *("x-gateway-model-name-rewrite", "x-data-parallel-rank", "x-kvindex-booking"),
     # Destinations for others before the engine, such as side-cars: only a gateway may name them.
     *("x-prefiller-host", "x-prefiller-host-port", "x-prefiller-url", "x-encoder-hosts"),
-    *("x-encoder-hosts-ports", "x-routed-dp-rank"),
+    *("x-encoder-hosts-ports", "x-routed-dp-rank", "x-kv-cache-source-host-port"),
 )
 
 

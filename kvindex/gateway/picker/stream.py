@@ -17,6 +17,7 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any, Final
 
@@ -87,8 +88,10 @@ class Picker:
         has_reports: bool = False,
         explains: bool = False,
         is_conformance: bool = False,
+        trusts_clients: bool = True,
     ) -> None:
         self.routing = routing
+        self.read = partial(read_call, is_trusted=trusts_clients)
         self.tokenizing = tokenizing
         self.most_bytes = most_bytes
         self.queue_within = queue_within
@@ -254,9 +257,9 @@ class _PickedRequest:
         try:
             call = None
             if self._path in ROUTES and reads_long(body):
-                call = await asyncio.to_thread(read_call, self._path, body)
+                call = await asyncio.to_thread(self._picker.read, self._path, body)
             elif self._path in ROUTES:
-                call = read_call(self._path, body)
+                call = self._picker.read(self._path, body)
             picked = None if call is None else await self._reserve(call)
         except CallError as error:
             yield self._refuse(call_error_reply(error))
@@ -269,10 +272,10 @@ class _PickedRequest:
                 yield answer
             return
         reservation, others = picked
-        sent = with_fields(call.body, reservation.pin.body_fields)
+        assert self._exchange is not None
+        sent = with_fields(call.body, self._exchange.own_fields)
         servings = (reservation.serving, *others)
         endpoints = [messages.endpoint_of(serving.url) for serving in servings]
-        assert self._exchange is not None
         fields = [*self._exchange.own_headers]
         key = None if self._brings_key else self._picker.engine_token()
         if key is not None:
@@ -343,6 +346,7 @@ class _PickedRequest:
                 deadline=time() + picker.queue_within,
                 workers=None if len(eligible) == len(servings) else {e.worker for e in eligible},
                 media=prompt.media,
+                may_pull=call.may_pull,
             )
         except (UnknownModelError, NoRankError, ShedError, CallError) as error:
             status = error.status if isinstance(error, CallError) else no_rank_reply(error).status
@@ -426,7 +430,10 @@ def _others(
     own = reservation.serving
     at = names.index(own.worker) if own.worker in names else 0
     number = reservation.rank.dp_rank - own.first_rank
+    source = reservation.source
     for serving in (*left[at + 1 :], *left[:at]):
+        if source is not None and serving.worker == source.rank.worker:
+            continue  # it would be told to pull from itself
         # A proxy that tries again sends the same head: the DP rank in it has to exist there.
         same = Rank(serving.worker, serving.first_rank + number)
         if serving.ranks == own.ranks and pin(serving, same) == reservation.pin:

@@ -63,6 +63,7 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
         settings,
         *("--max-open-requests N=open_requests", "--max-queued-tokens N=queued_tokens"),
         *("--max-waiting N=waiting", "--wait-within S=queue_within", "--policy NAME"),
+        *("--kv-source FORM", "--pull-rate TOKENS"),
     )
     settings_options(
         parser.add_argument_group("engines' answers"),
@@ -214,6 +215,7 @@ def add_epp_options(parser: argparse.ArgumentParser) -> None:
         *(
             "--wait-within S=queue_within",
             "--policy NAME",
+            *("--kv-source FORM", "--pull-rate TOKENS"),
             "--tenant-header NAME",
             "--explain-headers",
         ),
