@@ -16,6 +16,7 @@ from benchmarks.measures import (
     bookings,
     cycles,
     fanout,
+    forks,
     gateway,
     gpu,
     growth,
@@ -59,6 +60,7 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "hostile": hostile.run,
     "http": http.run,
     "gateway": gateway.run,
+    "forks": forks.run,
     "gpu": gpu.run,
     "routing": routing.run,
 }

@@ -78,6 +78,7 @@ class Front:
         *,
         access: Access | None = None,
         passes_keys: bool = True,
+        trusts_clients: bool = True,
         queue_within: float = 30.0,
         head_within: float = 600.0,
         head_hold: float = 1.0,
@@ -93,7 +94,7 @@ class Front:
         # Engines receive the clients' `authorization`, unless it is the gateway's own.
         self._passes_keys = passes_keys
         # Who needs a key is not trusted to name hosts that engines connect to.
-        self._read = partial(read_call, is_trusted=passes_keys)
+        self._read = partial(read_call, is_trusted=trusts_clients)
         self._queue_within = queue_within
         self._head_within = head_within
         self._head_hold = head_hold

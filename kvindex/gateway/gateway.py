@@ -336,6 +336,7 @@ class Door:
             access=self.access,
             # A client that proves itself to the gateway sends the gateway's token, not an engine's.
             passes_keys=not (tokens or operators),
+            trusts_clients=not tokens,
             queue_within=settings.queue_within,
             head_within=settings.head_within,
             head_hold=settings.head_hold,

@@ -198,6 +198,20 @@ class FakeEngine:
                 self.flush()
             return served
 
+    def pull(self, peer: FakeEngine, token_ids: Sequence[int], **keys: Unpack[PromptKeys]) -> int:
+        """Store the blocks of a prompt that another engine holds and this one does not.
+
+        The events wait for the next `flush`. Returns how many tokens these are. Raises as `serve`.
+        """
+        tokens = _tokens(token_ids)
+        held = peer.hit(tokens, **keys)  # before our lock: the other one may pull from us
+        with self._lock:
+            self._check_open()
+            missing = held - self._cache.hit(tokens, **keys)
+            if missing > 0:
+                self._cache.serve(tokens[:held], **keys)
+            return max(0, missing)
+
     def run(self, workload: Iterable[Request]) -> list[Served]:
         """Serve the requests one after another and return what each cost."""
         return [

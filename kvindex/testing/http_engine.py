@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvindex.testing.blocks import Served
+from kvindex.testing.blocks import PromptKeys, Served
 from kvindex.testing.engine import FakeEngine
 from kvindex.testing.http_requests import (
     Completion,
@@ -87,6 +87,8 @@ class HttpEngine:
       `cache_salt`, `model` (an adapter's name), the header `X-data-parallel-rank`,
       `prompt_logprobs` and `echo` with `logprobs` (which have the cache left unread) work as in
       the engines. The ranks serve in turn.
+      Blocks are pulled first from the one of `peers` that `kv_transfer_params` name as
+      `remote_kv_source`.
     - `/tokenize`, and with kind "vllm" and `HttpOptions.render` also `/v1/completions/render`,
       `/v1/chat/completions/render`.
       Tokens are bytes: id 97 is "a"; 256 begins every text; 257 to 262 are those of the chat
@@ -141,9 +143,10 @@ class HttpEngine:
             options=options or HttpOptions(),
         )
         try:
-            self._server = Server(host, port, self._routes.answer)
+            self._server = server = Server(host, port, self._routes.answer)
         except (OSError, OverflowError) as error:
             raise ConfigurationError(f"cannot listen at {host}:{port}: {error}") from error
+        self._routes.faults = lambda: server.faults
         self._closed = False
 
     @property
@@ -161,6 +164,11 @@ class HttpEngine:
     def counters(self) -> Mapping[str, int]:
         """Of streams: those `open` and `cancelled` by clients, and tokens `generated`."""
         return dict(self._server.counters)
+
+    @property
+    def peers(self) -> dict[str, FakeEngine]:
+        """The engines that it can pull blocks from, by "host:port" of their P2P tiers: add some."""
+        return self._routes.peers
 
     @property
     def faults(self) -> HttpFaults:
@@ -219,6 +227,8 @@ class Routes:
         self.kind: Final[EngineKind] = kind
         self.model: Final = model
         self.options: Final = options
+        self.peers: Final[dict[str, FakeEngine]] = {}
+        self.faults: Callable[[], HttpFaults] = HttpFaults
         dialect = next(iter(self.ranks.values())).dialect.name
         self.version: Final = options.version or dialect.split("-")[1]
         self._lock = threading.Lock()
@@ -378,19 +388,24 @@ class Routes:
         # Without caching nothing is stored, and so no event is published either.
         if not self.options.prefix_caching:
             return Served(prompt_tokens=length, hit_tokens=0, new_tokens=len(tokens))
+        keys: PromptKeys = {
+            "lora": lora,
+            "salt": prompt.salt or self.options.salt or None,
+            "extra_keys": _extra_keys(prompt, engine.block_size),
+        }
+        peer, fault, lie = self.peers.get(prompt.source), self.faults().pull, 0
         try:
+            if peer is not None and fault == "lie":
+                lie = peer.hit(prompt.token_ids, **keys)
+            elif peer is not None and not fault:
+                engine.pull(peer, prompt.token_ids, **keys)
             served = engine.serve(
-                prompt.token_ids,
-                lora=lora,
-                salt=prompt.salt or self.options.salt or None,
-                extra_keys=_extra_keys(prompt, engine.block_size),
-                new_tokens=tokens,
-                flush=not self.options.silent,
+                prompt.token_ids, **keys, new_tokens=tokens, flush=not self.options.silent
             )
         except (ConfigurationError, TokenError) as error:
             raise RequestError(400, str(error)) from None
         # vLLM computes the last hit block again for EAGLE, and reports the hit without it.
-        hit = max(0, served.hit_tokens - self.options.drops_blocks * engine.block_size)
+        hit = max(lie, served.hit_tokens - self.options.drops_blocks * engine.block_size)
         if not (self.options.reads_cache and prompt.reads_cache):
             hit = 0
         return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))

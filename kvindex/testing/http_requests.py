@@ -33,6 +33,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         images: by the place of its placeholder, a digest of each image.
         reads_cache: False if the engine must compute the whole prompt (`prompt_logprobs`, `echo`
             with `logprobs`, `echo` in a chat).
+        source: "host:port" of the P2P tier to pull from, as vLLM's `kv_transfer_params` name it.
     """
 
     token_ids: list[int]
@@ -42,6 +43,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None = None
     images: dict[int, str] = {}
     reads_cache: bool = True
+    source: str = ""
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -83,9 +85,18 @@ def completions(
             dp_rank=rank,
             images=images,
             reads_cache=not field_against_cache(body),
+            source=_source(body.get("kv_transfer_params")),
         )
         for tokens in token_lists
     ]
+
+
+def _source(params: object) -> str:
+    """Return where vLLM pulls from by these `kv_transfer_params`; "" if it does not."""
+    source = params.get("remote_kv_source") if isinstance(params, dict) else None
+    if not isinstance(source, dict) or not source.get("kv_request_id"):
+        return ""
+    return f"{source.get('remote_host')}:{source.get('remote_port')}"
 
 
 def tokenized(body: Mapping[str, Any]) -> list[int]:

@@ -51,7 +51,8 @@ FaultKind = Literal[
 class HttpFaults(msgspec.Struct, frozen=True, kw_only=True):
     """What goes wrong with answers of an `HttpEngine`, and how slow they are.
 
-    A request's header `x-fake-faults` has the same fields as JSON, and replaces them.
+    A request's header `x-fake-faults` has the same fields as JSON, and replaces them, but for those
+    of pulls.
 
     Attributes:
         kind: the fault; "" for none. "reset" is before the head, "reset_after_head" before the
@@ -61,12 +62,16 @@ class HttpFaults(msgspec.Struct, frozen=True, kw_only=True):
         after: tokens that are sent before "cut", "error_event" or "endless".
         ttft: seconds from a stream's head to its first token.
         gap: seconds between tokens.
+        pull: "refuse": nothing is pulled from peers; "lie": neither, but the usage has it.
+        pull_seconds: seconds that a pull takes, or its failure.
     """
 
     kind: FaultKind = ""
     after: int = 0
     ttft: float = 0.0
     gap: float = 0.0
+    pull: Literal["", "refuse", "lie"] = ""
+    pull_seconds: float = 0.0
 
 
 class Response(msgspec.Struct, frozen=True):
@@ -234,6 +239,8 @@ class Server:
                 return False
         if method == "POST" and not await self._goes_on(faults, reader, writer):
             return False
+        if b'"remote_kv_source"' in body:
+            await asyncio.sleep(self.faults.pull_seconds)
         answer = self._answer(method, target.partition("?")[0], headers, body)
         if isinstance(answer, Response):
             _write(writer, answer, keep=keep)

@@ -46,6 +46,14 @@ def http_engines(*workers: str, ranks: int = 1) -> Iterator[list[HttpEngine]]:
         for worker in workers:
             own = [opened.enter_context(FakeEngine(worker, dp_rank=rank)) for rank in range(ranks)]
             engines.append(opened.enter_context(HttpEngine(own)))
+        # Each can pull from all others: their P2P tiers are named as by `--kv-source vllm:+1000`.
+        tiers = {
+            f"127.0.0.1:{int(engine.url.rpartition(':')[2]) + 1000 + rank}": own
+            for engine in engines
+            for rank, own in engine._routes.ranks.items()
+        }
+        for engine in engines:
+            engine.peers.update(tiers)
         yield engines
 
 

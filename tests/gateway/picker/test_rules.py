@@ -234,11 +234,12 @@ def test_clients_name_no_destination_and_no_rank(served: Picker) -> None:
     forged: dict[str, Any] = {
         "x_gateway_destination_endpoint": "10.9.9.9:1",
         "x_data_parallel_rank": "9",
+        "x_kv_cache_source_host_port": "10.9.9.9:1",
     }
     first, *_ = served.process_all([head(**forged), body(chat())])
     assert endpoint_in(first) in served.endpoints, "which is overwritten"
     removed = first.request_headers.response.header_mutation.remove_headers
-    assert "x-data-parallel-rank" in removed
+    assert {"x-data-parallel-rank", "x-kv-cache-source-host-port"} <= set(removed)
     assert {messages.SUBSET, messages.SERVED, "x-gateway-inference-objective"} <= set(removed)
 
 
