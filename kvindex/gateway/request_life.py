@@ -40,7 +40,7 @@ _TOUCH_SECONDS: Final = 1.0
 CLIENT_LEFT: Final = 499  # the status of a request whose client received none
 _RETRIED: Final = frozenset({502, 503})
 _UNAVAILABLE: Final = frozenset(
-    {"refused", "timeout_connect", "timeout_head", "silent", "status_503"}
+    {"refused", "timeout_connect", "timeout_head", "silent", "status_503", "no_descriptor"}
 )
 
 
