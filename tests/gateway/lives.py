@@ -8,6 +8,7 @@ from typing import Any
 from kvindex import Rank
 from kvindex.gateway.calls import Call, read_call
 from kvindex.gateway.routing import Pin, Reservation, Serving
+from kvindex.routing import KvSource
 
 HEAD = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 JSON = ((b"content-type", b"application/json"),)
@@ -62,7 +63,8 @@ class LoggedReservation(Reservation):
             ranks=2,
         )
         self.pin = Pin(((b"x-data-parallel-rank", b"%d" % rank.dp_rank),), body_fields)
-        self.source, self.told = None, Pin()
+        self.source: KvSource | None = None
+        self.told = Pin()
         self.prompt_tokens = 10
         self._log = log
         self.outcomes: list[str] = []  # of the engine: what its ejection is judged by

@@ -11,8 +11,11 @@ from msgspec import structs
 
 from kvindex import ConfigurationError, Rank
 from kvindex.gateway.calls import CHAT, COMPLETIONS, EMBEDDINGS, read_call, request_headers
+from kvindex.gateway.request_life import Exchange
 from kvindex.gateway.routing import Pin, Serving, source_fields
 from kvindex.gateway.settings import GatewaySettings
+from kvindex.routing import KvSource
+from tests.gateway.lives import LoggedReservation, call_of
 from tests.gateway.test_gateway import (
     TOKEN,
     WITH_AND_WITHOUT,
@@ -126,6 +129,25 @@ def test_a_form_that_is_none_is_refused(form: str) -> None:
 def test_a_pull_rate_without_a_form_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="needs kv_source"):
         GatewaySettings(pull_rate=1)
+
+
+def test_what_a_try_is_told_is_in_its_head_and_body() -> None:
+    exchange, reservation = Exchange(call_of(), "id", 0.0), LoggedReservation([], Rank("a", 1))
+    reservation.told = Pin(((HEADER, b"10.0.0.1:80"),), {"kv_transfer_params": {}})
+    exchange.reserved(reservation, 0.0)
+    assert exchange.own_headers == [(b"x-data-parallel-rank", b"1"), (HEADER, b"10.0.0.1:80")]
+    assert exchange.own_fields == {"kv_transfer_params": {}}
+
+
+def test_a_proxy_does_not_try_again_where_the_request_would_pull_from_itself() -> None:
+    stream = pytest.importorskip("kvindex.gateway.picker.stream")
+    reservations = [LoggedReservation([], Rank(worker)) for worker in "abc"]
+    own, servings = reservations[0], [each.serving for each in reservations]
+    routing = Fleet().routing
+    others = [[each.worker for each in stream._others(own, servings, routing)]]
+    own.source = KvSource(Rank("b"), 1_000, 1_000, {})
+    others.append([each.worker for each in stream._others(own, servings, routing)])
+    assert others == [["b", "c"], ["c"]]
 
 
 # What clients say ---------------------------------------------------------------------------------

@@ -122,6 +122,13 @@ def test_with_a_pull_rate_load_can_win_and_the_prefix_is_not_lost() -> None:
     assert (decision.tokens, decision.attainable) == (0, 10 * BLOCK)
 
 
+def test_what_a_full_rank_holds_can_be_pulled_and_is_not_attainable() -> None:
+    router = _busy(pull_rate=16_000.0 * 8, filters=[Capacity(open_requests=1)])
+    decision = router.select(PROMPT)
+    assert decision.source is not None
+    assert (decision.rank, decision.source.rank, decision.attainable) == (A, B, 0)
+
+
 def test_a_pull_that_takes_longer_than_computing_changes_nothing() -> None:
     slow, without = _busy(pull_rate=1_000.0), _busy()
     costs = [[c.cost for c in router.select(PROMPT).candidates] for router in (slow, without)]
