@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("numpy")  # of the extra `bench`
+
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.sessions import KINDS, Texts, sessions
 
