@@ -127,7 +127,6 @@ class Upstream:
         body: bytes = b"",
         headers: Headers = (),
         *,
-        method: str = "POST",
         within: float,
         most: int = 16 << 20,
     ) -> tuple[int, bytes]:
@@ -137,9 +136,7 @@ class Upstream:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        answer = await self.send(
-            url, path, body, headers, method=method, head_within=within, purpose="asked"
-        )
+        answer = await self.send(url, path, body, headers, head_within=within, purpose="asked")
         # One bound for head and body: `head_within` alone would let a body trickle for ever.
         left = max(0.0, began + within - loop.time())
         why = f"no whole answer within {within:g} s"

@@ -115,10 +115,10 @@ async def test_where_no_descriptor_is_left_that_is_no_failure_of_the_engine(
 async def test_a_clients_key_is_kept_and_a_get_has_no_body() -> None:
     async with connected([WHOLE], token=lambda: "key") as (upstream, served):
         fields = [(b"authorization", b"Bearer own")]
-        asked = await upstream.ask(
-            served.url + "/below/", "/x", headers=fields, method="GET", within=PATIENCE
+        answer = await upstream.send(
+            served.url + "/below/", "/x", headers=fields, method="GET", head_within=PATIENCE
         )
-        assert asked == (200, b"hello")
+        assert (answer.status, await body_of(answer)) == (200, b"hello")
         assert served.heads[0].startswith(b"GET /below/x HTTP/1.1\r\n")
         assert served.heads[0].count(b"authorization") == 1
         assert b"content-length" not in served.heads[0]
