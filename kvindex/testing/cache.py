@@ -246,16 +246,20 @@ class PagedCache:
         self._grow(running)
         self._store_ready(running)
 
-    def finish(self, running: Running) -> None:
-        """End a request: its blocks join the free queue, the last first. Idempotent."""
-        if running.finished:
-            return
+    def finish(self, running: Running) -> bool:
+        """End a request: its blocks join the free queue, the last first.
+
+        Returns whether it was running here. Idempotent.
+        """
+        if running not in self._running:  # finished already, or of a cache before this one
+            return False
         running.finished = True
         self._running.discard(running)
         # The end of the prompt first: it is evicted first, and what others share stays longest.
         for table in running.tables:
             self._pool.release([block for block in reversed(table) if block is not None])
             table.clear()
+        return True
 
     def clear(self, *, gpu_only: bool = False) -> None:
         """Forget everything cached; the event waits with the others for `take_events`.

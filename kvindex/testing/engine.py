@@ -19,7 +19,7 @@ from kvindex.testing.blocks import (
     ResidentPrefix,
     Served,
 )
-from kvindex.testing.cache import PagedCache
+from kvindex.testing.cache import PagedCache, Running
 from kvindex.testing.ports import Outlet
 from kvindex.testing.workload import Request
 from kvindex.wire import LATEST, Dialect, Event, EventBatch
@@ -211,6 +211,25 @@ class FakeEngine:
             if missing > 0:
                 self._cache.serve(tokens[:held], **keys)
             return max(0, missing)
+
+    def prefill(
+        self, token_ids: Sequence[int], *, flush: bool = True, **keys: Unpack[PromptKeys]
+    ) -> Running:
+        """Serve one request of one new token and keep its blocks in use until `release`.
+
+        Args and errors: as of `serve`.
+        """
+        with self._lock:
+            self._check_open()
+            running = self._cache.begin(_tokens(token_ids), **keys)
+            if flush:
+                self.flush()
+            return running
+
+    def release(self, running: Running) -> bool:
+        """Free what `prefill` keeps; return whether it did: not twice, nor after a restart."""
+        with self._lock:
+            return self._cache.finish(running)
 
     def run(self, workload: Iterable[Request]) -> list[Served]:
         """Serve the requests one after another and return what each cost."""

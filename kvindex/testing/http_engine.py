@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import msgspec
 
 from kvindex.testing.blocks import PromptKeys, Served
 from kvindex.testing.engine import FakeEngine
+from kvindex.testing.handoffs import PATH, TOKEN_BYTES, Handoffs
 from kvindex.testing.http_requests import (
     Completion,
     RequestError,
@@ -52,7 +54,10 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         keeps_rank: False lets the ranks serve in turn, whatever rank a request asks for.
         salt: cache salt of requests that have none, as a gateway may add it.
         external_hits: tokens hit, by its metrics, in a cache elsewhere that publishes nothing.
-        role: SGLang's `disaggregation_mode`: "null", "prefill" or "decode".
+        role: "prefill" or "decode" if prefill and decode are apart, else "null". With vLLM it plays
+            P or D, as NIXL has them; with SGLang `disaggregation_mode` says so, and no more.
+        lease: seconds for which P keeps the blocks of a prompt that D does not fetch.
+        load_failure: what D does if P has them no longer (`kv_load_failure_policy`).
         api_key: if not empty, what `Authorization: Bearer` must have: with vLLM for routes under
             `/v1`, with SGLang for all but `/health`.
     """
@@ -74,6 +79,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
     external_hits: int = 0
     role: str = "null"
+    lease: float = 30.0
+    load_failure: Literal["fail", "recompute"] = "fail"
     api_key: str = ""
 
 
@@ -88,7 +95,8 @@ class HttpEngine:
       `prompt_logprobs` and `echo` with `logprobs` (which have the cache left unread) work as in
       the engines. The ranks serve in turn.
       Blocks are pulled first from the one of `peers` that `kv_transfer_params` name as
-      `remote_kv_source`.
+      `remote_kv_source`. With a role, a P answers `do_remote_decode` with `kv_transfer_params` that
+      a D takes, on whichever engine: it fetches what it lacks and reports P's hit as its own.
     - `/tokenize`, and with kind "vllm" and `HttpOptions.render` also `/v1/completions/render`,
       `/v1/chat/completions/render`.
       Tokens are bytes: id 97 is "a"; 256 begins every text; 257 to 262 are those of the chat
@@ -103,6 +111,7 @@ class HttpEngine:
         host: where to listen.
         port: where to listen; 0 has the operating system choose.
         options: what it reports of itself, and its faults.
+        clock: of P's leases, in seconds.
 
     Raises:
         ConfigurationError: no engine, two of one rank, or an address that cannot be used.
@@ -132,6 +141,7 @@ class HttpEngine:
         host: str = "127.0.0.1",
         port: int = 0,
         options: HttpOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         ranks = [engine] if isinstance(engine, FakeEngine) else list(engine)
         if not ranks or len({rank.rank.dp_rank for rank in ranks}) < len(ranks):
@@ -141,12 +151,14 @@ class HttpEngine:
             kind=kind or ranks[0].dialect.engine,
             model=model,
             options=options or HttpOptions(),
+            clock=clock,
         )
         try:
             self._server = server = Server(host, port, self._routes.answer)
         except (OSError, OverflowError) as error:
             raise ConfigurationError(f"cannot listen at {host}:{port}: {error}") from error
         self._routes.faults = lambda: server.faults
+        self._routes.address = server.address[:2]
         self._closed = False
 
     @property
@@ -162,8 +174,12 @@ class HttpEngine:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Of streams: those `open` and `cancelled` by clients, and tokens `generated`."""
-        return dict(self._server.counters)
+        """Of streams: those `open` and `cancelled` by clients, and tokens `generated`.
+
+        Of a P: blocks `pinned` now, and prompts `handed_over`, of which D has `fetched` and
+        `refused` some, the lease of others `expired`, and D came too `late` for some of these.
+        """
+        return {**self._server.counters, **self._routes.handoffs.statistics()}
 
     @property
     def peers(self) -> dict[str, FakeEngine]:
@@ -221,7 +237,13 @@ class Routes:
     """
 
     def __init__(
-        self, ranks: Sequence[FakeEngine], *, kind: EngineKind, model: str, options: HttpOptions
+        self,
+        ranks: Sequence[FakeEngine],
+        *,
+        kind: EngineKind,
+        model: str,
+        options: HttpOptions,
+        clock: Callable[[], float],
     ) -> None:
         self.ranks: Final = {engine.rank.dp_rank: engine for engine in ranks}
         self.kind: Final[EngineKind] = kind
@@ -229,6 +251,9 @@ class Routes:
         self.options: Final = options
         self.peers: Final[dict[str, FakeEngine]] = {}
         self.faults: Callable[[], HttpFaults] = HttpFaults
+        self.address = ("", 0)
+        self.handoffs: Final = Handoffs(options.lease, clock)
+        self._role = options.role if kind == "vllm" else "null"
         dialect = next(iter(self.ranks.values())).dialect.name
         self.version: Final = options.version or dialect.split("-")[1]
         self._lock = threading.Lock()
@@ -266,6 +291,10 @@ class Routes:
             guarded = path.startswith("/v1") if self.kind == "vllm" else path != "/health"
             if key and guarded and headers.get("authorization") != f"Bearer {key}":
                 raise RequestError(401, "Unauthorized")
+            if method == "DELETE" and path.startswith(PATH):
+                if not self.handoffs.settle(path):
+                    raise RequestError(404, "this was not handed over here")
+                return Response(200, b"")
             routes: Mapping[str, object] = self._get if method == "GET" else self._post
             if path not in routes:
                 if path in self._get or path in self._post:
@@ -284,8 +313,12 @@ class Routes:
         except KVIndexError as error:  # the engine was closed, or its publisher has failed
             return Response.of_error(RequestError(503, str(error)))
 
-    def _serve(self, prompt: Completion) -> tuple[Served, list[int]]:
-        """Serve one prompt; return what it cost and what was generated, or raise RequestError."""
+    def _serve(self, prompt: Completion, offered: list[dict[str, Any]]) -> tuple[Served, list[int]]:
+        """Serve one prompt; return what it cost and what was generated, or raise RequestError.
+
+        What a P hands over is appended to `offered`.
+        """
+        self.handoffs.expire()
         lora = None if prompt.model == self.model else prompt.model
         if lora is not None and lora not in self.options.loras:
             raise RequestError(404, f"The model `{prompt.model}` does not exist.")
@@ -305,7 +338,7 @@ class Routes:
                 raise RequestError(400, f"there is no data-parallel rank {rank}")
             # Decided by the prompt alone, so that a test can expect what a front passes on.
             tokens = new_tokens(prompt)
-            served = self._served(self.ranks[rank], prompt, lora, tokens)
+            served = self._served(self.ranks[rank], prompt, lora, tokens, offered)
             counters = self.counters[rank]
             counters["requests"] += 1
             counters["prompt_tokens"] += served.prompt_tokens
@@ -382,7 +415,12 @@ class Routes:
         ]
 
     def _served(
-        self, engine: FakeEngine, prompt: Completion, lora: str | None, tokens: list[int]
+        self,
+        engine: FakeEngine,
+        prompt: Completion,
+        lora: str | None,
+        tokens: list[int],
+        offered: list[dict[str, Any]],
     ) -> Served:
         length = len(prompt.token_ids)
         # Without caching nothing is stored, and so no event is published either.
@@ -393,22 +431,53 @@ class Routes:
             "salt": prompt.salt or self.options.salt or None,
             "extra_keys": _extra_keys(prompt, engine.block_size),
         }
+        from_p = self._received(engine, prompt, keys) if self._role == "decode" else None
+        handoff = self.faults().handoff
         peer, fault, lie = self.peers.get(prompt.source), self.faults().pull, 0
         try:
             if peer is not None and fault == "lie":
                 lie = peer.hit(prompt.token_ids, **keys)
             elif peer is not None and not fault:
                 engine.pull(peer, prompt.token_ids, **keys)
-            served = engine.serve(
-                prompt.token_ids, **keys, new_tokens=tokens, flush=not self.options.silent
-            )
+            flush = not self.options.silent
+            if self._role == "prefill" and prompt.hands_over and handoff != "none":
+                running = engine.prefill(prompt.token_ids, **keys, flush=flush)
+                lost = handoff == "lost"
+                offered.append(self.handoffs.offer(engine, running, self.address, lost=lost))
+                served = running.served
+            else:
+                served = engine.serve(prompt.token_ids, **keys, new_tokens=tokens, flush=flush)
         except (ConfigurationError, TokenError) as error:
             raise RequestError(400, str(error)) from None
         # vLLM computes the last hit block again for EAGLE, and reports the hit without it.
         hit = max(lie, served.hit_tokens - self.options.drops_blocks * engine.block_size)
         if not (self.options.reads_cache and prompt.reads_cache):
             hit = 0
+        # vLLM 0.32 overwrites D's own hit, whatever it was.
+        hit = hit if from_p is None else from_p
         return Served(prompt_tokens=length, hit_tokens=hit, new_tokens=len(tokens))
+
+    def _received(self, engine: FakeEngine, prompt: Completion, keys: PromptKeys) -> int | None:
+        """As D, fetch what P computed; return P's hit, None without P, or raise RequestError."""
+        handoff, fault = prompt.handoff, self.faults().handoff
+        if handoff is None and fault == "demand":
+            raise RequestError(400, "kv_transfer_params of a P are missing")
+        if handoff is None or fault == "ignore":
+            return None
+        blocks = -(-len(prompt.token_ids) // engine.block_size)
+        if fault == "refuse" or handoff.remote_num_tokens != len(prompt.token_ids):
+            handoff.settle("refused")
+            told = f"{handoff.remote_num_tokens} tokens for {len(prompt.token_ids)}"
+            raise RequestError(400, f"the engine refuses what P computed: {told}")
+        if handoff.settle("fetched"):
+            # The last block moves, too, though it is not full and so not announced.
+            moved = blocks - engine.hit(prompt.token_ids, **keys) // engine.block_size
+            counters = self.counters[engine.rank.dp_rank]
+            counters["transfers"] += 1
+            counters["moved_bytes"] += moved * engine.block_size * TOKEN_BYTES
+        elif self.options.load_failure == "fail":
+            raise RequestError(500, "the KV that P computed could not be loaded")
+        return handoff.remote_prefill_cached_tokens
 
     def _complete(self, chat: bool, body: Mapping[str, Any], rank: str) -> Response | EventStream:
         # Each choice is served anew, as the engines do: the second hits what the first stored.
@@ -416,7 +485,8 @@ class Routes:
         if not isinstance(many, int) or not 1 <= many <= 128:
             raise RequestError(400, f"n is {many!r}, not a number from 1 to 128")
         prompts = [x for x in self._prompts(chat, body, rank) for _ in range(many)]
-        results = [self._serve(prompt) for prompt in prompts]
+        offered: list[dict[str, Any]] = []
+        results = [self._serve(prompt, offered) for prompt in prompts]
         reported = self._usage([served for served, _ in results], many)
         if body.get("stream"):
             options = body.get("stream_options")
@@ -439,6 +509,8 @@ class Routes:
                 "model": prompts[0].model,
                 "choices": choices,
                 "usage": reported,
+                # Of several prompts vLLM tells those of the first; streams have none.
+                "kv_transfer_params": offered[0] if offered else None,
             }
         )
 
@@ -519,6 +591,17 @@ class Routes:
                     f'num_gpu_blocks="{engine.num_blocks}",sliding_window="None"'
                 )
                 lines.append(f"{name}{{{labels}}} 1.0")
+            if self._role != "null":
+                name = "vllm:nixl_bytes_transferred"
+                lines.append(f"# TYPE {name} histogram")
+            for rank, counts in sorted(self.counters.items() if self._role != "null" else ()):
+                labels = f'engine="{rank}",model_name="{self.model}"'
+                count, moved = float(counts["transfers"]), float(counts["moved_bytes"])
+                lines += [
+                    f'{name}_bucket{{le="+Inf",{labels}}} {count}',
+                    f"{name}_count{{{labels}}} {count}",
+                    f"{name}_sum{{{labels}}} {moved}",
+                ]
             name = "vllm:external_prefix_cache_hits_total"
             lines += [f"# TYPE {name} counter", f"{name} {float(self.options.external_hits)}"]
         return "\n".join([*lines, ""])

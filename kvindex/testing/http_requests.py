@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvindex.testing.handoffs import Handoff
 from kvindex.wire.errors import ConfigurationError
 from kvindex.wire.quirks import field_against_cache
 
@@ -34,6 +35,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         reads_cache: False if the engine must compute the whole prompt (`prompt_logprobs`, `echo`
             with `logprobs`, `echo` in a chat).
         source: "host:port" of the P2P tier to pull from, as vLLM's `kv_transfer_params` name it.
+        hands_over: True if another engine is to decode (`do_remote_decode`).
+        handoff: what was computed elsewhere (`do_remote_prefill`).
     """
 
     token_ids: list[int]
@@ -44,6 +47,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     images: dict[int, str] = {}
     reads_cache: bool = True
     source: str = ""
+    hands_over: bool = False
+    handoff: Handoff | None = None
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -75,6 +80,8 @@ def completions(
         except ValueError:
             raise RequestError(400, f"{rank!r} is no data-parallel rank") from None
     token_lists = _token_lists(body)
+    given = body.get("kv_transfer_params")
+    params = given if isinstance(given, dict) else {}
     images = chat_images(body["messages"]) if "messages" in body else {}
     return [
         Completion(
@@ -85,15 +92,25 @@ def completions(
             dp_rank=rank,
             images=images,
             reads_cache=not field_against_cache(body),
-            source=_source(body.get("kv_transfer_params")),
+            source=_source(params),
+            hands_over=params.get("do_remote_decode") is True,
+            handoff=_handoff(params),
         )
         for tokens in token_lists
     ]
 
 
-def _source(params: object) -> str:
+def _handoff(params: Mapping[str, Any]) -> Handoff | None:
+    # vLLM logs what is no handoff, and computes; here a router's author learns of it.
+    try:
+        return msgspec.convert(params, Handoff) if params.get("do_remote_prefill") else None
+    except msgspec.ValidationError as error:
+        raise RequestError(400, f"kv_transfer_params are not what P told: {error}") from None
+
+
+def _source(params: Mapping[str, Any]) -> str:
     """Return where vLLM pulls from by these `kv_transfer_params`; "" if it does not."""
-    source = params.get("remote_kv_source") if isinstance(params, dict) else None
+    source = params.get("remote_kv_source")
     if not isinstance(source, dict) or not source.get("kv_request_id"):
         return ""
     return f"{source.get('remote_host')}:{source.get('remote_port')}"

@@ -33,7 +33,10 @@ _ERROR_TYPES = {403: "PermissionDeniedError", 404: "NotFoundError"}
 
 FaultKind = Literal[
     "",
+    "400",
+    "500",
     "503",
+    "die",
     "reset",
     "reset_after_head",
     "endless",
@@ -55,7 +58,8 @@ class HttpFaults(msgspec.Struct, frozen=True, kw_only=True):
     of pulls.
 
     Attributes:
-        kind: the fault; "" for none. "reset" is before the head, "reset_after_head" before the
+        kind: the fault; "" for none. Numbers are statuses; "die" closes the server with its next
+            answer, which still leaves. "reset" is before the head, "reset_after_head" before the
             first event, "cut" after `after` tokens, "error_event" there too, under status 200, and
             "endless" an event without an end.
             "long_head" has 64 kB of fields, "keep_alive" has a comment before the first event.
@@ -63,7 +67,10 @@ class HttpFaults(msgspec.Struct, frozen=True, kw_only=True):
         ttft: seconds from a stream's head to its first token.
         gap: seconds between tokens.
         pull: "refuse": nothing is pulled from peers; "lie": neither, but the usage has it.
-        pull_seconds: seconds that a pull takes, or its failure.
+        pull_seconds: seconds that a pull takes, or its failure; with a role, either phase.
+        handoff: of P: "none": no `kv_transfer_params`; "lost": as if P had restarted after its
+            answer. Of D: "refuse": 400, and P is told; "ignore": D computes all itself, and P is
+            told nothing; "demand": requests without `kv_transfer_params` are refused.
     """
 
     kind: FaultKind = ""
@@ -72,6 +79,7 @@ class HttpFaults(msgspec.Struct, frozen=True, kw_only=True):
     gap: float = 0.0
     pull: Literal["", "refuse", "lie"] = ""
     pull_seconds: float = 0.0
+    handoff: Literal["", "none", "lost", "refuse", "ignore", "demand"] = ""
 
 
 class Response(msgspec.Struct, frozen=True):
@@ -239,9 +247,13 @@ class Server:
                 return False
         if method == "POST" and not await self._goes_on(faults, reader, writer):
             return False
-        if b'"remote_kv_source"' in body:
+        if b'"remote_kv_source"' in body or b'"do_remote_prefill"' in body:
             await asyncio.sleep(self.faults.pull_seconds)
         answer = self._answer(method, target.partition("?")[0], headers, body)
+        if faults.kind == "die" and method == "POST":
+            # Before the answer leaves: who reads it finds nobody here any more.
+            self._stop.set()
+            keep = False
         if isinstance(answer, Response):
             _write(writer, answer, keep=keep)
             await writer.drain()
@@ -252,8 +264,9 @@ class Server:
         self, faults: HttpFaults, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
         # What a front must survive before it has an answer's head.
-        if faults.kind == "503":
-            _write(writer, Response.of_error(RequestError(503, "overloaded")), keep=False)
+        if faults.kind.isdigit():
+            refusal = RequestError(int(faults.kind), "the engine is told to refuse")
+            _write(writer, Response.of_error(refusal), keep=False)
         elif faults.kind == "reset":
             writer.transport.abort()
         elif faults.kind == "hang":

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from kvindex.testing import FakeEngine, HttpEngine, Request, Workload
+from kvindex.testing import FakeEngine, HttpEngine, HttpOptions, Request, Workload
 from kvindex.tools.cli.arguments import count, option, port, rate, seconds
 from kvindex.tools.cli.signals import handled
 from kvindex.wire import LATEST
@@ -39,6 +39,8 @@ def add_fake_engine_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--http PORT", text, port)
     text = "model that is served over HTTP; engines with one name serve one"
     option(parser, "--model NAME", text, str, "fake-model")
+    text = "over HTTP, play a side of prefill and decode apart (SGLang's says so alone)"
+    option(parser, "--role ROLE", text, ("prefill", "decode"))
     option(parser, "--seconds S", "end after S seconds (default: never)", seconds)
 
 
@@ -86,7 +88,10 @@ def run_fake_engine(arguments: argparse.Namespace) -> int:
                     f"{engine.replay_endpoint}"
                 )
             if arguments.http is not None:
-                server = HttpEngine(engines, model=arguments.model, port=arguments.http)
+                options = HttpOptions(role=arguments.role or "null")
+                server = HttpEngine(
+                    engines, model=arguments.model, port=arguments.http, options=options
+                )
                 print(f"HTTP at {stack.enter_context(server).url}")
             number = f"about {arguments.rate:g}" if arguments.rate else "no"
             print(f"{number} requests per second of its own; Ctrl-C ends it", flush=True)
