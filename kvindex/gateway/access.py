@@ -73,6 +73,7 @@ class Access:
         self._retries: Counter[str] = Counter()
         self._choices: Counter[str] = Counter()
         self._sources: Counter[str] = Counter()
+        self._prefills: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._tenant_header = None if tenant_header is None else tenant_header.lower().encode()
         self._tenants: dict[str, Counter[str]] = {}
@@ -111,22 +112,28 @@ class Access:
         reservation, usage = exchange.reservation, exchange.usage
         duration = exchange.ended_at - exchange.began_at
         self._requests[exchange.call.path, exchange.status, str(exchange.end)] += 1
-        self._retries.update(failure.reason for failure in exchange.failures)
+        failures = [*exchange.prefill_failures, *exchange.failures]
+        self._retries.update(failure.reason for failure in failures)
         self._sources[exchange.tokens_from] += 1
         self._whole.add(duration)
         if reservation is not None:
             self._choices[reservation.reason] += 1
+        if exchange.prefill is not None:
+            self._prefills[exchange.prefill.reason] += 1
         if exchange.waited is not None:
             self._waits.add(exchange.waited)
         if exchange.first_token is not None:
             self._firsts.add(exchange.first_token)
         # Only of whole answers are the engine's tokens known, and so comparable with ours.
-        if exchange.end is End.WHOLE and reservation is not None:
+        prefiller, prefill = exchange.prefiller, exchange.prefill
+        if exchange.end is End.WHOLE and prefiller is not None:
             self._tokens["prompt"] += exchange.prompt_tokens
             self._tokens["output"] += exchange.output_tokens
             if exchange.call.is_single:
-                self._tokens["held"] += reservation.held
+                self._tokens["held"] += prefiller.held
                 self._tokens["delivered"] += exchange.delivered or 0
+            if prefill is not None:
+                self._tokens["moved"] += prefill.moved
             self._tokens["answers"] += 1
             self._tokens["answers_with_usage"] += usage is not None
             if exchange.tenant is not None:
@@ -141,9 +148,10 @@ class Access:
                 "reason": None if reservation is None else reservation.reason,
                 "tokens_from": exchange.tokens_from,
                 "prompt_tokens": exchange.prompt_tokens,
-                "held": None if reservation is None else reservation.held,
+                "held": None if prefiller is None else prefiller.held,
                 "delivered": exchange.delivered,
                 **_pull(exchange),
+                **_prefill(exchange),
                 "output_tokens": exchange.output_tokens,
                 "wait": _rounded(exchange.waited),
                 "first_token": _rounded(exchange.first_token),
@@ -151,7 +159,7 @@ class Access:
                 "status": exchange.status,
                 "end": str(exchange.end),
                 "tries": exchange.tries,
-                "failures": [f"{failure.rank} {failure.reason}" for failure in exchange.failures],
+                "failures": [f"{failure.rank} {failure.reason}" for failure in failures],
             }
             logger.info("%s", msgspec.json.encode(fields).decode())
 
@@ -174,6 +182,7 @@ class Access:
             "requests": [(*labels, number) for labels, number in self._requests.items()],
             "failures": dict(self._retries),
             "choices": dict(self._choices),
+            "prefills": dict(self._prefills),
             "tokens_from": dict(self._sources),
             "tokens": dict(self._tokens),
             "tenants": {tenant: dict(tokens) for tenant, tokens in self._tenants.items()},
@@ -189,6 +198,20 @@ def _pull(exchange: Exchange) -> dict[str, Any]:
     if source is None:
         return {}
     return {"source": str(source.rank), "pulled": source.was_pulled(exchange.delivered)}
+
+
+def _prefill(exchange: Exchange) -> dict[str, Any]:
+    """Return whether another engine prefilled the prompt, and why; nothing without roles."""
+    prefill = exchange.prefill
+    if prefill is None:
+        return {}
+    where = None if prefill.reservation is None else str(prefill.reservation.rank)
+    return {
+        "disaggregated": where is not None,
+        "prefill": prefill.reason,
+        "prefill_rank": where,
+        "moved": prefill.moved,
+    }
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -208,6 +231,7 @@ _DURATIONS: Final = {
 _COUNTERS: Final = {  # by the part of the statistics: name, text, label
     "failures": ("failures", "Tries that brought no answer", "reason"),
     "choices": ("choices", "Ranks that were chosen, by what decided", "reason"),
+    "prefills": ("prefills", "Requests to engines that decode, by who prefilled and why", "reason"),
     "tokens_from": ("prompts", "Prompts by where their tokens are from", "source"),
     "tokens": ("tokens", "Tokens of whole answers", "kind"),
     "refused": ("refused", "Requests that the guard refused", "reason"),

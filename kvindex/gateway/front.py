@@ -38,6 +38,7 @@ from kvindex.gateway.calls import (
     request_headers,
     with_fields,
 )
+from kvindex.gateway.pairs import Pairs
 from kvindex.gateway.request_life import End, Exchange, Stage
 from kvindex.gateway.routing import NoRankError, Routing, Serving, ShedError, UnknownModelError
 from kvindex.gateway.settings import MOST_BODY
@@ -85,6 +86,7 @@ class Front:
         explains: bool = False,
         most_body: int = MOST_BODY,
         silent_within: float = 300.0,
+        local_tokens: int = 512,
     ) -> None:
         self.access = access or Access()
         self.is_draining = False
@@ -101,6 +103,7 @@ class Front:
         self._explains = explains
         self._most_body = most_body  # bytes, once they are inflated
         self._silent_within = silent_within
+        self._pairs = Pairs(routing, upstream, local_tokens, head_within)
         self._prefix = secrets.token_hex(6)
         self._numbers = count(1)
         self._loop = asyncio.get_running_loop
@@ -300,6 +303,8 @@ class Front:
         if self._explains and (reservation := exchange.reservation) is not None:
             explained = reservation.explained.items()
             headers += [(name.encode(), value.encode()) for name, value in explained]
+            if (prefiller := exchange.prefiller) is not None and prefiller is not reservation:
+                headers.append((b"x-kvindex-prefill", str(prefiller.rank).encode()))
         # A short whole answer is complete by now: one write, and no chunks.
         if exchange.stage is Stage.ENDED:
             self._end(exchange)
@@ -337,17 +342,21 @@ class Front:
                     may_pull=call.may_pull,
                 )
                 exchange.reserved(reservation, time())
+                if reservation.serving.role == "decode":
+                    await self._pairs.prefill(exchange, prompt, fields, f"{unique}-p")
                 # The engine may still know the id of a try before, and refuse it.
                 tries = exchange.tries
                 request_id = exchange.request_id if tries == 1 else f"{exchange.request_id}-{tries}"
+                sending = self._upstream.send(
+                    reservation.serving.url,
+                    call.path,
+                    with_fields(call.body, exchange.own_fields),
+                    [*fields, *exchange.own_headers, (b"x-request-id", request_id.encode())],
+                    head_within=self._head_within,
+                )
+                is_apart = exchange.prefiller is not exchange.reservation
                 try:
-                    answer = await self._upstream.send(
-                        reservation.serving.url,
-                        call.path,
-                        with_fields(call.body, exchange.own_fields),
-                        [*fields, *exchange.own_headers, (b"x-request-id", request_id.encode())],
-                        head_within=self._head_within,
-                    )
+                    answer = await (self._pairs.told(sending) if is_apart else sending)
                 except UpstreamError as error:
                     exchange.failed(error.reason, time())
                     continue

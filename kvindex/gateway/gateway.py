@@ -343,6 +343,7 @@ class Door:
             explains=settings.explain_headers,
             most_body=listening.limits.body_bytes,
             silent_within=settings.silent_within,
+            local_tokens=settings.local_tokens,
         )
         self._guard = Guard(
             tokens=tokens,
@@ -522,7 +523,7 @@ class GatewayFleet:
     def count(self, exchange: Exchange) -> None:
         """Count a request that has ended. O(ranks)."""
         # By the model, not the name that was asked for: an adapter's traffic is its model's.
-        reservation = exchange.reservation
+        reservation = exchange.prefiller
         if reservation is None or not reservation.serving.models:
             return
         partition = Partition(reservation.serving.models[0])

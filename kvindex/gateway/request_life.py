@@ -26,6 +26,7 @@ from kvindex.gateway.events import Events, Usage, is_failure, response_id_of, us
 
 if TYPE_CHECKING:
     from kvindex import Rank
+    from kvindex.gateway.pairs import Prefill
     from kvindex.gateway.routing import Reservation
     from kvindex.gateway.tracing import Spans
     from kvindex.service.http import Headers
@@ -109,6 +110,9 @@ class Exchange:
         self.status = 0  # that the client receives; 0 as long as it is open
         self.reservation: Reservation | None = None
         self.tries = 0
+        self.prefill: Prefill | None = None  # of this try, where engines have roles
+        self.prefill_failures: list[Failure] = []  # of all tries
+        self.alone = ""  # why no other engine is to prefill it any more
         self.answer: EngineAnswer | None = None  # the last whose head has arrived
         self.failures: list[Failure] = []
         self.prompt_tokens = 0  # an estimate if it was not tokenized
@@ -142,7 +146,14 @@ class Exchange:
     def own_fields(self) -> Mapping[str, Any]:
         """The fields of the body that it receives from us: for its rank, and for what it pulls."""
         assert self.reservation is not None
-        return {**self.reservation.pin.body_fields, **self.reservation.told.body_fields}
+        fields = {**self.reservation.pin.body_fields, **self.reservation.told.body_fields}
+        return fields if self.prefill is None else {**fields, **self.prefill.fields}
+
+    @property
+    def prefiller(self) -> Reservation | None:
+        """The reservation of the rank that computes the prompt: its hit is the one reported."""
+        apart = None if self.prefill is None else self.prefill.reservation
+        return self.reservation if apart is None else apart
 
     @property
     def is_stream(self) -> bool:
@@ -182,7 +193,7 @@ class Exchange:
             return
         if self.waited is None:
             self.waited = now - self.began_at
-        self.reservation, self._is_booked = reservation, True
+        self.reservation, self._is_booked, self.prefill = reservation, True, None
         self.tries += 1
         self.stage = Stage.SENT
         if self.spans is not None:
@@ -196,7 +207,8 @@ class Exchange:
         self.answer, self._is_open = answer, True
         self._parts, self._size = [], 0
         # Other statuses would be the same on any rank: they are the client's to see.
-        if answer.status in _RETRIED:
+        is_loss = answer.status == 500 and self._loss("status_500") is not None
+        if answer.status in _RETRIED or is_loss:
             self.failed(f"status_{answer.status}", now)
             return
         assert self.reservation is not None
@@ -379,6 +391,8 @@ class Exchange:
             self.first_token = now - self.began_at
             self._touched = (0, now)
             self.reservation.first_token()
+            if self.prefill is not None:
+                self.prefill.end()
 
     def _note_made(self, response_id: str) -> None:
         assert self.reservation is not None
@@ -387,10 +401,21 @@ class Exchange:
 
     def _note_failure(self, reason: str, now: float) -> None:
         assert self.reservation is not None
-        self.failures.append(Failure(self.reservation.rank, reason))
-        self.reservation.failed(reason)
+        if (loss := self._loss(reason)) is not None:
+            # No fault of this engine, which may well compute the prompt by itself.
+            self.prefill_failures.append(loss)
+            self.alone = "lost"
+        else:
+            self.failures.append(Failure(self.reservation.rank, reason))
+            self.reservation.failed(reason)
         if self.spans is not None:
             self.spans.failed(self, reason, now)
+
+    def _loss(self, reason: str) -> Failure | None:
+        """Return the failure if it is that of another engine, whose blocks did not arrive."""
+        if self.prefill is None or self.stage is Stage.FORWARDED:
+            return None
+        return self.prefill.loss(reason)
 
     def _end_as_reported(self, now: float) -> None:
         """End a stream that has all its events."""
@@ -412,7 +437,7 @@ class Exchange:
         self._release(is_whole=end is End.WHOLE)
 
     def _release(self, *, is_whole: bool = False) -> None:
-        """Close the engine's answer, then end the reservation: the rank is free from then on."""
+        """Close the engine's answer, then end the reservations: the ranks are free from then on."""
         if self._is_open and self.answer is not None:
             self._is_open = False
             self.answer.close()
@@ -422,6 +447,8 @@ class Exchange:
                 self.reservation.finish(self.delivered, counts=self.call.is_single)
             else:
                 self.reservation.cancel()
+        if self.prefill is not None:
+            self.prefill.end()
 
 
 def error_event(path: str, reason: str) -> bytes:

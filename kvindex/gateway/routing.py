@@ -65,6 +65,7 @@ class Serving(msgspec.Struct, frozen=True):
     is_silent: bool = False  # it has left two questions about itself unanswered
     listed: Mapping[str, Mapping[str, Any]] = {}  # by name, as it lists its models and adapters
     away: str = ""  # why it serves nothing now, as it says
+    role: str = ""  # "prefill", "decode", or "" if it does both
 
 
 class Pin(NamedTuple):
@@ -142,6 +143,7 @@ def serving_of(worker: str, report: EngineReport) -> Serving:
         report.is_silent,
         report.listed,
         report.away,
+        report.role,
     )
 
 
@@ -153,7 +155,8 @@ class Model:
         self.router = router  # one for all names of a model and of its adapters
         self.lora = lora  # None for the model itself
         self.servings: list[Serving] = []  # sorted by name
-        self.ranks: tuple[Rank, ...] | None = ()  # of the engines; None: all of the router's
+        self.ranks: tuple[Rank, ...] | None = ()  # that answer; None: all of the router's
+        self.prefillers: tuple[Rank, ...] = ()  # that only prefill, for those with a role
 
     def ranks_of(self, workers: Collection[str]) -> list[Rank]:
         """Return the ranks that are on some of its engines."""
@@ -260,9 +263,16 @@ class Models:
                 for name in serving.adapters:
                     self._serve(models, Model(name, router, name), serving)
         for model in models.values():
-            workers = {serving.worker for serving in model.servings if not serving.away}
-            own = tuple(rank for rank in ranks if rank.worker in workers)
+            roles = {serving.worker: serving.role for serving in model.servings if not serving.away}
+            own = tuple(rank for rank in ranks if roles.get(rank.worker, "prefill") != "prefill")
             model.ranks = None if own == ranks else own  # None spares each request a mask
+            # Others can do without: so not one that does not answer, which costs a time-out.
+            silent = {serving.worker for serving in model.servings if serving.is_silent}
+            model.prefillers = tuple(
+                rank
+                for rank in ranks
+                if roles.get(rank.worker) == "prefill" and rank.worker not in silent
+            )
         self._models, self._servings = models, servings
 
     def _serve(self, models: dict[str, Model], named: Model, serving: Serving) -> None:
@@ -337,7 +347,7 @@ class Routing:
         entries = []
         models = self._models.table().values()
         for model in sorted(models, key=lambda model: (model.lora is not None, model.name)):
-            servings = [s for s in model.servings if not (s.is_silent or s.away)]
+            servings = [s for s in model.servings if _answers(s)]
             if servings:  # else nobody would answer
                 entry = servings[0].listed.get(model.name, {"owned_by": "kvindex", "created": 0})
                 entries.append({"object": "model", **entry, "id": model.name})
@@ -348,7 +358,7 @@ class Routing:
         """Whether some engine would answer. O(engines)."""
         drained = self.drained()
         return any(
-            not (serving.is_silent or serving.away or serving.worker in drained)
+            _answers(serving) and serving.worker not in drained
             for serving in self._models.servings().values()
         )
 
@@ -420,7 +430,7 @@ class Routing:
                     booking = _book(
                         served,
                         token_ids,
-                        workers,
+                        served.ranks if workers is None else served.ranks_of(workers),
                         exclude,
                         before,
                         request_id=request_id,
@@ -447,6 +457,26 @@ class Routing:
         finally:
             if ticket is not None:
                 waiting.leave(ticket)
+
+    def reserve_prefill(
+        self, model: str, token_ids: TokenIds | None, *, exclude: Sequence[Rank], **options: Any
+    ) -> Reservation | None:
+        """Reserve a rank that prefills a request for another one; None if there is none now.
+
+        Arguments as for `reserve`; it waits for nothing, and tries no engine that was ejected.
+        """
+        served, is_out = self._models.find(model), self.ejection.is_out
+        ranks = [rank for rank in served.prefillers if not is_out(rank.worker)]
+        if not ranks:
+            return None
+        try:
+            booking = _book(served, token_ids, ranks, exclude, None, **options)
+        except NoRankError:
+            return None
+        serving = None if booking is None else served.serving(booking.rank)
+        if booking is None or serving is None:
+            return None
+        return Reservation(booking, serving, self._waiting[served.router], self)
 
     def _rank_of(
         self,
@@ -520,10 +550,15 @@ class Routing:
             change(router, worker)
 
 
+def _answers(serving: Serving) -> bool:
+    """Return whether clients' requests are answered by an engine, as it stands."""
+    return not (serving.is_silent or serving.away or serving.role == "prefill")
+
+
 def _book(
     model: Model,
     token_ids: TokenIds | None,
-    workers: Collection[str] | None,
+    ranks: Sequence[Rank] | None,
     exclude: Sequence[Rank],
     only: Rank | None,
     **options: Any,
@@ -537,7 +572,7 @@ def _book(
     try:
         return router.reserve(
             () if token_ids is None else token_ids,
-            ranks=model.ranks if workers is None else model.ranks_of(workers),
+            ranks=ranks,
             # A rank that was tried and has gone since is no rank any more.
             exclude=[rank for rank in exclude if rank in known],
             lora=model.lora,
@@ -590,6 +625,20 @@ class Reservation:
         # vLLM's field means nothing to other engines, and only vLLM answers its tier.
         if form == "llm-d" or serving.kind == self.serving.kind == "vllm":
             self.source, self.told = self._booking.pull(), source_fields(form, serving, source.rank)
+
+    def fetch(self) -> None:
+        """Have another rank prefill the prompt: this one fetches it, and pulls from no source."""
+        self.source, self.told = None, Pin()
+        self._booking.fetch()
+
+    def compute(self) -> None:
+        """Have this rank prefill the prompt by itself after all."""
+        self._booking.move(self.rank)
+
+    @property
+    def missing(self) -> int:
+        """The tokens of the prompt that the rank does not hold."""
+        return self._booking.decision.new_tokens
 
     @property
     def attainable(self) -> int:

@@ -55,6 +55,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
             port + N, both + the number of the DP rank; "llm-d" by its routing side-car.
         pull_rate: tokens per second that an engine pulls from another: then the choice reckons with
             it; needs `kv_source`.
+        local_tokens: an engine that decodes for others that prefill does both by itself where it
+            misses at most so many tokens of the prompt.
         pool: on NATS; then its relay follows the engines' events, this gateway has a replica of the
             relay's index, and it shares its load with the pool's other gateways.
 
@@ -81,6 +83,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "kvindex"
     kv_source: str | None = None
     pull_rate: int | None = None
+    local_tokens: int = 512
     pool: NatsPool | None = None
 
     def __post_init__(self) -> None:
@@ -100,8 +103,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.pull_rate is not None and self.kv_source is None:
             raise ConfigurationError("pull_rate needs kv_source: else nothing is pulled")
-        if self.waiting < 0:
-            raise ConfigurationError(f"waiting must be 0 or more, not {self.waiting}")
+        for name in ("waiting", "local_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} must be 0 or more, not {getattr(self, name)}")
 
 
 class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -84,6 +84,7 @@ class Booking:
     output_tokens: int = 0
     _load: Load = _NOTHING  # as the board counts it
     _source: KvSource | None = None  # that the engine was told of
+    _is_fetched: bool = False  # another rank computes what the engine lacks
 
     @property
     def rank(self) -> Rank:
@@ -97,6 +98,15 @@ class Booking:
         """
         self._source = self.decision.source
         return self._source
+
+    def fetch(self) -> None:
+        """Report that another rank prefills the prompt, and the engine fetches what it lacks.
+
+        Then nothing waits for prefill here. Neither the prefill rate nor the funnel counts the
+        request: what its engine reports as cached is the other's hit. `move`, also to the same
+        rank, takes it back. Idempotent; without effect after the first token.
+        """
+        self._bookings.report(self, self._bookings.fetch)
 
     def first_token(self) -> None:
         """Report the first token: the prefill is done. Idempotent."""
@@ -299,9 +309,17 @@ class Bookings:
         # releases what is left.
         self._count(booking, booking._load._replace(queued_tokens=0), now)
         booking.stage = Stage.DECODING
-        if booking._source is None:  # else it is not known how much was computed
+        # Else it is not known how much was computed.
+        if booking._source is None and not booking._is_fetched:
             self.rate.measure(booking.decision.work_ahead, now - booking._booked_at)
         self._end_prediction(booking, now, at_once=False)
+
+    def fetch(self, booking: Booking, now: float) -> None:
+        """Release a booking's queued tokens: another rank prefills them."""
+        # What was given stays: blocks that are fetched evict others, as computed ones do.
+        if booking.stage is Stage.CHOSEN:
+            booking._source, booking._is_fetched = None, True
+            self._count(booking, booking._load._replace(queued_tokens=0), now)
 
     def add_output(self, booking: Booking, now: float, tokens: int) -> None:
         """Count the blocks of more generated tokens."""
@@ -320,6 +338,7 @@ class Bookings:
         self._count(booking, _NOTHING, now)  # first: it is counted by the decision's rank
         self._end_prediction(booking, now, at_once=True)
         booking.decision, booking._source = decision, None  # it was found for the other rank
+        booking._is_fetched = False
         self._loads.give(decision.rank, decision.new_tokens, now)
         self._count(booking, load._replace(queued_tokens=queued), now)
 
@@ -340,7 +359,7 @@ class Bookings:
         decision = booking.decision
         # Without reading, no cache could help; engines do not count such requests either.
         is_own = decision.policy != OTHER_ROUTER and decision.reads_cache
-        if counts and is_own:
+        if counts and is_own and not booking._is_fetched:
             self.funnel.count(decision, cached_tokens, booking._source)
 
     def _end_prediction(self, booking: Booking, now: float, *, at_once: bool) -> None:

@@ -410,6 +410,11 @@ class Ejection:
             )
             return dict(islice(out, len(workers) // 2))
 
+    def is_out(self, worker: str) -> bool:
+        """Return whether a worker is to be left alone now, even if no other is there. O(1)."""
+        failing = self._failing.get(worker)
+        return failing is not None and failing.until > self._clock()
+
     def sent(self, worker: str) -> int:
         """Note that a request was sent to a worker: one whose time is over is tried by it. O(1).
 

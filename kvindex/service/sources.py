@@ -155,7 +155,7 @@ class ConfigSource(FollowedFile):
 
 # What each kind takes; the sources' own docstrings say what it means.
 _KINDS: Final[dict[str, dict[str, Any]]] = {
-    "engines": {"urls": list[str], "model": str},
+    "engines": {"urls": list[str], "prefill": list[str], "decode": list[str], "model": str},
     "dns": {
         "url": str,
         "replay_port": int,

@@ -361,6 +361,8 @@ class _PickedRequest:
 
     def _may_go_to(self, serving: Serving) -> bool:
         subset = self._subset
+        if serving.role == "prefill":  # who has it prefill for others is `kvindex gateway` alone
+            return False
         return subset is None or messages.is_in(messages.endpoint_of(serving.url), subset)
 
     async def _anywhere(

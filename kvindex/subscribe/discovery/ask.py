@@ -51,6 +51,7 @@ class EngineReport(msgspec.Struct, frozen=True):
             "unwell" (its `/health` is 503); "" if it says nothing of the kind.
         is_silent: whether the engine has left two questions unanswered since. Only reports of
             `Discovery.engines` are ever silent.
+        role: "prefill" or "decode", as its source says (`Target.role`); "": it does both.
     """
 
     url: str
@@ -68,6 +69,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     failures: dict[str, str] = {}
     away: str = ""
     is_silent: bool = False
+    role: str = ""
 
     @property
     def first_rank(self) -> int:

@@ -24,6 +24,8 @@ from kvindex.wire.errors import UNREADABLE, ConfigurationError, DiscoveryError
 from kvindex.wire.web import split_url
 
 LOOK_EVERY: Final = 0.1  # seconds
+ROLES: Final = ("prefill", "decode")
+ROLE_LABEL: Final = "llm-d.ai/role"
 _SETTLED: Final = 1.0  # seconds for which a changed file stays the same before it is read
 _MAX_BYTES: Final = 16 << 20
 
@@ -57,6 +59,12 @@ class Target(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.url and self.worker is None:
             raise ValueError(f"{self.name}: give a URL or a worker")
+
+    @property
+    def role(self) -> str:
+        """Whether it only prefills or decodes, by its label `llm-d.ai/role`; "": it does both."""
+        role = self.labels.get(ROLE_LABEL, "")
+        return role if role in ROLES else ""
 
     @property
     def place(self) -> str:
@@ -113,6 +121,7 @@ class EngineSource:
 
     Args:
         urls: one URL or several, http://HOST:PORT. The worker is called HOST:PORT.
+        prefill, decode: URLs of engines with these roles.
         model, routing_group, cache: as for `Target`; by default each is asked for its model.
 
     Raises:
@@ -127,16 +136,20 @@ class EngineSource:
 
     def __init__(
         self,
-        urls: Iterable[str] | str,
+        urls: Iterable[str] | str = (),
         *,
+        prefill: Iterable[str] = (),
+        decode: Iterable[str] = (),
         model: str = "",
         routing_group: str = "default",
         cache: CacheSettings | None = None,
     ) -> None:
-        urls = [urls] if isinstance(urls, str) else list(urls)
-        if not urls:
+        listed = [(url, "") for url in ([urls] if isinstance(urls, str) else urls)]
+        for role, apart in zip(ROLES, (prefill, decode), strict=True):
+            listed += [(url, role) for url in apart]
+        if not listed:
             raise ConfigurationError("give the URL of at least one engine")
-        for url in urls:
+        for url, _ in listed:
             split_url(url)
         cache = cache or CacheSettings()
         self.targets = tuple(
@@ -145,12 +158,13 @@ class EngineSource:
                 url.rstrip("/"),
                 model=model,
                 routing_group=routing_group,
+                labels={ROLE_LABEL: role} if role else {},
                 cache=cache,
             )
-            for url in urls
+            for url, role in listed
         )
         check_names((target.name for target in self.targets), "the engine at {} is given twice")
-        more = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
+        more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
         self.name = f"{'engines' if more else 'engine'} {self.targets[0].url}{more}"
         self._closed = threading.Event()
 
@@ -224,7 +238,8 @@ def read_targets(listed: Mapping[str, Any] | Iterable[Any]) -> tuple[Target, ...
         listed: an object with `workers` (a list of tables, each with `name` and `endpoint`, and if
             need be `replay`, `dp_size`, `topic`, `bind`) or `engines` (a list of URLs, or of tables
             with `url` and perhaps `name`) or both; each table may have `model`, `routing_group`,
-            `labels` and `cache`. Other keys are ignored. Or a list of such entries.
+            `labels` and `cache`. `prefill` and `decode` are as `engines`, of engines with these
+            roles. Other keys are ignored. Or a list of such entries.
 
     Raises:
         ConfigurationError: an entry cannot be understood; which and why.
@@ -238,18 +253,22 @@ def read_targets(listed: Mapping[str, Any] | Iterable[Any]) -> tuple[Target, ...
         kvindex.wire.errors.ConfigurationError: entry 1: there is no key `dp`
     """
     if isinstance(listed, Mapping):
-        if "workers" not in listed and "engines" not in listed:
+        parts = {name: listed[name] for name in ("workers", "engines", *ROLES) if name in listed}
+        if not parts:
             raise ConfigurationError("it has neither `workers` nor `engines`")
-        parts = [listed.get("workers", []), listed.get("engines", [])]
-        if not all(isinstance(part, list | tuple) for part in parts):
-            raise ConfigurationError("`workers` and `engines` must be lists")
-        entries = [entry for part in parts for entry in part]
+        if not all(isinstance(part, list | tuple) for part in parts.values()):
+            raise ConfigurationError(f"{' and '.join(f'`{name}`' for name in parts)} must be lists")
+        entries = [(entry, name) for name, part in parts.items() for entry in part]
     else:
-        entries = list(listed)
+        entries = [(entry, "") for entry in listed]
     targets = []
-    for number, entry in enumerate(entries, 1):
+    for number, (entry, name) in enumerate(entries, 1):
         try:
-            targets.append(_target(entry))
+            target = _target(entry)
+            if name in ROLES:
+                labels = {**target.labels, ROLE_LABEL: name}
+                target = msgspec.structs.replace(target, labels=labels)
+            targets.append(target)
         except (msgspec.ValidationError, ConfigurationError) as error:
             text = str(error).replace("Object contains unknown field", "there is no key")
             raise ConfigurationError(f"entry {number}: {text}") from None

@@ -177,7 +177,9 @@ class Tracker:
             else card
             for name, card in answer.listed.items()
         }
-        engine.report = msgspec.structs.replace(answer, listed=listed, answers={}, failures={})
+        engine.report = msgspec.structs.replace(
+            answer, listed=listed, answers={}, failures={}, role=engine.target.role
+        )
         # Spread: the pods of a deployment start at once, and would be asked at once for ever.
         engine.ask_at = now + self._interval * (0.9 + 0.2 * self._jitter())
         notes = "; ".join(answer.notes)

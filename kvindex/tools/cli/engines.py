@@ -197,8 +197,10 @@ def add_discovery_options(parser: argparse.ArgumentParser, text: str) -> None:
 def sources_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the sources that the command line names, as [[discovery]] tables have them."""
     sources: list[dict[str, Any]] = []
-    if arguments.engine:
-        sources.append({"kind": "engines", "urls": arguments.engine})
+    named = {"urls": arguments.engine}
+    named |= {role: getattr(arguments, role, []) for role in ("prefill", "decode")}  # of a gateway
+    if urls := {name: value for name, value in named.items() if value}:
+        sources.append({"kind": "engines", **urls})
     sources += [{"kind": "dns", "url": url} for url in arguments.dns]
     sources += [{"kind": "file", "path": path} for path in arguments.workers_file]
     names = ("preset", "selector", "pool", "namespace")

@@ -38,6 +38,11 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
     settings = GatewaySettings()
     text = "HTTP server of an engine, http://HOST:PORT"
     parser.add_argument("engine", nargs="*", metavar="ENGINE", help=text)
+    text = "With these, some engines prefill, others decode; all others do both, as without."
+    apart = parser.add_argument_group("prefill and decode apart (vLLM with NIXL)", text)
+    option(apart, "--prefill URL", "an engine that prefills for those that decode", repeat=True)
+    option(apart, "--decode URL", "an engine that decodes", repeat=True)
+    settings_options(apart, settings, "--local-tokens N")
     listening = parser.add_argument_group("listening")
     settings_options(listening, settings.listening, "--host HOST", "--port PORT")
     settings_options(listening, settings, "--drain S")
@@ -123,6 +128,11 @@ def run_gateway(arguments: argparse.Namespace) -> int:
                 "--silent-within"
             )
         check_engines(arguments.engine)
+        if arguments.prefill or arguments.decode or arguments.local_tokens is not None:
+            raise ConfigurationError(
+                "with --proxy envoy nothing is prefilled elsewhere: leave out --prefill, --decode "
+                "and --local-tokens"
+            )
     # Everything is checked by now: what is printed would run.
     if arguments.print_envoy:
         from kvindex.gateway.envoy.config import printed
@@ -306,6 +316,7 @@ def _print_engines(routers: Any, url: str) -> None:
     lines = [
         f"{serving.url}: {serving.kind or 'an engine'} {serving.version}, "
         f"{counted(serving.ranks, 'rank')}, serves {', '.join(serving.models) or 'no model'}"
+        + (f" ({serving.role})" if serving.role else "")
         for serving in servings
     ]
     lines += [f"not found yet: {name}: {why}" for name, why in missing.items()]
