@@ -101,6 +101,9 @@ class Scripted:
         self.log: list[tuple[Any, ...]] = []
         self.engines = list(engines)
         self.ranks = [Rank(f"e{number}") for number in range(4)]
+        self.role = ""
+        self.prefillers: list[Rank] = []
+        self.places: list[LoggedReservation] = []  # all that were reserved, in order
         self.body_fields: dict[str, Any] = {}
         self.token_ids: list[int] | None = list(range(10))
         self.tokenizing: Hang | None = None
@@ -128,8 +131,19 @@ class Scripted:
         if not left:
             raise NoRankError({"excluded": len(self.ranks)})
         self.reserved.append({"model": model, "token_ids": token_ids, **details})
-        self.log.append(("reserve", left[0]))
-        return LoggedReservation(self.log, left[0], body_fields=self.body_fields)
+        return self._place(left[0], self.role)
+
+    def reserve_prefill(
+        self, model: str, token_ids: Any, *, exclude: Sequence[Rank], **details: Any
+    ) -> LoggedReservation | None:
+        left = [rank for rank in self.prefillers if rank not in exclude]
+        return self._place(left[0], "prefill") if left else None
+
+    def _place(self, rank: Rank, role: str) -> LoggedReservation:
+        self.log.append(("reserve", rank))
+        place = LoggedReservation(self.log, rank, body_fields=self.body_fields, role=role)
+        self.places.append(place)
+        return place
 
     def servings(self, model: str) -> Sequence[Any]:
         return [LoggedReservation(self.log, rank).serving for rank in self.ranks]
@@ -184,6 +198,8 @@ class Scripted:
     ) -> tuple[int, bytes]:
         self.sent.append((url, path, body, dict(headers)))
         engine = self.engines.pop(0)
+        if isinstance(engine.fails, Hang):
+            await engine.fails.wait()
         if isinstance(engine.fails, str):
             raise UpstreamError("no answer", reason=engine.fails)
         return engine.status, b"".join(piece for piece in engine.pieces if isinstance(piece, bytes))

@@ -47,9 +47,15 @@ class LoggedReservation(Reservation):
 
     reason = "held"
     held = 8
+    missing = 2
 
     def __init__(
-        self, log: list[tuple[Any, ...]], rank: Rank, *, body_fields: Mapping[str, Any] = {}
+        self,
+        log: list[tuple[Any, ...]],
+        rank: Rank,
+        *,
+        body_fields: Mapping[str, Any] = {},
+        role: str = "",
     ) -> None:
         self.rank = rank
         self.serving = Serving(
@@ -61,6 +67,7 @@ class LoggedReservation(Reservation):
             adapters=(),
             first_rank=0,
             ranks=2,
+            role=role,
         )
         self.pin = Pin(((b"x-data-parallel-rank", b"%d" % rank.dp_rank),), body_fields)
         self.source: KvSource | None = None
@@ -77,6 +84,12 @@ class LoggedReservation(Reservation):
 
     def made(self, response_id: str) -> None:
         self._log.append(("made", self.rank, response_id))
+
+    def fetch(self) -> None:
+        self._log.append(("fetch", self.rank))
+
+    def compute(self) -> None:
+        self._log.append(("compute", self.rank))
 
     def failed(self, reason: str) -> None:
         self.outcomes.append(reason)
