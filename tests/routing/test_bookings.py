@@ -39,6 +39,7 @@ class BookingsMachine(RuleBasedStateMachine):
         self.index = fleet(dict(zip(WORKERS, blocks, strict=True)))
         self.router = Router(self.index, clock=self.clock, expires_after=EXPIRES, predict=predict)
         self.reported: dict[Booking, float] = {}  # when; of those that are open
+        self.fetched: set[Booking] = set()  # whose prompts others prefill
 
     @rule(target=bookings, length=st.integers(1, len(PROMPT)))
     def reserve(self, length: int) -> object:
@@ -54,6 +55,20 @@ class BookingsMachine(RuleBasedStateMachine):
     def first_token(self, booking: Booking) -> None:
         booking.first_token()
         self.note(booking)
+
+    @rule(booking=bookings)
+    def fetch(self, booking: Booking) -> None:
+        if booking in self.reported and booking.stage is Stage.CHOSEN:
+            self.fetched.add(booking)
+        booking.fetch()
+        self.note(booking)
+
+    @rule(booking=bookings, worker=st.sampled_from(WORKERS))
+    def move(self, booking: Booking, worker: str) -> None:
+        if Rank(worker) in booking.decision.ranks:
+            booking.move(worker)
+            self.fetched.discard(booking)
+            self.note(booking)
 
     @rule(booking=bookings, tokens=st.integers(0, 40))
     def output(self, booking: Booking, tokens: int) -> None:
@@ -94,7 +109,8 @@ class BookingsMachine(RuleBasedStateMachine):
             return
         for rank in self.index.ranks:
             mine = [booking for booking in self.reported if booking.rank == rank]
-            waiting = (b.decision.new_tokens for b in mine if b.stage is Stage.CHOSEN)
+            own = [booking for booking in mine if booking not in self.fetched]
+            waiting = (b.decision.new_tokens for b in own if b.stage is Stage.CHOSEN)
             lengths = (b.decision.prompt_tokens + b.output_tokens for b in mine)
             expected = Load(sum(waiting), len(mine), sum(-(-n // BLOCK) for n in lengths))
             assert self.router.load(rank) == expected

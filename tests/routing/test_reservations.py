@@ -43,6 +43,32 @@ def test_a_reservation_is_load_until_its_first_token_and_its_end() -> None:
     assert router.load(A) == NOTHING
 
 
+def test_a_prompt_that_another_rank_prefills_waits_for_nothing_and_measures_nothing() -> None:
+    clock = Clock()
+    router, long = router_of("a", clock=clock), list(range(5_000))
+
+    def served(*, by_itself: bool) -> dict[str, Any]:
+        booking = router.reserve(long)
+        booking.fetch()
+        assert router.load(A) == Load(0, 1, 313)
+        if by_itself:
+            booking.move(A)
+            assert router.load(A) == Load(5_000, 1, 313)
+        clock.now += 10.0
+        booking.first_token()
+        booking.fetch()  # too late
+        assert router.load(A) == Load(0, 1, 313)
+        booking.finish(4_096)
+        return router.statistics()
+
+    before = router.statistics()
+    apart = served(by_itself=False)
+    assert (apart["prefill_rate"], apart["funnel"]) == (before["prefill_rate"], before["funnel"])
+    alone = served(by_itself=True)
+    assert alone["prefill_rate"] < before["prefill_rate"]
+    assert alone["funnel"]["reported"]["requests"] == 1
+
+
 def test_reports_after_the_end_change_nothing() -> None:
     router = router_of("a")
     booking = router.reserve(PROMPT)

@@ -369,11 +369,13 @@ class _PickerProcess:
                 loop.call_soon_threadsafe(self._reports.abandon)
 
     def _write_engines(self) -> None:
-        """Write which engines there are, but for the drained, if that has changed."""
+        """Write which engines answer requests, but for the drained, if that has changed."""
         drained = self._routers.routing.drained()
         servings = self._routers.models.servings().values()
         endpoints = {
-            endpoint_of(serving.url) for serving in servings if serving.worker not in drained
+            endpoint_of(serving.url)
+            for serving in servings
+            if serving.worker not in drained and serving.role != "prefill"
         }
         if endpoints != self._written:
             self._written = endpoints

@@ -233,6 +233,8 @@ def test_a_port_that_is_taken_is_an_error() -> None:
         ((*ENVOY, "http://engine-0:8000"), "http://ADDRESS:PORT"),
         ((*ENVOY, "https://127.0.0.1:8000"), "http://ADDRESS:PORT"),
         (("--threads", "2", "http://127.0.0.1:8000"), "add --proxy envoy"),
+        ((*ENVOY, "--prefill", "http://127.0.0.1:1"), "nothing is prefilled elsewhere"),
+        (("--decode", "http://a:1", "--prefill", "http://a:1"), "the engine at a:1 is given twice"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(argv: tuple[str, ...], reason: str) -> None:

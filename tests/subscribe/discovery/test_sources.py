@@ -14,6 +14,7 @@ from kvindex import ConfigurationError, Worker
 from kvindex.subscribe.discovery import (
     DiscoveryError,
     DnsSource,
+    EngineSource,
     FileSource,
     Target,
     read_targets,
@@ -107,11 +108,38 @@ def test_json_says_the_same(tmp_path: Path, name: str, text: str) -> None:
         (["http://a:1", "http://a:1/"], "two engines are called 'a:1'"),
         ({"worker": []}, "neither `workers` nor `engines`"),
         ({"workers": {}}, "must be lists"),
+        ({"prefill": "http://a:1"}, "`prefill` must be lists"),
+        ({"prefill": ["http://a:1"], "decode": ["http://a:1"]}, "two engines are called 'a:1'"),
     ],
 )
 def test_an_entry_that_cannot_be_understood_is_named(listed: Any, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         read_targets(listed)
+
+
+def test_roles_come_from_lists_and_from_labels() -> None:
+    listed = read_targets(
+        {
+            "engines": ["http://a:1"],
+            "prefill": ["http://b:1", {"url": "http://c:1", "labels": {"zone": "z"}}],
+            "decode": [{"url": "http://d:1"}],
+        }
+    )
+    assert [target.role for target in listed] == ["", "prefill", "prefill", "decode"]
+    assert listed[2].labels["zone"] == "z"
+    source = EngineSource(["http://a:1"], prefill=["http://b:1"], decode=["http://c:1"])
+    assert [target.role for target in source.targets] == ["", "prefill", "decode"]
+    assert EngineSource(decode=["http://c:1"]).name == "engine http://c:1"
+    with pytest.raises(ConfigurationError, match="a:1 is given twice"):
+        EngineSource("http://a:1", prefill=["http://a:1"])
+
+
+@pytest.mark.parametrize(
+    ("label", "role"),
+    [("prefill", "prefill"), ("decode", "decode"), ("both", ""), ("prefill-decode", ""), ("", "")],
+)
+def test_a_pods_label_says_its_role(label: str, role: str) -> None:
+    assert Target("a", "http://a:1", labels={"llm-d.ai/role": label}).role == role
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:

@@ -192,6 +192,15 @@ def test_an_engine_that_leaves_two_questions_unanswered_is_reported_as_silent(
     assert silent == [False, False, True, False]
 
 
+def test_a_role_that_changes_is_read_with_the_next_report(running: Fleet) -> None:
+    pod = target(labels={"llm-d.ai/role": "prefill"})
+    running.listed(pod)
+    assert running.tracker.reports()["pod-0"].role == ""
+    running.answer(pod, 0)
+    assert running.tracker.reports()["pod-0"].role == "prefill"
+    assert len(running.steps) == 1, "its ranks stay as they are"
+
+
 def test_a_silent_engine_whose_events_still_come_is_kept(running: Fleet) -> None:
     running.fail(POD)
     running.alive.add("pod-0")
