@@ -154,7 +154,8 @@ class Pairs:
             )
         except UpstreamError as error:
             reason = error.reason
-        except BaseException:  # the client has left, and P was told by the end of its connection
+        except BaseException:  # the client has left; the end of the connection has P stop
+            prefill.reason = "left"
             place.cancel()
             raise
         else:

@@ -55,8 +55,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
             port + N, both + the number of the DP rank; "llm-d" by its routing side-car.
         pull_rate: tokens per second that an engine pulls from another: then the choice reckons with
             it; needs `kv_source`.
-        local_tokens: an engine that decodes for others that prefill does both by itself where it
-            misses at most so many tokens of the prompt.
+        local_tokens: an engine that decodes prefills by itself where it lacks at most so many
+            tokens of the prompt.
         pool: on NATS; then its relay follows the engines' events, this gateway has a replica of the
             relay's index, and it shares its load with the pool's other gateways.
 

@@ -321,6 +321,7 @@ async def test_a_client_that_leaves_ends_ps_work() -> None:
         client.writer.close()
         await served.ended()
         assert sorted(served.scripted.log[-2:]) == [("cancel", D), ("cancel", P)]
+        assert served.access.statistics()["prefills"] == {"left": 1}
 
 
 async def test_a_client_that_leaves_between_the_phases_leaves_d_to_fetch_what_p_keeps() -> None:
