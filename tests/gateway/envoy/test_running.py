@@ -34,12 +34,13 @@ from tests.gateway.test_gateway import (
     chat,
     children,
     gateway,
+    gateway_of,
     heads,
     running,
     streaming,
 )
 from tests.live import PATIENCE, until
-from tests.tools.commands import output_of, started
+from tests.tools.commands import http_engines, output_of, started
 
 pytestmark = [
     pytest.mark.service,
@@ -199,6 +200,20 @@ def test_clients_cannot_name_ranks_while_the_picker_is_away(served: Gateway) -> 
     finally:
         os.kill(children(served)["python"], signal.SIGCONT)
     until(lambda: ends(served).get("unpicked", 0) == 3)
+
+
+def test_an_engine_that_prefills_for_others_gets_no_request(tmp_path: Path) -> None:
+    with http_engines("a", "b") as engines:
+        listed = tmp_path / "engines.json"
+        listed.write_text(json.dumps({"engines": [engines[0].url], "prefill": [engines[1].url]}))
+        with gateway_of(engines, *ENVOY, "--workers-file", str(listed)) as served:
+            until(lambda: served.ask(CHAT, chat())[0] == 200)
+            os.kill(children(served)["python"], signal.SIGSTOP)
+            try:  # then Envoy chooses by load
+                assert {served.ask(CHAT, chat(max_tokens=1))[0] for _ in range(4)} == {200}
+            finally:
+                os.kill(children(served)["python"], signal.SIGCONT)
+        assert engines[1].requests == 0
 
 
 def test_a_body_that_is_too_long_has_an_answer_in_the_form_of_openai() -> None:

@@ -8,6 +8,7 @@ import resource
 import signal
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -106,6 +107,19 @@ def test_the_other_engines_follow_as_places_to_try_again(served: Picker) -> None
     asked.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE][messages.SUBSET] = own
     first, *_ = served.process_all([asked, body(chat())])
     assert endpoints_in(first) == [own], "the other one is not in the subset"
+
+
+def test_an_engine_that_prefills_for_others_gets_no_request(tmp_path: Path) -> None:
+    with http_engines("a", "b") as (engine, prefiller):
+        listed = tmp_path / "engines.json"
+        listed.write_text(json.dumps({"engines": [engine.url], "prefill": [prefiller.url]}))
+        with picker_of([], "--workers-file", str(listed)) as served:
+            assert sum("not found" not in served.process.out.readline() for _ in range(2)) == 2
+            own = messages.endpoint_of(engine.url)
+            first, *_ = served.process_all([head(), body(chat())])
+            assert endpoints_in(first) == [own]
+            others = [served.process_all([head("/x", "GET", end=True)]) for _ in range(20)]
+            assert {endpoint_in(answer) for (answer,) in others} == {own}
 
 
 def test_an_answer_names_so_many_endpoints() -> None:
