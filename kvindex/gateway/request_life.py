@@ -413,9 +413,7 @@ class Exchange:
 
     def _loss(self, reason: str) -> Failure | None:
         """Return the failure if it is that of another engine, whose blocks did not arrive."""
-        if self.prefill is None or self.stage is Stage.FORWARDED:
-            return None
-        return self.prefill.loss(reason)
+        return None if self.prefill is None else self.prefill.loss(reason)
 
     def _end_as_reported(self, now: float) -> None:
         """End a stream that has all its events."""

@@ -24,14 +24,14 @@ STREAM = (ROLE, event("x"), event("y"), event("z") + USAGE, DONE)
 
 
 class Hang:
-    """Waits until it is cancelled, once `begun` is set."""
+    """Waits until it is cancelled, or for an event, once `begun` is set."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
 
-    async def wait(self) -> None:
+    async def wait(self, until: asyncio.Event | None = None) -> None:
         self.begun.set()
-        await asyncio.Event().wait()
+        await (until or asyncio.Event()).wait()
 
 
 class Engine:
@@ -102,6 +102,7 @@ class Scripted:
         self.engines = list(engines)
         self.ranks = [Rank(f"e{number}") for number in range(4)]
         self.role = ""
+        self.roles: dict[Rank, str] = {}  # of ranks that have another one
         self.prefillers: list[Rank] = []
         self.places: list[LoggedReservation] = []  # all that were reserved, in order
         self.body_fields: dict[str, Any] = {}
@@ -131,7 +132,7 @@ class Scripted:
         if not left:
             raise NoRankError({"excluded": len(self.ranks)})
         self.reserved.append({"model": model, "token_ids": token_ids, **details})
-        return self._place(left[0], self.role)
+        return self._place(left[0], self.roles.get(left[0], self.role))
 
     def reserve_prefill(
         self, model: str, token_ids: Any, *, exclude: Sequence[Rank], **details: Any

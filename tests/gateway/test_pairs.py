@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -32,7 +33,7 @@ from tests.routing.fleet import PROMPT, hold
 pytestmark = pytest.mark.unit
 
 CHATS: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}]}
-P, P2 = Rank("p0"), Rank("p1")
+P, P2, P3 = Rank("p0"), Rank("p1"), Rank("p2")
 D, D2 = Rank("e0"), Rank("e1")
 PARAMS = b'{"remote_block_ids": [[1, 2]], "unknown": 1.0}'  # word for word, and what is new too
 PREFILLED = b'{"id": "x", "kv_transfer_params": %b, %b}' % (PARAMS, USAGE_FIELDS)
@@ -121,7 +122,7 @@ async def apart(
 ) -> AsyncIterator[Fronted]:
     """Serve a front whose engines decode, beside some that prefill: tries meet these, in order."""
     async with fronted(*engines, local_tokens=local_tokens, **options) as served:
-        served.scripted.role, served.scripted.prefillers = "decode", [P, P2][:prefillers]
+        served.scripted.role, served.scripted.prefillers = "decode", [P, P2, P3][:prefillers]
         yield served
 
 
@@ -210,7 +211,7 @@ async def test_a_p_that_fails_is_replaced_once(failing: Engine) -> None:
 async def test_after_two_of_them_d_prefills_by_itself(
     failing: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with apart(failing, failing, Engine()) as served:
+    async with apart(failing, failing, Engine(), prefillers=3) as served:
         with caplog.at_level(logging.INFO, "kvindex.gateway.access"):
             assert (await served.ask())[0] == 200
             await served.ended()
@@ -233,6 +234,20 @@ async def test_without_a_p_that_answers_d_prefills_by_itself(prefillers: int, re
         await served.ended()
         assert where(served) == [*["p0"] * prefillers, "e0"]
         assert served.access.statistics()["prefills"] == {reason: 1}
+
+
+@pytest.mark.parametrize("last_role", ["decode", ""])
+async def test_another_d_is_alone_where_no_p_has_answered_and_so_is_one_without_a_role(
+    last_role: str,
+) -> None:
+    refused = Engine(fails="refused")
+    phase = [refused, refused] if last_role else [prefills()]
+    async with apart(*phase, refused, Engine(), prefillers=3) as served:
+        served.scripted.roles = {D2: last_role}
+        assert (await served.ask())[0] == 200
+        await served.ended()
+        assert where(served) == (["p0", "p1", "e0", "e1"] if last_role else ["p0", "e0+", "e1"])
+        assert served.access.statistics()["prefills"] == ({"failed": 1} if last_role else {})
 
 
 ERROR = b'data: {"error":{"message":"no KV","type":"InternalServerError","code":500}}\n\n'
@@ -334,6 +349,30 @@ async def test_a_client_that_leaves_between_the_phases_leaves_d_to_fetch_what_p_
         assert served.scripted.log[-2:] == [("cancel", D), ("finish", P, 7)]
         assert ("unsent",) not in served.scripted.log, "else P would keep its blocks for long"
         await served.until(lambda: ("unsent",) in served.scripted.log)  # but not without an end
+
+
+async def test_what_d_answers_to_nobody_is_closed() -> None:
+    hang, answering = Hang(), Engine([ROLE, Hang()])
+    async with apart(prefills(), answering) as served:
+        send = served.scripted.send
+
+        async def held_back(*arguments: Any, **named: Any) -> Any:
+            answer = await send(*arguments, **named)
+            try:
+                await hang.wait(until=left)
+            except BaseException:  # on a slow machine, as `Upstream.send`
+                answer.close()
+                raise
+            return answer
+
+        left = asyncio.Event()
+        served.scripted.send = held_back  # type: ignore[method-assign]
+        client = await served.begin()
+        await hang.begun.wait()
+        client.writer.close()
+        await served.ended()
+        left.set()
+        await served.until(lambda: ("close",) in served.scripted.log)
 
 
 async def test_what_no_d_fetches_counts_until_the_lease_is_over(
