@@ -30,6 +30,7 @@ from benchmarks.measures import (
     native,
     nats,
     paced,
+    pairs,
     queue,
     routing,
     select,
@@ -63,6 +64,7 @@ MEASURES: dict[str, Callable[[Bench], list[Result]]] = {
     "forks": forks.run,
     "gpu": gpu.run,
     "routing": routing.run,
+    "pairs": pairs.run,
 }
 
 

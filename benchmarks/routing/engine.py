@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from benchmarks.routing.cache import PrefixCache
@@ -52,6 +52,8 @@ class Job:
         left: prompt tokens that are still to be computed.
         pinned: cached blocks that it uses.
         own: blocks that it has beside these.
+        gives: it keeps its blocks after its end, for another engine, until `Engine.release`.
+        fetches: its prompt comes from another engine, but for the last token.
     """
 
     turn: Turn
@@ -60,6 +62,8 @@ class Job:
     left: int = 0
     pinned: list[int] = field(default_factory=list)
     own: int = 0
+    gives: bool = False
+    fetches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ class Engine:
         due: when the step that runs now ends; None while there is nothing to do. Steps that only
             decode are one stretch, up to the first of them that ends a sequence.
         busy: seconds spent in steps so far.
+        gaps: how many tokens came so many seconds after the one before them, rounded to 0.1 ms.
+        to_fetch: sequences that have room for what they fetch; whoever fetches it takes them out.
     """
 
     def __init__(self, model: Model) -> None:
@@ -103,6 +109,8 @@ class Engine:
         self.cache = PrefixCache(model.cache // BLOCK)
         self.due: float | None = None
         self.busy = 0.0
+        self.gaps: Counter[float] = Counter()
+        self.to_fetch: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []  # the step that ends it, a number
@@ -125,6 +133,25 @@ class Engine:
     def submit(self, sequence: Job, now: float) -> None:
         """Take a request; it joins the step after the one that runs."""
         self._waiting.append(sequence)
+        self._wake(now)
+
+    def receive(self, sequence: Job, now: float) -> Progress:
+        """Store what a sequence has fetched; the next step computes the last token."""
+        progress = Progress([], [], self.cache.evicted, [])
+        self.cache.evicted = []
+        prompt = sequence.turn.prompt
+        self._store(sequence, sequence.hit // BLOCK, prompt // BLOCK, progress)
+        sequence.left = 1
+        self._prefilling.append(sequence)
+        self._wake(now)
+        return progress
+
+    def release(self, sequence: Job, now: float) -> None:
+        """Give back the blocks that a sequence kept after its end."""
+        self.cache.release(sequence.pinned, sequence.own)
+        self._wake(now)  # what waits may have room now
+
+    def _wake(self, now: float) -> None:
         if self.due is None:
             self._begin(now)
         elif self._steps > 1:
@@ -138,6 +165,7 @@ class Engine:
         now, progress = self.due, Progress([], [], self.cache.evicted, [])
         self.cache.evicted = []
         self.busy += now - self._begun
+        self.gaps[round(self._duration, 4)] += self._steps * len(self._decoding)
         self._step += self._steps
         for sequence, tokens in self._plan:
             self._computed(sequence, tokens, progress)
@@ -166,6 +194,9 @@ class Engine:
             budget -= tokens
         while budget > 0 and self._waiting and self._admit(self._waiting[0]):
             sequence = self._waiting.popleft()
+            if sequence.fetches:
+                self.to_fetch.append(sequence)
+                continue
             self._prefilling.append(sequence)
             tokens = min(sequence.left, budget)
             plan.append((sequence, tokens))
@@ -206,7 +237,8 @@ class Engine:
         turn = sequence.turn
         known = min(len(turn.blocks), (turn.prompt + turn.output - 1) // BLOCK)
         self._store(sequence, turn.prompt // BLOCK, known, progress)
-        self.cache.release(sequence.pinned, sequence.own)
+        if not sequence.gives:
+            self.cache.release(sequence.pinned, sequence.own)
         progress.finished.append(sequence)
 
     def _store(self, sequence: Job, begin: int, end: int, progress: Progress) -> None:

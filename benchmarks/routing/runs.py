@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import multiprocessing
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
 from benchmarks.routing.engine import Model
 from benchmarks.routing.field import make_policy
 from benchmarks.routing.generated import generate
+from benchmarks.routing.pairs import Pairs, PairSimulation
 from benchmarks.routing.sharing import Boards, Exchange
 from benchmarks.routing.simulation import Clock, Loss, Request, Simulation
 from benchmarks.routing.traces import agents, has_sessions, mooncake
@@ -87,6 +90,7 @@ class Fleet:
         gauges: seconds between which all gateways learn of all bookings at once; None: never.
         exchange: seconds for which a message of `SharedLoad` is under way; None: without it.
         predict: as `Router(predict=...)`.
+        pairs: how prefill and decoding are apart; None: every engine does both.
     """
 
     ranks: int = 8
@@ -98,6 +102,7 @@ class Fleet:
     gauges: float | None = None
     exchange: float | None = None
     predict: float | None = None
+    pairs: Pairs | None = None
 
     @property
     def prefill_rate(self) -> float:
@@ -124,6 +129,10 @@ class Outcome:
         seconds: mean time to the last token.
         missed: tokens predicted and not found, or found and not predicted, over all.
         refused: requests that no engine has room for.
+        gap_p50: ms between two tokens of an answer.
+        gap_p99: the same, 99 %.
+        gap_p999: the same, 99.9 %.
+        apart: requests that one engine prefilled and another one decoded, over all.
     """
 
     mean: float
@@ -134,6 +143,10 @@ class Outcome:
     seconds: float
     missed: float
     refused: int
+    gap_p50: float
+    gap_p99: float
+    gap_p999: float
+    apart: float
 
 
 @dataclass(frozen=True)
@@ -189,7 +202,8 @@ def simulate(run: Run) -> Outcome:
         )
         for number, board in enumerate(boards)
     ]
-    simulation = Simulation(
+    kind = Simulation if fleet.pairs is None else partial(PairSimulation, pairs=fleet.pairs)
+    simulation = kind(
         index,
         routers,
         clock,
@@ -208,15 +222,16 @@ def simulate(run: Run) -> Outcome:
         requests = simulation.run(run.traffic.sessions(fleet, run.seed), run.traffic.at_once)
     finally:
         gc.enable()
-    return _outcome(requests, simulation.refused)
+    return _outcome(requests, simulation)
 
 
-def _outcome(requests: Sequence[Request], refused: int) -> Outcome:
+def _outcome(requests: Sequence[Request], simulation: Simulation) -> Outcome:
     waits = [1e3 * (one.first - one.arrival) for one in requests if one.first is not None]
     prompts = sum(one.turn.prompt for one in requests)
     lasted = [one.finished - one.arrival for one in requests if one.finished is not None]
     if not len(waits) == len(lasted) == len(requests):
         raise AssertionError("requests that have no answer")
+    gaps = sum((place.engine.gaps for place in simulation.places if place.engine), Counter())
     return Outcome(
         mean=sum(waits) / len(waits),
         p50=percentile(waits, 50),
@@ -225,5 +240,17 @@ def _outcome(requests: Sequence[Request], refused: int) -> Outcome:
         hit=sum(one.hit for one in requests) / prompts,
         seconds=sum(lasted) / len(lasted),
         missed=sum(abs(one.hit - one.predicted) for one in requests) / prompts,
-        refused=refused,
+        refused=simulation.refused,
+        gap_p50=_gap(gaps, 0.50),
+        gap_p99=_gap(gaps, 0.99),
+        gap_p999=_gap(gaps, 0.999),
+        apart=sum(one.apart for one in requests) / len(requests),
     )
+
+
+def _gap(gaps: Counter[float], share: float) -> float:
+    """Return the ms between two tokens that this share of all tokens do not exceed."""
+    lengths = sorted(gaps)
+    counts = itertools.accumulate(gaps[length] for length in lengths)
+    wanted = share * gaps.total()
+    return 1e3 * next(length for length, n in zip(lengths, counts, strict=True) if n >= wanted)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.routing.engine import Engine, Job, Model
+from benchmarks.routing.engine import Engine, Job, Model, Progress
 from benchmarks.routing.payloads import payload
 from benchmarks.routing.traffic import Session, Turn, tokens_of
 from kvindex import Index, Rank
@@ -58,6 +58,7 @@ class Request:
         hit: tokens that the engine found cached.
         rank: the number of the rank that served it.
         sent: how often it was sent.
+        apart: whether one engine prefilled it and another one decoded.
     """
 
     turn: Turn
@@ -70,6 +71,7 @@ class Request:
     hit: int = 0
     rank: int = -1
     sent: int = 0
+    apart: bool = False
 
 
 class Place:
@@ -80,6 +82,12 @@ class Place:
         self.rank = rank
         self.engine: Engine | None = engine
         self.lost: list[int] = []  # requests that a dead engine had
+
+    @property
+    def standing(self) -> Engine:
+        """The engine, where none dies."""
+        assert self.engine is not None
+        return self.engine
 
 
 class Simulation:
@@ -231,9 +239,7 @@ class Simulation:
         if engine is not place.engine or engine.due != self._clock.now:
             return  # it died, or its step was cut short meanwhile
         progress = engine.advance()
-        message = payload(progress, self._clock.now)
-        if message is not None:
-            self._publish(place, engine, message)
+        self._publish(place, engine, progress)
         for job in progress.first:
             self._first_token(job)
         for job in progress.finished:
@@ -255,7 +261,10 @@ class Simulation:
 
     # Events and faults -------------------------------------------------------------------------
 
-    def _publish(self, place: Place, engine: Engine, message: bytes) -> None:
+    def _publish(self, place: Place, engine: Engine, progress: Progress) -> None:
+        message = payload(progress, self._clock.now)
+        if message is None:
+            return
         if self._event_delay:
             when = self._clock.now + self._event_delay
             self.at(when, self._apply, place, engine, message)

@@ -15,6 +15,7 @@ from benchmarks.routing.cache import PrefixCache
 from benchmarks.routing.engine import Engine, Job, Model, Progress, Stored, idle_ttft
 from benchmarks.routing.field import POLICIES, make_policy
 from benchmarks.routing.generated import KINDS, generate
+from benchmarks.routing.pairs import Pairs, PairSimulation
 from benchmarks.routing.payloads import payload
 from benchmarks.routing.plots import Line, line_chart
 from benchmarks.routing.runs import Fleet, Run, Traffic, simulate, spread
@@ -201,6 +202,15 @@ def checked(requests: list[Request], made: list[Session]) -> None:
             assert request.arrival == pytest.approx(ends[number, place - 1] + request.turn.gap)
 
 
+def assert_known(index: Index, run: Simulation, requests: list[Request]) -> None:
+    """Each engine lives, and the index knows what it holds."""
+    for turn in (request.turn for request in requests):
+        match = index.match(tokens_of(turn), recomputed=1)
+        for place in run.places:
+            held = place.standing.cache.leading(turn.blocks[: (turn.prompt - 1) // BLOCK])
+            assert (match[place.rank].tokens if place.rank in match else 0) == held * BLOCK
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_is_answered_once_under_every_policy(policy: str) -> None:
     made = sessions()
@@ -219,13 +229,7 @@ def test_the_index_holds_what_the_engines_hold(kind: str, event_delay: float) ->
     run.lose(LOSSES)
     requests = run.run(sessions(kind))
     assert any(request.hit for request in requests)
-    assert sum(place.engine is not None for place in run.places) == 3
-    for turn in (request.turn for request in requests):
-        match = index.match(tokens_of(turn), recomputed=1)
-        for place in run.places:
-            assert place.engine is not None
-            held = place.engine.cache.leading(turn.blocks[: (turn.prompt - 1) // BLOCK])
-            assert (match[place.rank].tokens if place.rank in match else 0) == held * BLOCK
+    assert_known(index, run, requests)
 
 
 def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
@@ -285,6 +289,86 @@ def test_gateways_that_exchange_messages_choose_nearly_as_a_single_one_would() -
     )
     assert sharing.mean < alone.mean
     assert sharing.mean == pytest.approx(one.mean, rel=0.2)
+
+
+# Prefill and decoding apart -----------------------------------------------------------------------
+
+PAIRS = Pairs(prefill=1, local_tokens=2 * BLOCK)
+
+
+def paired(pairs: Pairs = PAIRS) -> tuple[PairSimulation, list[Router], Index]:
+    index, clock = Index(seed=1), Clock()
+    routers = [Router(index, clock=clock, seed=1)]
+    return PairSimulation(index, routers, clock, ranks=3, model=MODEL, pairs=pairs), routers, index
+
+
+def test_what_is_prefilled_elsewhere_is_fetched_before_its_first_token() -> None:
+    run, _, _ = paired()
+    (request,) = run.run([Session(0.0, (turn(20 * BLOCK, 5),))])
+    moved = PAIRS.hop + 20 * BLOCK / PAIRS.link
+    prefilled = idle_ttft(MODEL, 20 * BLOCK)
+    assert request.apart
+    assert request.rank > 0
+    assert request.first == pytest.approx(prefilled + moved + MODEL.step(1, 0))
+    assert request.finished == pytest.approx((request.first or 0.0) + 4 * MODEL.step(0, 1))
+
+
+def test_only_what_is_missing_is_fetched_and_little_is_prefilled_where_it_decodes() -> None:
+    run, _, _ = paired()
+    turns = [turn(length * BLOCK, gap=1.0) for length in (20, 22, 26)]
+    whole, local, apart = run.run([Session(0.0, tuple(turns))])
+    assert [whole.apart, local.apart, apart.apart] == [True, False, True]
+    assert local.rank == apart.rank == whole.rank
+    assert local.first == pytest.approx(local.arrival + idle_ttft(MODEL, 2 * BLOCK))
+    assert local.hit == 20 * BLOCK
+    # The one that prefills has not seen the second turn; the one that decodes has.
+    assert apart.hit == apart.predicted == 20 * BLOCK
+    prefilled = apart.arrival + idle_ttft(MODEL, 6 * BLOCK)
+    moved = PAIRS.hop + 4 * BLOCK / PAIRS.link
+    assert apart.first == pytest.approx(prefilled + moved + MODEL.step(1, 0))
+
+
+def test_two_transfers_over_one_link_come_one_after_the_other() -> None:
+    pairs = replace(PAIRS, prefill=2, link=BLOCK)  # a block a second
+    run, _, _ = paired(pairs)
+    made = [Session(0.0, (turn(10 * BLOCK, first=100 * number + 1),)) for number in range(2)]
+    one, other = sorted(request.first or 0.0 for request in run.run(made))
+    assert other - one == pytest.approx(10.0, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("local_tokens", [0, 512, math.inf])
+def test_pairs_answer_every_request_and_keep_nothing_pinned(kind: str, local_tokens: float) -> None:
+    made = sessions(kind)
+    run, routers, index = paired(replace(PAIRS, local_tokens=local_tokens))
+    requests = run.run(made)
+    checked(requests, made)
+    assert_idle(routers)
+    assert any(request.apart for request in requests) == (local_tokens < math.inf)
+    assert_known(index, run, requests)
+    assert not any(place.standing.cache.used for place in run.places)
+
+
+def test_what_waits_for_memory_begins_when_blocks_that_were_kept_are_released() -> None:
+    engine = Engine(replace(MODEL, cache=10 * BLOCK))
+    engine.submit(giver := Job(turn(8 * BLOCK), 0, gives=True), 0.0)
+    engine.submit(Job(turn(8 * BLOCK, first=100), 1), 0.0)
+    assert [len(progress.finished) for _, progress in steps(engine)] == [1]
+    engine.release(giver, 5.0)
+    assert engine.due == pytest.approx(5.0 + idle_ttft(MODEL, 8 * BLOCK))
+
+
+def test_the_gaps_between_tokens_show_a_prefill_beside_them() -> None:
+    engine = Engine(MODEL)
+    engine.submit(Job(turn(BLOCK, 101), 0), 0.0)
+    engine.advance()
+    engine.submit(Job(turn(8_000, first=900), 1), 0.5)
+    assert len(list(steps(engine))) == 3
+    assert engine.gaps == {
+        round(MODEL.step(0, 1), 4): 99,
+        round(MODEL.step(8_000, 1), 4): 1,
+        round(MODEL.step(BLOCK, 0), 4): 0,
+    }
 
 
 # Traffic and figures ------------------------------------------------------------------------------
