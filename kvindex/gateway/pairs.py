@@ -161,8 +161,8 @@ class Pairs:
         else:
             params = params_of(answer) if status == 200 else None
             if params is not None:
-                place.first_token()
                 place.answered()
+                place.prefilled()
                 prefill.done(place, decoder.missing, params, answer)
                 return True
             reason = "no_params" if status == 200 else f"status_{status}"

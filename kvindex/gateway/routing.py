@@ -635,6 +635,11 @@ class Reservation:
         """Have this rank prefill the prompt by itself after all."""
         self._booking.move(self.rank)
 
+    def prefilled(self) -> None:
+        """Report that the prompt is prefilled, and its blocks wait for another rank."""
+        self._booking.pin()
+        self._waiting.notify()
+
     @property
     def missing(self) -> int:
         """The tokens of the prompt that the rank does not hold."""

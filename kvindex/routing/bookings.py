@@ -108,6 +108,13 @@ class Booking:
         """
         self._bookings.report(self, self._bookings.fetch)
 
+    def pin(self) -> None:
+        """Report that the request is answered, but another rank still fetches its blocks.
+
+        Until the end these count, and nothing else of it. Idempotent.
+        """
+        self._bookings.report(self, self._bookings.pin)
+
     def first_token(self) -> None:
         """Report the first token: the prefill is done. Idempotent."""
         self._bookings.report(self, self._bookings.end_prefill)
@@ -320,6 +327,11 @@ class Bookings:
         if booking.stage is Stage.CHOSEN:
             booking._source, booking._is_fetched = None, True
             self._count(booking, booking._load._replace(queued_tokens=0), now)
+
+    def pin(self, booking: Booking, now: float) -> None:
+        """Release a booking's load, but for its blocks."""
+        self.end_prefill(booking, now)
+        self._count(booking, Load(decode_blocks=booking._load.decode_blocks), now)
 
     def add_output(self, booking: Booking, now: float, tokens: int) -> None:
         """Count the blocks of more generated tokens."""

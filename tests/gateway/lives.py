@@ -91,6 +91,9 @@ class LoggedReservation(Reservation):
     def compute(self) -> None:
         self._log.append(("compute", self.rank))
 
+    def prefilled(self) -> None:
+        self._log.append(("prefilled", self.rank))
+
     def failed(self, reason: str) -> None:
         self.outcomes.append(reason)
 

@@ -24,7 +24,7 @@ from kvindex.gateway.calls import (
 )
 from kvindex.gateway.pairs import params_of, single_token, unfit
 from kvindex.gateway.routing import NoRankError
-from kvindex.routing import Capacity
+from kvindex.routing import Capacity, Load
 from tests.gateway.fronts import STREAM, Engine, Fronted, Hang, fronted
 from tests.gateway.lives import DONE, JSON, ROLE, USAGE_FIELDS, WHOLE, event
 from tests.gateway.test_models import Fleet, report
@@ -157,7 +157,7 @@ async def test_p_prefills_and_its_parameters_reach_d_as_they_are() -> None:
         assert headers[b"x-kvindex-prefill"] == b"p0/0"
         assert served.scripted.log == [
             *(("reserve", D), ("reserve", P), ("fetch", D)),
-            ("first_token", P),  # its queue is free, and its blocks are still there
+            ("prefilled", P),
             *(("first_token", D), ("finish", P, 7), ("complete",), ("finish", D, 7)),
         ]
         assert served.scripted.places[1].outcomes == ["answered"]
@@ -480,6 +480,21 @@ async def test_a_p_that_would_not_answer_is_left_alone_even_if_it_is_the_only_on
         fields = {"is_silent": True} if why == "silent" else {"away": "asleep"}
         fleet.set(a=report("a", "m", role="prefill", **fields), b=report("b", "m", role="decode"))
     assert await prefiller(fleet) == ""
+
+
+async def test_of_what_is_prefilled_only_the_blocks_count_until_they_are_fetched() -> None:
+    fleet = fleet_of("aprefill", "bdecode", filters=[Capacity(open_requests=1)])
+    place = fleet.routing.reserve_prefill(
+        "m", PROMPT, exclude=[], prompt_tokens=len(PROMPT), salt=None, request_id="first"
+    )
+    assert place is not None
+    assert await prefiller(fleet) == ""
+    place.prefilled()
+    assert await prefiller(fleet) == "a"
+    router = fleet.models.routers["m"]
+    assert router.load("a") == Load(0, 0, 11)
+    place.finish(0, counts=True)
+    assert router.load("a") == Load(0, 0, 0)
 
 
 async def test_what_another_rank_prefills_is_no_load_to_wait_for_and_no_hit_of_d() -> None:

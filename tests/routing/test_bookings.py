@@ -40,6 +40,7 @@ class BookingsMachine(RuleBasedStateMachine):
         self.router = Router(self.index, clock=self.clock, expires_after=EXPIRES, predict=predict)
         self.reported: dict[Booking, float] = {}  # when; of those that are open
         self.fetched: set[Booking] = set()  # whose prompts others prefill
+        self.pinned: set[Booking] = set()  # whose blocks others fetch
 
     @rule(target=bookings, length=st.integers(1, len(PROMPT)))
     def reserve(self, length: int) -> object:
@@ -61,6 +62,12 @@ class BookingsMachine(RuleBasedStateMachine):
         if booking in self.reported and booking.stage is Stage.CHOSEN:
             self.fetched.add(booking)
         booking.fetch()
+        self.note(booking)
+
+    @rule(booking=bookings)
+    def pin(self, booking: Booking) -> None:
+        booking.pin()
+        self.pinned.add(booking)
         self.note(booking)
 
     @rule(booking=bookings, worker=st.sampled_from(WORKERS))
@@ -112,7 +119,8 @@ class BookingsMachine(RuleBasedStateMachine):
             own = [booking for booking in mine if booking not in self.fetched]
             waiting = (b.decision.new_tokens for b in own if b.stage is Stage.CHOSEN)
             lengths = (b.decision.prompt_tokens + b.output_tokens for b in mine)
-            expected = Load(sum(waiting), len(mine), sum(-(-n // BLOCK) for n in lengths))
+            blocks = sum(-(-n // BLOCK) for n in lengths)
+            expected = Load(sum(waiting), len(set(mine) - self.pinned), blocks)
             assert self.router.load(rank) == expected
         counts = self.router.statistics()["bookings"]
         assert counts["open"] == len(self.reported)
