@@ -57,6 +57,18 @@ def pair(
     yield from _running(Vllm(venv, model, logs / f"{name}.log") for name in ("first", "second"))
 
 
+@pytest.fixture(scope="module")
+def apart(
+    venv: Path, model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Vllm]]:
+    """Three engines of one model: P and D with NIXL between them, and one that does both."""
+    if subprocess.run([venv / "bin" / "python", "-c", "import nixl._api"], check=False).returncode:
+        pytest.skip("nixl cannot be imported: P and D cannot exchange blocks")
+    model, logs = model_of("llama"), tmp_path_factory.mktemp("logs")
+    roles = ("kv_producer", "kv_consumer", "")
+    yield from _running(Vllm(venv, model, logs / f"log{role}", role=role) for role in roles)
+
+
 @pytest.fixture
 def fleet(pair: list[Vllm]) -> Iterator[Fleet]:
     with connect([engine.url for engine in pair]) as client:

@@ -44,12 +44,13 @@ class Vllm:
         venv: the environment that vLLM is installed in.
         model: the folder of the model.
         log: the file that its output goes to.
+        role: "kv_producer" or "kv_consumer" for NIXL's P or D; "" for neither.
     """
 
-    def __init__(self, venv: Path, model: Path, log: Path, *, dp: int = 1) -> None:
-        reserved = [_reserve_adjacent(dp) for _ in range(3)]
+    def __init__(self, venv: Path, model: Path, log: Path, *, dp: int = 1, role: str = "") -> None:
+        reserved = [_reserve_adjacent(dp) for _ in range(4)]
         self._holders = [holder for holders, _ in reserved for holder in holders]
-        self.port, self.events_port, self.replay_port = (port for _, port in reserved)
+        self.port, self.events_port, self.replay_port, side_port = (port for _, port in reserved)
         self.url = f"http://127.0.0.1:{self.port}"
         self.dp = dp
         self.model = model
@@ -62,6 +63,15 @@ class Vllm:
             *["--enable-prompt-tokens-details", "--data-parallel-size", str(dp)],
             *["--kv-events-config", json.dumps(self._events())],
         ]
+        self._settings = dict(_SETTINGS)
+        if role:
+            transfers = {"kv_connector": "NixlConnector", "kv_role": role}
+            self._command += ["--kv-transfer-config", json.dumps(transfers)]
+            self._settings |= {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
+                "UCX_TLS": "tcp,sm,self",
+            }
         self._process: subprocess.Popen[bytes] | None = None
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
 
@@ -78,7 +88,7 @@ class Vllm:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env=os.environ | _SETTINGS,
+                env=os.environ | self._settings,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -141,11 +151,16 @@ class Vllm:
 
     def prefix_cache(self) -> tuple[int, int]:
         """Return the engine's own counters: tokens that it asked its cache for, and that it hit."""
+        return self._metric("prefix_cache_queries_total"), self._metric("prefix_cache_hits_total")
+
+    def received_bytes(self) -> int:
+        """Return how much KV it has fetched from other engines."""
+        return self._metric("nixl_bytes_transferred_sum")
+
+    def _metric(self, name: str) -> int:
         metrics = self.http.get("/metrics").text
-        names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
-        values = [re.findall(rf"^{name}{{.*}} (\S+)$", metrics, re.MULTILINE) for name in names]
-        asked, hit = (int(sum(map(float, found))) for found in values)
-        return asked, hit
+        found = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", metrics, re.MULTILINE)
+        return int(sum(map(float, found)))
 
 
 def _reserve_adjacent(count: int) -> tuple[list[socket.socket], int]:

@@ -192,7 +192,8 @@ _WHAT_THE_ENGINE_REPORTS: Final = {
     ),
     "decode-only": _warning(
         "this engine only decodes: prompts are computed, and cached, by prefill engines",
-        "route prompts by what the prefill engines hold",
+        "route prompts by what the prefill engines hold, or start it with "
+        "--disaggregation-decode-enable-radix-cache",
     ),
     "speculates-bigrams": _info(
         "speculative decoding ({algorithm}): a block's hash covers one token more",

@@ -88,7 +88,9 @@ def ask_and_check(case: Case) -> None:
     _check_events(case)
     _check_cache(case)
     info = case.info
-    if info.get("disaggregation_mode") == "decode":
+    # SGLang alone: its D caches nothing unless it is told to. vLLM's caches what it fetches.
+    caches = info.get("disaggregation_decode_enable_radix_cache")
+    if info.get("disaggregation_mode") == "decode" and not caches:
         case.add("decode-only", disaggregation_mode="decode")
     algorithm = info.get("speculative_algorithm")
     if isinstance(algorithm, str) and algorithm.upper() in ("EAGLE", "EAGLE3", "NEXTN"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from kvindex import Worker
 from kvindex.testing import FakeEngine, HttpEngine, HttpOptions
 from kvindex.testing.http_engine import Routes
+from kvindex.testing.http_server import Response
 from kvindex.tools.doctor import Diagnosis, Limits, Target
 from kvindex.tools.doctor.engine import EngineHttp, EngineMetrics
 from tests.live import link_to, worker_of
@@ -102,6 +104,26 @@ def test_what_an_engine_states_is_judged_without_a_prompt(case: str) -> None:
     engine, options, expected = STATED[case]
     with FakeEngine(**engine) as fake, HttpEngine(fake, options=HttpOptions(**options)) as server:
         assert ids(look_at(server.url, passive=True)) == expected
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_healthy_side_of_a_pair_is_all_well(role: str) -> None:
+    with FakeEngine() as engine:
+        with HttpEngine(engine, options=HttpOptions(role=role)) as server:
+            finds(["all-well"], server.url, limits=PATIENT)
+
+
+def test_an_sglang_that_decodes_and_caches_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Routes._server_info
+
+    def cached(engine: Routes) -> Response:
+        told = {"disaggregation_decode_enable_radix_cache": True}
+        return Response.of_json({**json.loads(plain(engine).body), **told})
+
+    monkeypatch.setattr(Routes, "_server_info", cached)
+    with FakeEngine(dialect="sglang-0.5.22") as engine:
+        with HttpEngine(engine, options=HttpOptions(role="decode")) as server:
+            finds([], server.url, passive=True)
 
 
 def test_an_odd_entry_among_an_engines_models_breaks_no_examination(
