@@ -37,6 +37,8 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
         left_out: why it gets no requests: "drained", "asleep", "unwell", "ejected"; "" if it does.
         reason: the same in words.
         seconds: for which it still is ejected; None if it is not.
+        url: of its engine's HTTP server.
+        role: "prefill" or "decode"; "" if it does both.
     """
 
     open_requests: int
@@ -44,6 +46,8 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
     left_out: str = ""
     reason: str = ""
     seconds: float | None = None
+    url: str = ""
+    role: str = ""
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):

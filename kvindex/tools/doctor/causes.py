@@ -122,6 +122,12 @@ _A_KVINDEX_SERVICE: Final = {
         "after that)",
         "an end was not noticed: look at the access log for requests of ten minutes, and report it",
     ),
+    "pair-never-transfers": _error(
+        "{apart} prompts were prefilled apart, and by their metrics the engines that decode have "
+        "fetched none since they started: each was computed twice ({decoders})",
+        "give P and D the same --kv-transfer-config but for kv_role, and see their logs for NIXL "
+        "and its side channel: docs/how-to/disaggregation.md",
+    ),
     "tokens-refused": _info(
         "of the questions for prompts' tokens {failed} had no answer, others had: {reasons}",
         "nothing; status_403 is a vLLM without --enable-scale-out",

@@ -10,6 +10,7 @@ import msgspec
 
 from kvindex.service.overview import Routed
 from kvindex.tools.doctor.case import Case
+from kvindex.tools.doctor.engine import EngineHttp
 from kvindex.wire.errors import UNREADABLE, DiscoveryError
 from kvindex.wire.web import Web
 
@@ -57,6 +58,7 @@ class _Counters(msgspec.Struct):
     tokens_from: dict[str, int] = {}
     token_failures: dict[str, int] = {}
     shed: dict[str, int] = {}
+    prefills: dict[str, int] = {}
     routers: dict[str, _RouterCounters] = {}
 
     @property
@@ -101,6 +103,7 @@ def check_service(case: Case, web: Web) -> bool:
         _check_left_out(case, fleet.ranks)
         _check_tokens(case, counters)
         _check_requests(case, counters)
+        _check_pairs(case, fleet.ranks, counters.prefills.get("apart", 0))
         prompt, delivered = counters.tokens.get("prompt", 0), counters.tokens.get("delivered", 0)
         seen += f"; requests: {counters.served}"
         seen += f"; of their prompts' tokens cached: {delivered / prompt:.0%}" if prompt else ""
@@ -165,6 +168,25 @@ def _check_requests(case: Case, counters: _Counters) -> None:
     }
     for rank, suspicion in list(suspected.items())[:_MAX_RANKS]:
         case.add("hits-unexpected", rank=rank, suspicion=_short(suspicion))
+
+
+def _check_pairs(case: Case, ranks: Iterable[_Rank], apart: int) -> None:
+    """Note if engines that decode have fetched nothing of what others prefilled for them."""
+    decoders = {x.routed.url for x in ranks if x.routed is not None and x.routed.role == "decode"}
+    if not apart or not decoders:
+        return
+    # Of an engine only its own metrics say what it fetched. It is not given the gateway's token.
+    limits = case.shared.limits
+    answers = [
+        EngineHttp(
+            Web(url, context=case.shared.tls), timeout=limits.http, completion=limits.completion
+        ).metrics()
+        for url in sorted(decoders)[:_MAX_RANKS]
+    ]
+    fetched = sum(found.total("vllm:nixl_bytes_transferred_count") or 0 for found in answers)
+    # One that has served nothing was started a moment ago.
+    if not fetched and all(found.total("vllm:request_success") for found in answers):
+        case.add("pair-never-transfers", apart=apart, decoders=", ".join(sorted(decoders)))
 
 
 def _short(words: object) -> str:

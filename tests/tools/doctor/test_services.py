@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvindex.testing import FakeEngine, HttpEngine, HttpFaults, HttpOptions
 from kvindex.tools.doctor import Diagnosis, Target, examine
 from tests.canned import CannedServer
+from tests.testing.test_http_engine import ask
 
 pytestmark = pytest.mark.service
 
@@ -114,6 +116,43 @@ def test_what_is_wrong_with_a_gateway_has_a_name_and_numbers(
     assert [found.id for found in report.findings] == [kind, "service-examined"]
     assert report.exit_code == 1
     assert words in report.findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("requests", "apart", "found"),
+    [
+        ("ignored", 5, ["pair-never-transfers", "service-examined"]),
+        ("ignored", 0, ["service-examined", "all-well"]),
+        ("fetched", 5, ["service-examined", "all-well"]),
+        ("none yet", 5, ["service-examined", "all-well"]),
+    ],
+)
+def test_a_pair_that_never_transfers_is_found_by_ds_own_metrics(
+    server: CannedServer, requests: str, apart: int, found: list[str]
+) -> None:
+    with FakeEngine(publish=False) as p_cache, FakeEngine(publish=False) as d_cache:
+        with HttpEngine(p_cache, options=HttpOptions(role="prefill")) as p:
+            with HttpEngine(d_cache, options=HttpOptions(role="decode")) as d:
+                if requests == "ignored":
+                    d.faults = HttpFaults(handoff="ignore")
+                if requests != "none yet":
+                    asked = {"prompt": [1] * 40, "kv_transfer_params": {"do_remote_decode": True}}
+                    prefilled = ask(p.url + "/v1/completions", asked)
+                    asked["kv_transfer_params"] = prefilled["kv_transfer_params"]
+                    ask(d.url + "/v1/completions", asked)
+                fleet = routed("", "")
+                for rank in fleet["ranks"]:
+                    rank["routed"] |= {"url": d.url, "role": "decode"}
+                server.replies["/api/fleet"] = (200, fleet)
+                server.replies["/admin/statistics"] = (
+                    200,
+                    {**STATISTICS, "prefills": {"local": 3, "apart": apart}},
+                )
+                report = look_at(server)
+                assert [finding.id for finding in report.findings] == found
+                if "pair-never-transfers" in found:
+                    assert "5 prompts were prefilled apart, and by" in report.findings[0].what
+                    assert d.url in report.findings[0].what
 
 
 @pytest.mark.parametrize(
