@@ -516,6 +516,8 @@ class GatewayFleet:
                 one = ejected[worker]
                 reason = f"failures in a row: {one['failures']}, the last: {one['reason']}"
                 why = {"left_out": "ejected", "reason": reason, "seconds": one["seconds"]}
+            if worker in servings:
+                why |= {"url": servings[worker].url, "role": servings[worker].role}
             opened, queued = load["open_requests"], load["queued_tokens"]
             routed[rank] = Routed(open_requests=opened, queued_tokens=queued, **why)
         return routed

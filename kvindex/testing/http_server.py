@@ -59,10 +59,10 @@ class HttpFaults(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: the fault; "" for none. Numbers are statuses; "die" closes the server with its next
-            answer, which still leaves. "reset" is before the head, "reset_after_head" before the
-            first event, "cut" after `after` tokens, "error_event" there too, under status 200, and
-            "endless" an event without an end.
-            "long_head" has 64 kB of fields, "keep_alive" has a comment before the first event.
+            completion, which still leaves. "reset" is before the head, "reset_after_head" before
+            the first event, "cut" after `after` tokens, "error_event" there too, under status 200,
+            and "endless" an event without an end. "long_head" has 64 kB of fields, "keep_alive" has
+            a comment before the first event.
         after: tokens that are sent before "cut", "error_event" or "endless".
         ttft: seconds from a stream's head to its first token.
         gap: seconds between tokens.
@@ -249,8 +249,9 @@ class Server:
             return False
         if b'"remote_kv_source"' in body or b'"do_remote_prefill"' in body:
             await asyncio.sleep(self.faults.pull_seconds)
-        answer = self._answer(method, target.partition("?")[0], headers, body)
-        if faults.kind == "die" and method == "POST":
+        path = target.partition("?")[0]
+        answer = self._answer(method, path, headers, body)
+        if faults.kind == "die" and path.endswith("/completions"):
             # Before the answer leaves: who reads it finds nobody here any more.
             self._stop.set()
             keep = False

@@ -42,7 +42,7 @@ def test_answers_hits_and_transfers_of_a_pair_are_as_foreseen(
     work, seen = Workload(31), Counter[str]()
     with connect([p.url, d.url]) as client:
         fleet = Fleet(client, [p, d])
-        for _ in range(60):
+        for _ in range(40):
             request = work.next()
             gateway.catch_up(fleet, work)
             before, received = gateway.statistics(), d.received_bytes()

@@ -73,7 +73,9 @@ class Vllm:
                 "UCX_TLS": "tcp,sm,self",
             }
         self._process: subprocess.Popen[bytes] | None = None
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        # vLLM closes what was idle for 5 s, maybe just as a request leaves.
+        limits = httpx.Limits(keepalive_expiry=1.0)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, limits=limits)
 
     def _events(self) -> dict[str, Any]:
         return {

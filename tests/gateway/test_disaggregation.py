@@ -19,11 +19,13 @@ from tests.gateway.test_gateway import (
     Gateway,
     chat,
     content_of,
+    examined,
     faulty,
     gateway_of,
     live_ranks,
 )
 from tests.live import PATIENCE, meanwhile, until
+from tests.tools.doctor.doctored import ids
 
 pytestmark = pytest.mark.service
 
@@ -261,3 +263,16 @@ def test_without_a_d_there_is_no_answer() -> None:
         status, body = pair.ask(CHAT, chat(DOCUMENT))
         assert (status, json.loads(body)["error"]["code"]) == (503, "no_rank")
         assert pair.ask("/ready")[0] == 503
+
+
+def test_the_doctor_finds_a_pair_that_never_transfers_and_events_that_are_off() -> None:
+    with paired(prefill=1, decode=1) as pair:
+        with faulty(*pair.decode, handoff="ignore"):
+            pair.is_answered(DOCUMENT, stream=False)
+        assert ids(examined(pair))[0] == "pair-never-transfers"
+        pair.is_answered(f"Another {DOCUMENT}", stream=False)
+        assert ids(examined(pair))[-2:] == ["service-examined", "all-well"]
+    mute = FakeEngine("mute", publish=False)
+    with mute, HttpEngine(mute, options=HttpOptions(role="prefill")) as p:
+        with gateway_of([p], "--prefill", p.url) as served:
+            until(lambda: "service-rank-not-live" in ids(examined(served)))
