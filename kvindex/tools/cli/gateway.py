@@ -38,7 +38,7 @@ def add_gateway_options(parser: argparse.ArgumentParser) -> None:
     settings = GatewaySettings()
     text = "HTTP server of an engine, http://HOST:PORT"
     parser.add_argument("engine", nargs="*", metavar="ENGINE", help=text)
-    text = "With these, some engines prefill, others decode; all others do both, as without."
+    text = "Some engines prefill prompts, and others decode them. Those named otherwise do both."
     apart = parser.add_argument_group("prefill and decode apart (vLLM with NIXL)", text)
     option(apart, "--prefill URL", "an engine that prefills for those that decode", repeat=True)
     option(apart, "--decode URL", "an engine that decodes", repeat=True)
