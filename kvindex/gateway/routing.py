@@ -446,6 +446,7 @@ class Routing:
                             self._seen_media.popitem(last=False)
                     if booking is not None and serving is not None:
                         reservation = Reservation(booking, serving, waiting, self)
+                        reservation.has_seen = booking.rank == before
                         if may_pull and self._kv_source is not None:
                             reservation.tell(self._kv_source, served)
                         return reservation
@@ -609,6 +610,7 @@ class Reservation:
         self.serving = serving
         self._is_global = serving.worker in routing.counting_globally
         self.pin = pin(serving, booking.rank, is_global=self._is_global)
+        self.has_seen = False  # the media of this prompt before
         self.source: KvSource | None = None  # that the engine is told to pull from
         self.told = Pin()  # by which fields
         self.prompt_tokens = booking.decision.prompt_tokens
@@ -642,8 +644,9 @@ class Reservation:
 
     @property
     def missing(self) -> int:
-        """The tokens of the prompt that the rank does not hold."""
-        return self._booking.decision.new_tokens
+        """The tokens of the prompt that the rank lacks; none of a prompt whose media it has seen."""
+        # Such a prompt's tokens are not known; but it alone holds the turns before.
+        return 0 if self.has_seen else self._booking.decision.new_tokens
 
     @property
     def attainable(self) -> int:

@@ -482,6 +482,16 @@ async def test_a_p_that_would_not_answer_is_left_alone_even_if_it_is_the_only_on
     assert await prefiller(fleet) == ""
 
 
+async def test_a_rank_that_has_seen_a_prompts_media_lacks_little_of_it() -> None:
+    fleet = fleet_of("aprefill", "bdecode", "cdecode")
+    seen = []
+    for media in (b"cat", b"cat", b"dog"):
+        place = await fleet.reserve(token_ids=None, reads_cache=False, media=media)
+        seen.append((place.has_seen, place.missing))
+        place.finish(None, counts=True)
+    assert seen == [(False, 100), (True, 0), (False, 100)]
+
+
 async def test_of_what_is_prefilled_only_the_blocks_count_until_they_are_fetched() -> None:
     fleet = fleet_of("aprefill", "bdecode", filters=[Capacity(open_requests=1)])
     place = fleet.routing.reserve_prefill(
