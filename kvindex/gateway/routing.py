@@ -644,7 +644,7 @@ class Reservation:
 
     @property
     def missing(self) -> int:
-        """The tokens of the prompt that the rank lacks; none of a prompt whose media it has seen."""
+        """The tokens of the prompt that the rank lacks; none if it has seen its media."""
         # Such a prompt's tokens are not known; but it alone holds the turns before.
         return 0 if self.has_seen else self._booking.decision.new_tokens
 
