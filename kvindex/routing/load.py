@@ -19,6 +19,9 @@ GAUGE_LIFE: Final = 0.1
 HALF_LIFE: Final = 60.0
 """Seconds after which tokens that a rank was given count half."""
 
+SESSION_LIFE: Final = 300.0
+"""Seconds after its last request for which a session's context counts."""
+
 _MOST_HALVINGS: Final = 500  # doubles reach 2**1023
 _NOTHING: Final = (0.0, 0.0, 0.0)
 _Loads: TypeAlias = "dict[Rank, tuple[float, float, float]]"
@@ -47,16 +50,20 @@ class LoadColumns(NamedTuple):
         decode: blocks that these occupy.
         given: tokens to prefill that the rank was given lately, in a unit that is the same for all
             rows. It halves within a minute.
+        contexts: tokens of the contexts that a rank should keep, of sessions that it served lately,
+            without what they share with others.
     """
 
     queued: array[float]
     open: array[float]
     decode: array[float]
     given: array[float]
+    contexts: array[float]
 
     def kept(self) -> LoadColumns:
-        """Return copies that do not change any more, of all columns but the last."""
-        return LoadColumns(self.queued[:], self.open[:], self.decode[:], self.given)
+        """Return copies that do not change any more, of all columns but `given`."""
+        queued, opened, decode, given, contexts = self
+        return LoadColumns(queued[:], opened[:], decode[:], given, contexts[:])
 
 
 class LoadBoard(Protocol):
@@ -94,6 +101,13 @@ class LoadBoard(Protocol):
 
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
         """Note that a rank was given so many tokens to prefill. O(1)."""
+
+    def hold(self, rank: Rank, context_tokens: int) -> None:
+        """Note that a rank has to keep so many more tokens of contexts, or fewer. O(1).
+
+        Ranks without a row have none. If it raises, it has noted nothing.
+        """
+        return
 
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
@@ -223,6 +237,16 @@ class LocalLoadBoard(LoadBoard):
                 own[row] += tokens
             booked[row] += tokens
 
+    def hold(self, rank: Rank, context_tokens: int) -> None:
+        if (row := self._rows.get(rank)) is not None:
+            own, booked, shown = (c.contexts for c in (self._own, self._booked, self._shown))
+            # Without calls from here on: an interrupt leaves all of it added, or none.
+            if own is not booked:
+                own[row] += context_tokens
+            if shown is not booked:
+                shown[row] += context_tokens
+            booked[row] += context_tokens
+
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
     ) -> None:
@@ -273,6 +297,7 @@ class LocalLoadBoard(LoadBoard):
         shown.queued[row] = max(0.0, booked.queued[row] + queued + gauges[0])
         shown.open[row] = max(0.0, booked.open[row] + opened + gauges[1])
         shown.decode[row] = booked.decode[row] + decode
+        shown.contexts[row] = booked.contexts[row]
 
 
 def _sum(
@@ -293,8 +318,9 @@ def _moved(
         moved.queued[row], moved.open[row], moved.decode[row] = loads.pop(rank, _NOTHING)
         if rank in before:
             moved.given[row] = columns.given[before[rank]]
+            moved.contexts[row] = columns.contexts[before[rank]]
     return moved, {rank: load for rank, load in loads.items() if load != _NOTHING}
 
 
 def _zeros(rows: int) -> LoadColumns:
-    return LoadColumns(*(array("d", bytes(8 * rows)) for _ in range(4)))
+    return LoadColumns(*(array("d", bytes(8 * rows)) for _ in range(5)))

@@ -96,7 +96,8 @@ class Choosing {
   double cost(size_t row) const {
     const double waiting = weights_.queued * columns_.queued[row];
     const double work = std::max(0.0, waiting + price(row) * (prompt_ - credited(row)));
-    const double cost = work + weights_.request * columns_.open[row];
+    const double cost = work + weights_.request * columns_.open[row] +
+                        weights_.context * columns_.contexts[row];
     return std::isnan(cost) ? kInfinite : cost;
   }
 

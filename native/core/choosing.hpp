@@ -17,6 +17,7 @@ struct Weights {
   double request = 0;
   double backlog = 0;
   double churn = 0;
+  double context = 0;
 };
 
 // One value for each row.
@@ -28,6 +29,7 @@ struct ChoiceColumns {
   const double* queued = nullptr;
   const double* open = nullptr;
   const double* given = nullptr;
+  const double* contexts = nullptr;
   const uint8_t* usable = nullptr;
 };
 

@@ -62,7 +62,8 @@ void test_hits_are_written_to_their_rows_only() {
 // Columns of any length, of few different values, so that many rows cost the same.
 struct Columns {
   Columns(Choices& choices, size_t rows)
-      : device(rows), host(rows), tokens(rows), queued(rows), open(rows), given(rows), usable(rows) {
+      : device(rows), host(rows), tokens(rows), queued(rows), open(rows), given(rows),
+        contexts(rows), usable(rows) {
     for (size_t row = 0; row < rows; ++row) {
       device[row] = 16 * choices.below(3);
       host[row] = device[row] + 16 * choices.below(2);
@@ -70,17 +71,18 @@ struct Columns {
       queued[row] = choices.below(3);
       open[row] = choices.once_in(20) ? std::nan("") : choices.below(2);
       given[row] = choices.once_in(20) ? std::nan("") : choices.below(2);
+      contexts[row] = choices.below(2);
       usable[row] = !choices.once_in(4);
     }
   }
 
   ChoiceColumns view() const {
-    return {usable.size(), device.data(), host.data(),  tokens.data(),
-            queued.data(), open.data(),   given.data(), usable.data()};
+    return {usable.size(), device.data(), host.data(),     tokens.data(), queued.data(),
+            open.data(),   given.data(),  contexts.data(), usable.data()};
   }
 
   std::vector<int64_t> device, host, tokens;
-  std::vector<double> queued, open, given;
+  std::vector<double> queued, open, given, contexts;
   std::vector<uint8_t> usable;
 };
 
@@ -91,7 +93,8 @@ void test_choice(Choices& choices) {
   const Weights weights{.device = 1, .host = 0.5, .storage = 0.25, .fresh = 1, .queued = 16,
                         .request = 16,
                         .backlog = static_cast<double>(choices.below(2)),
-                        .churn = static_cast<double>(choices.below(2))};
+                        .churn = static_cast<double>(choices.below(2)),
+                        .context = static_cast<double>(choices.below(2))};
   std::vector<double> costs(rows);
   std::vector<int64_t> winners;
   for (int tenth = 0; tenth < 10; ++tenth) {

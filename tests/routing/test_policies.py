@@ -27,12 +27,15 @@ def candidates(
     opened: Sequence[float] = (),
     decode: Sequence[float] = (),
     given: Sequence[float] = (),
+    contexts: Sequence[float] = (),
     usable: Sequence[int] = (),
     chance: float = 0.0,
 ) -> Candidates:
     rows = len(held)
     tokens = array("q", held)
-    columns = (array("d", column or [0] * rows) for column in (queued, opened, decode, given))
+    columns = (
+        array("d", column or [0] * rows) for column in (queued, opened, decode, given, contexts)
+    )
     return Candidates(
         ranks=[Rank(f"w{row}") for row in range(rows)],
         prompt_tokens=LENGTH,
