@@ -148,8 +148,8 @@ class _Board(LocalLoadBoard):
         super().give(rank, new_tokens, now)
         self._boards.notify(self, _Entry(rank, _NO_LOAD, new_tokens, 0, now))
 
-    def hold(self, rank: Rank, context_tokens: int) -> None:
-        super().hold(rank, context_tokens)
+    def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
+        super().hold(rank, context_tokens, held_tokens)
         self._boards.notify(self, _Entry(rank, _NO_LOAD, 0, context_tokens, self._clock()))
 
     def learn(self, entry: _Entry) -> None:
@@ -157,4 +157,4 @@ class _Board(LocalLoadBoard):
         if entry.new_tokens:  # not in vain: a board forgets what was given if its clock goes back
             super().give(entry.rank, entry.new_tokens, entry.now)
         super().add(entry.rank, *entry.load, entry.now)
-        super().hold(entry.rank, entry.context_tokens)
+        super().hold(entry.rank, entry.context_tokens, 0)

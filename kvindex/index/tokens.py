@@ -117,7 +117,7 @@ class Prompt:
     def __init__(
         self, token_ids: TokenIds, recomputed: int = 0, *, text: Callable[[], bool] = lambda: True
     ) -> None:
-        self._source = source = _readable(token_ids)
+        self._source = source = readable(token_ids)
         self._text = text
         self.length = max(0, len(source) - recomputed)
         self._packed: bytearray | memoryview = bytearray()
@@ -146,7 +146,7 @@ class Prompt:
         return bytes(self._packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
 
 
-def _readable(token_ids: Any) -> Sequence[int] | memoryview[int]:
+def readable(token_ids: Any) -> Sequence[int] | memoryview[int]:
     if isinstance(token_ids, (list, tuple, range)):
         return token_ids
     if isinstance(token_ids, (bytes, bytearray)):

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from kvindex.index import Hits, Index, RankRows
 from kvindex.index.tokens import Prompt
+from kvindex.routing.contexts import Contexts
 from kvindex.routing.fleet import RoutedRequest
 from kvindex.routing.funnel import Funnel, PrefillRate
 from kvindex.routing.kv_source import KvSource
@@ -207,6 +208,7 @@ class Bookings:
         self,
         loads: LoadBoard,
         predictions: Predictions,
+        contexts: Contexts,
         lock: AbstractContextManager[object],
         clock: Callable[[], float],
         expires_after: float,
@@ -215,6 +217,7 @@ class Bookings:
         self.funnel = Funnel()
         self._loads = loads
         self._predictions = predictions
+        self._contexts = contexts
         self._lock = lock
         self._clock = clock
         self._expires_after = expires_after
@@ -253,6 +256,8 @@ class Bookings:
         self._count(booking, Load(new_tokens, 1, _blocks(booking)), now)
         if sent is not None:
             self._predictions.add(*sent)
+        if request is not None:
+            self._contexts.note(request, decision.rank, now)
         return booking
 
     def get(self, request_id: str) -> Booking:
@@ -266,6 +271,7 @@ class Bookings:
         self._loads.arrange(ranks)
         self.funnel.keep(ranks)
         self._predictions.keep(ranks)
+        self._contexts.keep(ranks)
 
     def expire(self, now: float) -> None:
         """Release bookings that are due, and end predictions. O(1) if none are due."""
@@ -275,6 +281,7 @@ class Bookings:
                 break
             self.end(oldest, now, Stage.EXPIRED, None, False)
         self._predictions.expire(now)
+        self._contexts.expire(now)
 
     def statistics(self) -> dict[str, int]:
         """Return how many are open, how many ended in which way, and reports of two odd kinds."""

@@ -19,8 +19,8 @@ GAUGE_LIFE: Final = 0.1
 HALF_LIFE: Final = 60.0
 """Seconds after which tokens that a rank was given count half."""
 
-SESSION_LIFE: Final = 300.0
-"""Seconds after its last request for which a session's context counts."""
+CONTEXT_LIFE: Final = 300.0
+"""Seconds after a session's last request for which its context counts."""
 
 _MOST_HALVINGS: Final = 500  # doubles reach 2**1023
 _NOTHING: Final = (0.0, 0.0, 0.0)
@@ -50,8 +50,9 @@ class LoadColumns(NamedTuple):
         decode: blocks that these occupy.
         given: tokens to prefill that the rank was given lately, in a unit that is the same for all
             rows. It halves within a minute.
-        contexts: tokens of the contexts that a rank should keep, of sessions that it served lately,
-            without what they share with others.
+        contexts: tokens of the prompts of sessions that the rank served lately: it should keep
+            them, since the sessions will probably go on.
+        cache: the most tokens that the rank was seen to hold; 0: not known yet.
     """
 
     queued: array[float]
@@ -59,11 +60,11 @@ class LoadColumns(NamedTuple):
     decode: array[float]
     given: array[float]
     contexts: array[float]
+    cache: array[float]
 
     def kept(self) -> LoadColumns:
-        """Return copies that do not change any more, of all columns but `given`."""
-        queued, opened, decode, given, contexts = self
-        return LoadColumns(queued[:], opened[:], decode[:], given, contexts[:])
+        """Return copies that do not change any more, of the columns that decisions show."""
+        return LoadColumns(self.queued[:], self.open[:], self.decode[:], *self[3:])
 
 
 class LoadBoard(Protocol):
@@ -102,10 +103,11 @@ class LoadBoard(Protocol):
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
         """Note that a rank was given so many tokens to prefill. O(1)."""
 
-    def hold(self, rank: Rank, context_tokens: int) -> None:
-        """Note that a rank has to keep so many more tokens of contexts, or fewer. O(1).
+    def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
+        """Note that a rank should keep so many more tokens, and how many it holds now. O(1).
 
-        Ranks without a row have none. If it raises, it has noted nothing.
+        Negative numbers release contexts. A rank without a row has none. If it raises, it has noted
+        nothing.
         """
         return
 
@@ -181,6 +183,7 @@ class LocalLoadBoard(LoadBoard):
         booked, booked_absent = own, absent
         if self._booked is not self._own:
             booked, booked_absent = _moved(self._booked, self._booked_absent, before, rows)
+            booked = booked._replace(cache=own.cache)
         corrections = {r: c for r, c in self._corrections.items() if r in rows}
         self._rows, self._corrections = rows, corrections
         self._own, self._absent = own, absent
@@ -237,9 +240,11 @@ class LocalLoadBoard(LoadBoard):
                 own[row] += tokens
             booked[row] += tokens
 
-    def hold(self, rank: Rank, context_tokens: int) -> None:
+    def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
         if (row := self._rows.get(rank)) is not None:
             own, booked, shown = (c.contexts for c in (self._own, self._booked, self._shown))
+            cache = self._own.cache  # the same column in all three
+            cache[row] = max(cache[row], held_tokens)
             # Without calls from here on: an interrupt leaves all of it added, or none.
             if own is not booked:
                 own[row] += context_tokens
@@ -319,8 +324,9 @@ def _moved(
         if rank in before:
             moved.given[row] = columns.given[before[rank]]
             moved.contexts[row] = columns.contexts[before[rank]]
+            moved.cache[row] = columns.cache[before[rank]]
     return moved, {rank: load for rank, load in loads.items() if load != _NOTHING}
 
 
 def _zeros(rows: int) -> LoadColumns:
-    return LoadColumns(*(array("d", bytes(8 * rows)) for _ in range(5)))
+    return LoadColumns(*(array("d", bytes(8 * rows)) for _ in range(6)))

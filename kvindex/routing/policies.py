@@ -88,6 +88,7 @@ class Weights(NamedTuple):
     price    = new + backlog × least queued tokens / prompt tokens
                    + churn × max(0, tokens given lately / their mean over ranks - 1)
     cost     = max(0, queued × queued tokens + price × missing) + request × open requests
+                   + keep × max(0, min(contexts, cache) + prompt tokens - full × cache)
     ```
 
     Attributes:
@@ -101,6 +102,10 @@ class Weights(NamedTuple):
             They are 0 unless every rank has a backlog; then hits shorten it.
         churn: how much more a missing token costs on a rank that was given more tokens to prefill
             lately than the mean rank: it would evict the blocks stored there last.
+        keep: of a token that would not fit beside the contexts of sessions that the rank served
+            lately: an idle rank may be full of sessions that pause. Nothing of a rank whose `cache`
+            is not known.
+        full: the part of a cache into which they should fit.
     """
 
     device: float = 1.0
@@ -111,6 +116,8 @@ class Weights(NamedTuple):
     request: float = 0.0
     backlog: float = 0.0
     churn: float = 0.0
+    keep: float = 0.0
+    full: float = 0.8
 
 
 def choose_in_python(
@@ -148,6 +155,9 @@ def choose_in_python(
         # Credits above 1 may make it negative; a rank cannot owe time.
         work = max(0.0, weights.queued * loads.queued[row] + missing)
         cost = work + weights.request * loads.open[row]
+        if (cache := loads.cache[row]) > 0.0:
+            full = min(loads.contexts[row], cache) + prompt_tokens
+            cost += weights.keep * max(0.0, full - weights.full * cache)
         costs[row] = cost if cost < math.inf else math.inf
         order[row] = (costs[row], loads.given[row] if loads.given[row] < math.inf else math.inf)
         attainable = max(attainable, tokens)
@@ -209,7 +219,7 @@ class RoundRobin:
 _WEIGHTS: Final[dict[str, Weights]] = {
     # Ours. A token that is computed again costs its time, and as much twice more: all behind it
     # wait, and its block evicts others. docs/routing.md lists the alternatives tried.
-    "kvindex": Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0),
+    "kvindex": Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0, keep=0.3),
     "least-queued": Weights(new=0.0, queued=1.0),
     "least-requests": Weights(new=0.0, queued=0.0, request=1.0),
     "longest-prefix": Weights(queued=0.0),

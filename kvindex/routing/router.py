@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvindex.index import Hits, Index, Match, TokenIds
 from kvindex.routing.bookings import OTHER_ROUTER, Booking, Bookings, Predictions
+from kvindex.routing.contexts import Contexts
 from kvindex.routing.fleet import (
     Eligible,
     Filter,
@@ -27,7 +28,7 @@ from kvindex.routing.fleet import (
 from kvindex.routing.kv_source import Holders
 from kvindex.routing.load import GAUGE_LIFE, Load, LoadBoard, LocalLoadBoard
 from kvindex.routing.policies import Candidates, Choice, Decision, Policy, make_policy
-from kvindex.wire.errors import ConfigurationError, check_options
+from kvindex.wire.errors import ConfigurationError, UnknownRankError, check_options
 from kvindex.wire.forks import PARENTS, disown_in_children
 from kvindex.wire.rank import Rank
 from kvindex.wire.rank_lookup import RankName
@@ -52,7 +53,8 @@ class Router:
     requests of one moment to one rank.
 
     The default policy, "kvindex", chooses the rank with the least sum of three times the tokens to
-    prefill, those that wait for prefill there, and 256 for each open request (see `Weights`).
+    prefill, those that wait for prefill there, 256 for each open request, and 0.3 times the tokens
+    that would not fit beside the contexts that the rank should keep (see `Weights`).
 
     A rank that is not live counts as one that holds nothing; it may still be chosen (see
     `OnlyLive`). One whose publisher is not connected is chosen only if there is no other: its
@@ -142,7 +144,10 @@ class Router:
         self._lock = threading.RLock()
         self._clock = clock
         self._loads.attach(self._lock, clock)
-        self._bookings = Bookings(self._loads, self._predictions, self._lock, clock, expires_after)
+        self._contexts = Contexts(self._loads, self._held)
+        self._bookings = Bookings(
+            self._loads, self._predictions, self._contexts, self._lock, clock, expires_after
+        )
         self._bookings.arrange(self._fleet.ranks)
         self._random = random.Random(seed).random
         self._block_size = _BLOCK_SIZE
@@ -306,6 +311,13 @@ class Router:
             self._random(),
         )
 
+    def _held(self, rank: Rank) -> int:
+        """Return the tokens that a rank holds."""
+        try:
+            return len(look(self._source).index.tree(rank)) * self._block_size
+        except UnknownRankError:  # it has gone just now
+            return 0
+
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """The ranks that are known, sorted; drained ones too."""
@@ -379,12 +391,13 @@ class Router:
         each filter refused; `old_gauges`: reports that were too old to count;
         `load`: of a board that shares its load, see `SharedLoad.statistics`, else empty;
         `prefill_rate`: tokens per second; `funnel`: see `Funnel.statistics`; `predictions`: see
-        `Predictions.statistics`; `ranks`: for each its load, its `funnel`, and `suspicion`: why its
-        answers go wrong, or "".
+        `Predictions.statistics`; `contexts`: see `Contexts.statistics`; `ranks`: for each its load,
+        its `funnel`, and `suspicion`: why its answers go wrong, or "".
         """
         with self._lock:
             fleet, now = self._refresh(look(self._source))
             funnel = self._bookings.funnel
+            contexts = self._loads.columns(now).contexts
             return {
                 "model": self.model,
                 "policy": self.policy.name,
@@ -396,14 +409,16 @@ class Router:
                 "prefill_rate": self._bookings.rate.tokens_per_second,
                 "funnel": funnel.statistics(),
                 "predictions": self._predictions.statistics(),
+                "contexts": self._contexts.statistics(),
                 "ranks": {
                     str(rank): {
                         **self._loads.load(rank, now)._asdict(),
+                        "context_tokens": int(contexts[row]),
                         "drained": rank in self._eligible.drained,
                         "funnel": funnel.statistics(rank),
                         "suspicion": funnel.suspicion(rank),
                     }
-                    for rank in fleet.ranks
+                    for row, rank in enumerate(fleet.ranks)
                 },
             }
 

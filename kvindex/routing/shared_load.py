@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast
 import msgspec
 from msgspec import Meta
 
-from kvindex.routing.load import HALF_LIFE, SESSION_LIFE, LoadColumns, LocalLoadBoard
+from kvindex.routing.load import CONTEXT_LIFE, HALF_LIFE, LoadColumns, LocalLoadBoard
 from kvindex.wire.errors import UNREADABLE, DecodeError, NatsError
 from kvindex.wire.forks import FORKED, disown_in_children
 from kvindex.wire.log_rate import LogRate
@@ -205,10 +205,10 @@ class SharedBoard(LocalLoadBoard):
         self._note(rank)
         super().give(rank, new_tokens, now)
 
-    def hold(self, rank: Rank, context_tokens: int) -> None:
+    def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
         self._held_at = self._clock()
         self._note(rank)
-        super().hold(rank, context_tokens)
+        super().hold(rank, context_tokens, held_tokens)
 
     def _note(self, rank: Rank) -> None:
         if self.is_sharing:
@@ -271,8 +271,8 @@ class SharedBoard(LocalLoadBoard):
                         own = self._own
                         load = own.queued[place], own.open[place], own.decode[place]
                         given = min(own.given[place] * decay, MAX_LOAD)
-                        # A router ends sessions when it is called; without calls, all have ended.
-                        if now - self._held_at < SESSION_LIFE:
+                        # A router forgets contexts when it is called; without calls, all are old.
+                        if now - self._held_at < CONTEXT_LIFE:
                             contexts = int(min(max(0.0, own.contexts[place]), MAX_LOAD))
                     if min(load) < 0.0 or max(load) > MAX_LOAD:
                         # Who adds by hand may do so wrongly, and others refuse such a message.
@@ -351,7 +351,7 @@ class SharedBoard(LocalLoadBoard):
         """Let another gateway's rows count instead of those before; under the lock."""
         now = self._clock()
         weight, origin = self._weight(now), self._origin
-        queued_column, open_column, decode_column, given_column, contexts_column = self._booked
+        queued_column, open_column, decode_column, given_column, contexts_column, _ = self._booked
         own_given, places = self._own.given, cast("dict[_Key, int]", self._rows)
         for worker, dp_rank, queued, opened, decode, tokens, contexts in rows:
             rank = (worker, dp_rank)

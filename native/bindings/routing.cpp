@@ -26,7 +26,7 @@ double real(nb::handle number) {
 }
 
 Weights read_weights(const nb::tuple& given) {
-  require_items(given, 9, "weights has 9 values");
+  require_items(given, 10, "weights has 10 values");
   return {.device = real(item(given, 0)),
           .host = real(item(given, 1)),
           .storage = real(item(given, 2)),
@@ -35,7 +35,8 @@ Weights read_weights(const nb::tuple& given) {
           .request = real(item(given, 5)),
           .backlog = real(item(given, 6)),
           .churn = real(item(given, 7)),
-          .context = real(item(given, 8))};
+          .keep = real(item(given, 8)),
+          .full = real(item(given, 9))};
 }
 
 // (row, attainable); the costs are written into a column.
@@ -43,7 +44,7 @@ nb::tuple choose_row(int64_t prompt_tokens, const nb::tuple& hits, const nb::tup
                      nb::handle usable, const nb::tuple& weights, double chance, nb::handle costs) {
   const size_t rows = nb::len(usable);
   require_items(hits, 3, "hits has 3 columns: device, host, tokens");
-  require_items(loads, 5, "loads has 5 columns: queued, open, decode, given, contexts");
+  require_items(loads, 6, "loads has 6 columns: queued, open, decode, given, contexts, cache");
   if (!(chance >= 0.0 && chance < 1.0)) throw nb::value_error("chance must be in [0, 1)");
   const Mask mask(usable, "usable", rows);
   const Column<const int64_t> device(item(hits, 0), "hits.device", rows);
@@ -53,9 +54,11 @@ nb::tuple choose_row(int64_t prompt_tokens, const nb::tuple& hits, const nb::tup
   const Column<const double> open(item(loads, 1), "loads.open", rows);
   const Column<const double> given(item(loads, 3), "loads.given", rows);
   const Column<const double> contexts(item(loads, 4), "loads.contexts", rows);
+  const Column<const double> cache(item(loads, 5), "loads.cache", rows);
   const Column<double> written(costs, "costs", rows);
-  const ChoiceColumns columns{rows,        device.data(), host.data(),     tokens.data(), queued.data(),
-                              open.data(), given.data(),  contexts.data(), mask.data()};
+  const ChoiceColumns columns{rows,         device.data(),   host.data(), tokens.data(),
+                              queued.data(), open.data(),     given.data(), contexts.data(),
+                              cache.data(), mask.data()};
   const Chosen chosen =
       choose(prompt_tokens, columns, read_weights(weights), chance, written.data());
   return nb::make_tuple(chosen.row, chosen.attainable);

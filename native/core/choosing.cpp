@@ -96,9 +96,16 @@ class Choosing {
   double cost(size_t row) const {
     const double waiting = weights_.queued * columns_.queued[row];
     const double work = std::max(0.0, waiting + price(row) * (prompt_ - credited(row)));
-    const double cost = work + weights_.request * columns_.open[row] +
-                        weights_.context * columns_.contexts[row];
+    const double cost = work + weights_.request * columns_.open[row] + weights_.keep * overflow(row);
     return std::isnan(cost) ? kInfinite : cost;
+  }
+
+  // The tokens that would not fit beside the contexts that the rank should keep.
+  double overflow(size_t row) const {
+    const double cache = columns_.cache[row];
+    if (!(cache > 0.0)) return 0.0;
+    const double full = std::min(columns_.contexts[row], cache) + prompt_;
+    return std::max(0.0, full - weights_.full * cache);
   }
 
   double given(size_t row) const {

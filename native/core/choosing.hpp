@@ -17,7 +17,8 @@ struct Weights {
   double request = 0;
   double backlog = 0;
   double churn = 0;
-  double context = 0;
+  double keep = 0;
+  double full = 0;
 };
 
 // One value for each row.
@@ -30,6 +31,7 @@ struct ChoiceColumns {
   const double* open = nullptr;
   const double* given = nullptr;
   const double* contexts = nullptr;
+  const double* cache = nullptr;
   const uint8_t* usable = nullptr;
 };
 

@@ -63,7 +63,7 @@ void test_hits_are_written_to_their_rows_only() {
 struct Columns {
   Columns(Choices& choices, size_t rows)
       : device(rows), host(rows), tokens(rows), queued(rows), open(rows), given(rows),
-        contexts(rows), usable(rows) {
+        contexts(rows), cache(rows), usable(rows) {
     for (size_t row = 0; row < rows; ++row) {
       device[row] = 16 * choices.below(3);
       host[row] = device[row] + 16 * choices.below(2);
@@ -71,18 +71,19 @@ struct Columns {
       queued[row] = choices.below(3);
       open[row] = choices.once_in(20) ? std::nan("") : choices.below(2);
       given[row] = choices.once_in(20) ? std::nan("") : choices.below(2);
-      contexts[row] = choices.below(2);
+      contexts[row] = choices.below(40);
+      cache[row] = 16 * choices.below(3);
       usable[row] = !choices.once_in(4);
     }
   }
 
   ChoiceColumns view() const {
     return {usable.size(), device.data(), host.data(),     tokens.data(), queued.data(),
-            open.data(),   given.data(),  contexts.data(), usable.data()};
+            open.data(),   given.data(),  contexts.data(), cache.data(),  usable.data()};
   }
 
   std::vector<int64_t> device, host, tokens;
-  std::vector<double> queued, open, given, contexts;
+  std::vector<double> queued, open, given, contexts, cache;
   std::vector<uint8_t> usable;
 };
 
@@ -94,7 +95,8 @@ void test_choice(Choices& choices) {
                         .request = 16,
                         .backlog = static_cast<double>(choices.below(2)),
                         .churn = static_cast<double>(choices.below(2)),
-                        .context = static_cast<double>(choices.below(2))};
+                        .keep = static_cast<double>(choices.below(2)),
+                        .full = 0.5};
   std::vector<double> costs(rows);
   std::vector<int64_t> winners;
   for (int tenth = 0; tenth < 10; ++tenth) {

@@ -44,7 +44,7 @@ def question(
     chance: float = 0.0,
 ) -> Question:
     hits = [array("q", [row[tier] for row in held]) for tier in range(3)]
-    columns = [array("d", [row[kind] for row in loads]) for kind in range(5)]
+    columns = [array("d", [row[kind] for row in loads]) for kind in range(6)]
     sizes = array("q", [16] * len(held))
     return Question(
         prompt_tokens, Hits._make([*hits, sizes]), LoadColumns(*columns), usable, weights, chance
@@ -75,7 +75,7 @@ loads = st.sampled_from([0.0, 0.0, 1.0, 2.0, 1000.0]) | st.floats(0, 1e12)
 weights = st.sampled_from([0.0, 1.0, 1.0, 0.8, 0.1, 2.0, 256.0]) | st.floats(-1e6, 1e6)
 row = st.tuples(
     st.tuples(tokens, tokens, tokens).map(lambda held: tuple(sorted(held))),
-    st.tuples(loads, loads, loads, loads, loads),
+    st.tuples(loads, loads, loads, loads, loads, loads),
     st.sampled_from([0, 1, 1, 255]),
 )
 questions = st.builds(
@@ -92,7 +92,7 @@ questions = st.builds(
     st.builds(
         Weights,
         *[weights] * 6,
-        *[st.sampled_from([0.0, 1.0, -2.0]) | st.floats(-1e6, 1e6)] * 3,
+        *[st.sampled_from([0.0, 1.0, -2.0]) | st.floats(-1e6, 1e6)] * 4,
     ),
     st.floats(0, 1, exclude_max=True),
     st.sampled_from([bytes, bytearray]),
@@ -101,7 +101,9 @@ questions = st.builds(
 
 @given(questions)
 @example(question([], [], b""))
-@example(question([(0, 0, 0)] * 2, [(0.0, 0.0, 0.0, 5e-324, 0.0), (0.0,) * 5], b"\1\1"))  # no mean
+@example(
+    question([(0, 0, 0)] * 2, [(0.0, 0.0, 0.0, 5e-324, 0.0, 0.0), (0.0,) * 6], b"\1\1")
+)  # no mean
 def test_both_choose_the_same_row_at_the_same_cost(query: Question) -> None:
     chosen = answer_of(query)
     usable = [row for row, may_be in enumerate(query.usable) if may_be]
@@ -116,13 +118,13 @@ def test_both_choose_the_same_row_at_the_same_cost(query: Question) -> None:
 def test_chance_decides_among_equals(chance: float, row: int) -> None:
     query = question(
         [(0, 0, 0)] * 5,
-        [(5.0, 1.0, 2.0, given, 0.0) for given in (3, 4, 3, 3, 3)],
+        [(5.0, 1.0, 2.0, given, 0.0, 0.0) for given in (3, 4, 3, 3, 3)],
         bytes([1, 1, 1, 1, 0]),
     )
     assert answer_of(query._replace(chance=chance)).row == row
 
 
-GOOD = question([(0, 0, 0)] * 2, [(0.0,) * 5] * 2, b"\1\1")
+GOOD = question([(0, 0, 0)] * 2, [(0.0,) * 6] * 2, b"\1\1")
 
 
 def hits(**column: Any) -> dict[str, Any]:
@@ -145,8 +147,8 @@ def loads_with(**column: Any) -> dict[str, Any]:
         (loads_with(given=array("d", [0.0] * 3)), r"loads.given must be a column of 2 numbers, "),
         (loads_with(open=array("f", [0.0] * 4)), r"loads.open must .* such as array\('d'\)"),
         ({"hits": GOOD.hits[:2]}, "3 columns"),
-        ({"loads": GOOD.loads[:4]}, "5 columns"),
-        ({"weights": GOOD.weights[:8]}, "9 values"),
+        ({"loads": GOOD.loads[:5]}, "6 columns"),
+        ({"weights": GOOD.weights[:9]}, "10 values"),
         ({"chance": 1.0}, "chance"),
         ({"chance": math.nan}, "chance"),
     ],
@@ -158,5 +160,5 @@ def test_columns_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_is_chosen_whatever_the_loads_are(bad: float) -> None:
-    query = question([(0, 0, 0)] * 2, [(bad,) * 5] * 2, b"\0\1", PLAIN)
+    query = question([(0, 0, 0)] * 2, [(bad,) * 6] * 2, b"\0\1", PLAIN)
     assert answer_of(query).row == 1

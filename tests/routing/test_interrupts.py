@@ -10,15 +10,23 @@ from types import FrameType
 import pytest
 
 from kvindex import routing
-from kvindex.routing import LocalLoadBoard, Router
+from kvindex.routing import LocalLoadBoard, Router, contexts
+from kvindex.routing.load import CONTEXT_LIFE
 from kvindex.routing.shared_load import SharedBoard
 from tests.interrupts import interrupted
-from tests.routing.fleet import NOTHING, PROMPT, A, B, C, Clock, Followed, fleet, hold
+from tests.routing.fleet import BLOCK, NOTHING, PROMPT, A, B, C, Clock, Followed, fleet, hold
 
 pytestmark = pytest.mark.unit
 
 MOMENTS = 2_000  # more than any of these calls has
 ROUTING = Path(routing.__file__).parent  # an index is tested by itself
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the prompts here have marks, as long ones do."""
+    monkeypatch.setattr(contexts, "_STEP", 4 * BLOCK)
+    monkeypatch.setattr(contexts, "_BACK", BLOCK)
 
 
 class Site:
@@ -49,6 +57,9 @@ class Site:
         assert statistics["bookings"]["open"] == 0
         self.clock.now += 5.0
         assert self.router.statistics()["predictions"]["blocks"] == 0
+        self.clock.now += CONTEXT_LIFE
+        assert self.router.statistics()["contexts"]["open"] == 0
+        assert not any(self.board.columns(self.clock.now).contexts)
         if isinstance(self.board, SharedBoard):
             assert not any(any(row[2:5]) for row in self.board.all_rows())
 

@@ -28,14 +28,14 @@ def candidates(
     decode: Sequence[float] = (),
     given: Sequence[float] = (),
     contexts: Sequence[float] = (),
+    cache: Sequence[float] = (),
     usable: Sequence[int] = (),
     chance: float = 0.0,
 ) -> Candidates:
     rows = len(held)
     tokens = array("q", held)
-    columns = (
-        array("d", column or [0] * rows) for column in (queued, opened, decode, given, contexts)
-    )
+    loads = (queued, opened, decode, given, contexts, cache)
+    columns = (array("d", column or [0] * rows) for column in loads)
     return Candidates(
         ranks=[Rank(f"w{row}") for row in range(rows)],
         prompt_tokens=LENGTH,
@@ -83,6 +83,11 @@ def test_every_policy_breaks_ties_by_what_was_given_and_then_by_chance(name: str
         ("kvindex", [50, 0, 0], {"given": [0, 0, 0]}, 0),
         ("kvindex", [50, 0, 0], {"given": [2_000, 1_000, 1_500]}, 1),
         ("kvindex", [900, 0, 0], {"given": [3_000, 0, 0]}, 0),  # its home
+        # It keeps a rank's cache for the sessions that pause there, as far as caches are known.
+        ("kvindex", [50, 0], {"contexts": [7_000, 0], "cache": [10_000, 10_000]}, 0),
+        ("kvindex", [50, 0], {"contexts": [7_600, 0], "cache": [10_000, 10_000]}, 1),
+        ("kvindex", [900, 0], {"contexts": [9_999, 0], "cache": [10_000, 10_000]}, 0),  # its home
+        ("kvindex", [50, 0], {"contexts": [99_999, 0], "cache": [0, 0]}, 0),
         # The fewest tokens in flight among the homes, unless these are 18 s behind.
         ("llm-d", [900, 850, 0], {"decode": [10, 9, 0]}, 1),
         ("llm-d", [900, 0], {"decode": [18 * 1_000, 0]}, 1),

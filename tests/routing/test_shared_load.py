@@ -11,7 +11,7 @@ import pytest
 
 from kvindex import ClosedError, ConfigurationError, Rank
 from kvindex.routing import Load, LocalLoadBoard, Router, SharedLoad
-from kvindex.routing.load import SESSION_LIFE
+from kvindex.routing.load import CONTEXT_LIFE
 from kvindex.routing.shared_load import (
     MAX_GATEWAY_ROWS,
     MAX_GATEWAYS,
@@ -194,15 +194,15 @@ def test_load_of_a_rank_that_is_not_known_takes_no_memory_and_counts_once_it_is(
 
 def test_contexts_are_seen_elsewhere_until_no_router_can_still_count_them(clock: Clock) -> None:
     here, there = board(clock, A, B), board(clock, A)
-    here.hold(A, 500)
-    here.hold(B, 5)  # which `there` does not have
+    here.hold(A, 500, 0)
+    here.hold(B, 5, 0)  # which `there` does not have
     send(here, there)
-    there.hold(A, 30)
+    there.hold(A, 30, 0)
     assert there.columns(clock.now).contexts.tolist() == [530.0]
-    here.hold(A, -100)
+    here.hold(A, -100, 0)
     send(here, there)
     assert there.columns(clock.now).contexts.tolist() == [430.0]
-    clock.now += SESSION_LIFE
+    clock.now += CONTEXT_LIFE
     send(here, there, whole=True)
     there.expire()
     assert there.columns(clock.now).contexts.tolist() == [30.0]

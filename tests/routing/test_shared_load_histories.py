@@ -66,7 +66,7 @@ class Histories(RuleBasedStateMachine):
         if rank in gateway.board._rows:
             more = tokens - gateway.contexts.get(rank, 0)
             gateway.contexts[rank] = tokens
-            gateway.board.hold(rank, more)
+            gateway.board.hold(rank, more, 0)
 
     @rule(number=gateways, known=st.sets(ranks))
     def change_ranks(self, number: int, known: set[Rank]) -> None:

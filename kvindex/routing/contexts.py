@@ -1,0 +1,105 @@
+"""Contexts: what ranks have to keep, for the sessions that will probably go on there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from kvindex.index.tokens import readable
+from kvindex.routing.fleet import RoutedRequest
+from kvindex.routing.load import CONTEXT_LIFE, LoadBoard
+from kvindex.wire.rank import Rank
+
+MOST_CONTEXTS: Final = 16_384
+_STEP: Final = 2_048  # tokens; a prompt's marks lie at the multiples of it
+_BACK: Final = 512  # tokens at a prompt's end that have no mark: agents often change the last
+_MARK: Final = 16  # tokens before a multiple that are compared
+_MOST_LOOKS: Final = 16
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """The prompt of a session's last request, and where it was sent."""
+
+    rank: Rank
+    noted_at: float
+    tokens: int = 0  # as the board counts them
+
+
+class Contexts:
+    """The contexts of the sessions that a router has served lately; the board counts them.
+
+    No caller names sessions: a prompt goes on with a context if it has the same tokens at the last
+    mark of that. A context counts for `CONTEXT_LIFE` after its last request; nobody says when a
+    session ends. Prompts below 2,560 tokens have no mark: they are soon computed again.
+
+    An interrupt (Ctrl-C) at any moment leaves the board with the tokens of the contexts that are
+    there: each step is done as a whole or not at all.
+
+    Thread safety: a router calls it under its lock.
+    """
+
+    def __init__(self, loads: LoadBoard, held: Callable[[Rank], int]) -> None:
+        self._loads = loads
+        self._held = held  # returns the tokens that a rank holds now
+        # By the last mark of their prompts; the longest without a request first.
+        self._open: OrderedDict[Hashable, Context] = OrderedDict()
+        self._dropped = 0
+
+    def note(self, request: RoutedRequest, rank: Rank, now: float) -> None:
+        """Note where a prompt is sent. O(1)."""
+        last = None
+        for mark in _marks(request):
+            last = mark if last is None else last
+            if mark in self._open:
+                self._forget(mark)
+                break
+        if last is None:
+            return
+        self._open[last] = context = Context(rank, now)
+        self._hold(context, len(request.token_ids))
+        while len(self._open) > MOST_CONTEXTS:
+            self._forget(next(iter(self._open)))
+            self._dropped += 1
+
+    def expire(self, now: float) -> None:
+        """Forget the contexts that had no request for long. O(1) if there are none."""
+        while self._open:
+            mark, oldest = next(iter(self._open.items()))
+            if now - oldest.noted_at < CONTEXT_LIFE:
+                return
+            self._forget(mark)
+
+    def keep(self, ranks: Collection[Rank]) -> None:
+        """Forget the contexts of ranks that are not among these. O(contexts)."""
+        kept = set(ranks)
+        for mark in [mark for mark, context in self._open.items() if context.rank not in kept]:
+            self._forget(mark)
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many contexts are `open`, and how many were `dropped` as too many."""
+        return {"open": len(self._open), "dropped": self._dropped}
+
+    def _forget(self, mark: Hashable) -> None:
+        self._hold(self._open[mark], 0)
+        del self._open[mark]  # last: what was interrupted is done again
+
+    def _hold(self, context: Context, tokens: int) -> None:
+        """Have the board count so many tokens of a context: all or, interrupted, as before."""
+        before, context.tokens = context.tokens, tokens
+        try:
+            self._loads.hold(context.rank, tokens - before, self._held(context.rank))
+        except BaseException:
+            context.tokens = before
+            raise
+
+
+def _marks(request: RoutedRequest) -> Iterator[Hashable]:
+    """Return the last marks of a prompt, the last one first."""
+    tokens = readable(request.token_ids)
+    last = (len(tokens) - _BACK) // _STEP * _STEP
+    for end in islice(range(last, 0, -_STEP), _MOST_LOOKS):
+        yield end, request.lora, request.salt, tuple(tokens[end - _MARK : end])
