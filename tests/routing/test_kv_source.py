@@ -7,8 +7,20 @@ from typing import Any
 import pytest
 
 from kvindex import ConfigurationError
-from kvindex.routing import Capacity, CostPolicy, Ejection, Labels, Router, make_policy
-from tests.routing.fleet import BLOCK, PROMPT, A, B, C, Clock, Followed, fleet, hold, router_of
+from kvindex.routing import Capacity, Ejection, Labels, Router
+from tests.routing.fleet import (
+    BLOCK,
+    LIGHT,
+    PROMPT,
+    A,
+    B,
+    C,
+    Clock,
+    Followed,
+    fleet,
+    hold,
+    router_of,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -97,8 +109,7 @@ def test_a_drained_rank_is_no_source() -> None:
 
 def _busy(**options: Any) -> Router:
     """b holds the prompt and has much to do; `longest-prefix` would go there in any case."""
-    light = CostPolicy("light", make_policy("kvindex").weights._replace(request=256.0))
-    router = router_of({"a": 0, "b": 10}, min_tokens=BLOCK, seed=1, policy=light, **options)
+    router = router_of({"a": 0, "b": 10}, min_tokens=BLOCK, seed=1, policy=LIGHT, **options)
     router.book("b", 2_000, 200)
     return router
 
