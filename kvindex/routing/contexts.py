@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 from kvindex.index.tokens import readable
@@ -51,16 +50,19 @@ class Contexts:
 
     def note(self, request: RoutedRequest, rank: Rank, now: float) -> None:
         """Note where a prompt is sent. O(1)."""
-        last = None
-        for mark in _marks(request):
-            last = mark if last is None else last
+        if len(request.token_ids) < _STEP + _BACK:
+            return
+        tokens, lora, salt = readable(request.token_ids), request.lora, request.salt
+        last = (len(tokens) - _BACK) // _STEP * _STEP
+        newest = None
+        for end in range(last, max(0, last - _MOST_LOOKS * _STEP), -_STEP):
+            mark = (end, lora, salt, tuple(tokens[end - _MARK : end]))
+            newest = newest or mark
             if mark in self._open:
                 self._forget(mark)
                 break
-        if last is None:
-            return
-        self._open[last] = context = Context(rank, now)
-        self._hold(context, len(request.token_ids))
+        self._open[newest] = context = Context(rank, now)
+        self._hold(context, len(tokens), self._held(rank))
         while len(self._open) > MOST_CONTEXTS:
             self._forget(next(iter(self._open)))
             self._dropped += 1
@@ -84,22 +86,14 @@ class Contexts:
         return {"open": len(self._open), "dropped": self._dropped}
 
     def _forget(self, mark: Hashable) -> None:
-        self._hold(self._open[mark], 0)
+        self._hold(self._open[mark], 0, 0)
         del self._open[mark]  # last: what was interrupted is done again
 
-    def _hold(self, context: Context, tokens: int) -> None:
+    def _hold(self, context: Context, tokens: int, held: int) -> None:
         """Have the board count so many tokens of a context: all or, interrupted, as before."""
         before, context.tokens = context.tokens, tokens
         try:
-            self._loads.hold(context.rank, tokens - before, self._held(context.rank))
+            self._loads.hold(context.rank, tokens - before, held)
         except BaseException:
             context.tokens = before
             raise
-
-
-def _marks(request: RoutedRequest) -> Iterator[Hashable]:
-    """Return the last marks of a prompt, the last one first."""
-    tokens = readable(request.token_ids)
-    last = (len(tokens) - _BACK) // _STEP * _STEP
-    for end in islice(range(last, 0, -_STEP), _MOST_LOOKS):
-        yield end, request.lora, request.salt, tuple(tokens[end - _MARK : end])

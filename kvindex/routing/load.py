@@ -104,7 +104,7 @@ class LoadBoard(Protocol):
         """Note that a rank was given so many tokens to prefill. O(1)."""
 
     def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
-        """Note that a rank should keep so many more tokens, and how many it holds now. O(1).
+        """Note that a rank should keep so many more tokens, and holds at least so many. O(1).
 
         Negative numbers release contexts. A rank without a row has none. If it raises, it has noted
         nothing.
