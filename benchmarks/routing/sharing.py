@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.routing.simulation import Simulation
 from kvindex import Rank
@@ -119,16 +119,12 @@ class Exchange:
         self._simulation.at(self._simulation.now + seconds, do, *arguments)
 
 
-_NO_LOAD: Final = (0, 0, 0)
-
-
 class _Entry(NamedTuple):
-    """An entry of a board: arguments of `LoadBoard.add`, `give` and `hold`."""
+    """An entry of a board: arguments of `LoadBoard.add`, or of `give`."""
 
     rank: Rank
-    load: tuple[int, int, int]
+    load: tuple[int, int, int] | None
     new_tokens: int
-    context_tokens: int
     now: float
 
 
@@ -142,19 +138,15 @@ class _Board(LocalLoadBoard):
     ) -> None:
         super().add(rank, queued_tokens, open_requests, decode_blocks, now)
         load = (queued_tokens, open_requests, decode_blocks)
-        self._boards.notify(self, _Entry(rank, load, 0, 0, now))
+        self._boards.notify(self, _Entry(rank, load, 0, now))
 
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
         super().give(rank, new_tokens, now)
-        self._boards.notify(self, _Entry(rank, _NO_LOAD, new_tokens, 0, now))
-
-    def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
-        super().hold(rank, context_tokens, held_tokens)
-        self._boards.notify(self, _Entry(rank, _NO_LOAD, 0, context_tokens, self._clock()))
+        self._boards.notify(self, _Entry(rank, None, new_tokens, now))
 
     def learn(self, entry: _Entry) -> None:
         """Add an entry of another board."""
-        if entry.new_tokens:  # not in vain: a board forgets what was given if its clock goes back
+        if entry.load is None:
             super().give(entry.rank, entry.new_tokens, entry.now)
-        super().add(entry.rank, *entry.load, entry.now)
-        super().hold(entry.rank, entry.context_tokens, 0)
+        else:
+            super().add(entry.rank, *entry.load, entry.now)

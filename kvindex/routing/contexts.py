@@ -9,8 +9,11 @@ from typing import Final
 
 from kvindex.index.tokens import readable
 from kvindex.routing.fleet import RoutedRequest
-from kvindex.routing.load import CONTEXT_LIFE, LoadBoard
+from kvindex.routing.load import LoadBoard
 from kvindex.wire.rank import Rank
+
+CONTEXT_LIFE: Final = 300.0
+"""Seconds after a session's last request for which its context counts."""
 
 MOST_CONTEXTS: Final = 16_384
 _STEP: Final = 2_048  # tokens; a prompt's marks lie at the multiples of it

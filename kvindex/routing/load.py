@@ -19,9 +19,6 @@ GAUGE_LIFE: Final = 0.1
 HALF_LIFE: Final = 60.0
 """Seconds after which tokens that a rank was given count half."""
 
-CONTEXT_LIFE: Final = 300.0
-"""Seconds after a session's last request for which its context counts."""
-
 _MOST_HALVINGS: Final = 500  # doubles reach 2**1023
 _NOTHING: Final = (0.0, 0.0, 0.0)
 _Loads: TypeAlias = "dict[Rank, tuple[float, float, float]]"
@@ -183,7 +180,9 @@ class LocalLoadBoard(LoadBoard):
         booked, booked_absent = own, absent
         if self._booked is not self._own:
             booked, booked_absent = _moved(self._booked, self._booked_absent, before, rows)
-            booked = booked._replace(cache=own.cache)
+            # Of contexts there are only our own: as a session's prompts reach all routers, each
+            # counts it, and it would count several times.
+            booked = booked._replace(contexts=own.contexts, cache=own.cache)
         corrections = {r: c for r, c in self._corrections.items() if r in rows}
         self._rows, self._corrections = rows, corrections
         self._own, self._absent = own, absent
@@ -242,15 +241,9 @@ class LocalLoadBoard(LoadBoard):
 
     def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
         if (row := self._rows.get(rank)) is not None:
-            own, booked, shown = (c.contexts for c in (self._own, self._booked, self._shown))
-            cache = self._own.cache  # the same column in all three
+            contexts, cache = self._own[4:]
             cache[row] = max(cache[row], held_tokens)
-            # Without calls from here on: an interrupt leaves all of it added, or none.
-            if own is not booked:
-                own[row] += context_tokens
-            if shown is not booked:
-                shown[row] += context_tokens
-            booked[row] += context_tokens
+            contexts[row] += context_tokens  # last, and without a call: all of it or nothing
 
     def report(
         self, rank: Rank, queued_tokens: int | None, open_requests: int | None, until: float
@@ -302,7 +295,6 @@ class LocalLoadBoard(LoadBoard):
         shown.queued[row] = max(0.0, booked.queued[row] + queued + gauges[0])
         shown.open[row] = max(0.0, booked.open[row] + opened + gauges[1])
         shown.decode[row] = booked.decode[row] + decode
-        shown.contexts[row] = booked.contexts[row]
 
 
 def _sum(

@@ -4,16 +4,15 @@ Each sends what it has booked itself, in messages of bounded size: changed rows 
 rows each second. `SharedBoard` is that without I/O: what one publishes, and what a message changes.
 
 A message is a msgpack array: version, gateway, number, rows. A row is an array: worker, dp_rank,
-queued tokens, open requests, decode blocks, tokens given lately as of the sending, and tokens of
-sessions' contexts. All but the given ones are sums of the gateway's own bookings and sessions, not
-changes, so a lost message is made good by the next one that has the row.
+queued tokens, open requests, decode blocks, and tokens given lately as of the sending. The first
+three numbers are sums of the gateway's own open bookings, not changes, so a lost message is made
+good by the next one that has the row.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import threading
 import weakref
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, cast
 import msgspec
 from msgspec import Meta
 
-from kvindex.routing.load import CONTEXT_LIFE, HALF_LIFE, LoadColumns, LocalLoadBoard
+from kvindex.routing.load import HALF_LIFE, LoadColumns, LocalLoadBoard
 from kvindex.wire.errors import UNREADABLE, DecodeError, NatsError
 from kvindex.wire.forks import FORKED, disown_in_children
 from kvindex.wire.log_rate import LogRate
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS: Final = 0.010  # changed rows are sent this often
 WHOLE_SECONDS: Final = 1.0  # and all rows this often
 ROW_LIFE: Final = 3.0  # seconds after its receipt for which another gateway's row counts
-VERSION: Final = 2
+VERSION: Final = 1
 MAX_ROWS: Final = 1_000  # of one message
 MAX_BYTES: Final = 1 << 20  # of one message; a server's own limit may be lower
 MAX_NAME: Final = 256  # characters of a worker's name
@@ -75,7 +74,6 @@ LoadRow: TypeAlias = tuple[
     _Count,
     _Count,
     Annotated[float, Meta(ge=0.0, le=float(MAX_LOAD))],
-    _Count,
 ]
 
 
@@ -140,11 +138,11 @@ def decode_load(data: bytes) -> LoadMessage:
 # The board, without I/O -------------------------------------------------------------------------
 
 _Key: TypeAlias = tuple[str, int]  # equal to a `Rank`, and made faster
-# Another gateway's row as it counts here: queued, open, decode, contexts, given in this board's
-# unit, that unit's origin, and when it was received.
-_TheirRow: TypeAlias = tuple[int, int, int, int, float, float, float]
+# Another gateway's row as it counts here: queued, open, decode, given in this board's unit, that
+# unit's origin, and when it was received.
+_TheirRow: TypeAlias = tuple[int, int, int, float, float, float]
 
-_NO_ROW: Final[_TheirRow] = (0, 0, 0, 0, 0.0, 0.0, 0.0)
+_NO_ROW: Final[_TheirRow] = (0, 0, 0, 0.0, 0.0, 0.0)
 
 
 class _Gateway:
@@ -175,7 +173,6 @@ class SharedBoard(LocalLoadBoard):
         self.gateway = os.urandom(6).hex()
         self.is_sharing = True
         self._wake = wake
-        self._held_at = -math.inf  # when contexts changed last
         self._is_awake = False  # whether what changes now will be published without a wake
         self._changed: dict[Rank, None] = {}  # what has changed since the last rows
         self._published: dict[Rank, float] = {}  # ranks, and when their rows were last not zero
@@ -191,8 +188,8 @@ class SharedBoard(LocalLoadBoard):
         for rank in self._rows.keys() - set(ranks):
             for other in self._others.values():
                 if rank in other.rows:
-                    queued, opened, decode, _, _, origin, received_at = other.rows[rank]
-                    other.rows[rank] = (queued, opened, decode, 0, 0.0, origin, received_at)
+                    queued, opened, decode, _, origin, received_at = other.rows[rank]
+                    other.rows[rank] = (queued, opened, decode, 0.0, origin, received_at)
         super().arrange(ranks)
 
     def add(
@@ -204,11 +201,6 @@ class SharedBoard(LocalLoadBoard):
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
         self._note(rank)
         super().give(rank, new_tokens, now)
-
-    def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
-        self._held_at = self._clock()
-        self._note(rank)
-        super().hold(rank, context_tokens, held_tokens)
 
     def _note(self, rank: Rank) -> None:
         if self.is_sharing:
@@ -264,28 +256,25 @@ class SharedBoard(LocalLoadBoard):
                 halvings = max(0.0, now - self._origin) / HALF_LIFE
                 decay = 2.0**-halvings
                 for rank in sent[first : first + _HELD_ROWS]:
-                    place, given, contexts = self._rows.get(rank), 0.0, 0
+                    place, given = self._rows.get(rank), 0.0
                     if place is None:
                         load = self._absent.get(rank, (0.0, 0.0, 0.0))
                     else:
                         own = self._own
                         load = own.queued[place], own.open[place], own.decode[place]
                         given = min(own.given[place] * decay, MAX_LOAD)
-                        # A router forgets contexts when it is called; without calls, all are old.
-                        if now - self._held_at < CONTEXT_LIFE:
-                            contexts = int(min(max(0.0, own.contexts[place]), MAX_LOAD))
                     if min(load) < 0.0 or max(load) > MAX_LOAD:
                         # Who adds by hand may do so wrongly, and others refuse such a message.
                         queued, opened, decode = (int(min(max(0.0, n), MAX_LOAD)) for n in load)
                     else:
                         queued, opened, decode = map(int, load)
-                    if queued or opened or decode or contexts or given >= 1.0:
+                    if queued or opened or decode or given >= 1.0:
                         self._published[rank] = now
                     elif not 0.0 <= now - self._published.setdefault(rank, now) < _ZERO_LIFE:
                         # A zero is sent several times, since the first may be lost.
                         del self._published[rank]
                         continue
-                    rows.append((*rank, queued, opened, decode, given, contexts))
+                    rows.append((*rank, queued, opened, decode, given))
         return rows
 
     # What is received
@@ -343,7 +332,7 @@ class SharedBoard(LocalLoadBoard):
                         if not _is_old(row[-1], now):  # nor are those after it
                             break
                         stale.append(rank)
-                    self._replace(other, [(*rank, 0, 0, 0, 0.0, 0) for rank in stale])
+                    self._replace(other, [(*rank, 0, 0, 0, 0.0) for rank in stale])
                     if not other.rows and _is_old(other.heard_at, now):
                         self._others.pop(gateway, None)
 
@@ -351,19 +340,16 @@ class SharedBoard(LocalLoadBoard):
         """Let another gateway's rows count instead of those before; under the lock."""
         now = self._clock()
         weight, origin = self._weight(now), self._origin
-        queued_column, open_column, decode_column, given_column, contexts_column, _ = self._booked
+        queued_column, open_column, decode_column, given_column, *_ = booked = self._booked
         own_given, places = self._own.given, cast("dict[_Key, int]", self._rows)
-        for worker, dp_rank, queued, opened, decode, tokens, contexts in rows:
+        for worker, dp_rank, queued, opened, decode, tokens in rows:
             rank = (worker, dp_rank)
             place = places.get(rank)
             given = 0.0 if place is None else tokens * weight
             # Out, and in again at the end: the rows that were not renewed for longest stay first.
-            was_queued, was_open, was_decode, was_contexts, was_given, unit, _ = other.rows.pop(
-                rank, _NO_ROW
-            )
-            contexts = 0 if place is None else contexts
-            if queued or opened or decode or contexts or given:
-                other.rows[rank] = (queued, opened, decode, contexts, given, origin, now)
+            was_queued, was_open, was_decode, was_given, unit, _ = other.rows.pop(rank, _NO_ROW)
+            if queued or opened or decode or given:
+                other.rows[rank] = (queued, opened, decode, given, origin, now)
             more = queued - was_queued, opened - was_open, decode - was_decode
             if place is None:
                 load = self._booked_absent.pop(Rank(*rank), (0.0, 0.0, 0.0))
@@ -374,12 +360,11 @@ class SharedBoard(LocalLoadBoard):
             queued_column[place] += more[0]
             open_column[place] += more[1]
             decode_column[place] += more[2]
-            contexts_column[place] += contexts - was_contexts
             # Under another origin the sums began anew since: they have nothing of that row.
             given += given_column[place] - (was_given if unit == origin else 0.0)
             # Sums of fractions may fall below what they should be.
             given_column[place] = given if given > own_given[place] else own_given[place]
-            if self._shown is not self._booked:
+            if self._shown is not booked:
                 self._show_row(Rank(*rank), place)
 
     def end_sharing(self) -> None:

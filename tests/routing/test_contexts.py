@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvindex import BlockStored, EventBatch, Rank
 from kvindex.routing import Router, contexts
-from kvindex.routing.load import CONTEXT_LIFE
+from kvindex.routing.contexts import CONTEXT_LIFE
 from tests.examples import examples
 from tests.routing.fleet import A, B, C, Clock, fleet
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvindex import routing
 from kvindex.routing import LocalLoadBoard, Router, contexts
-from kvindex.routing.load import CONTEXT_LIFE
+from kvindex.routing.contexts import CONTEXT_LIFE
 from kvindex.routing.shared_load import SharedBoard
 from tests.interrupts import interrupted
 from tests.routing.fleet import BLOCK, NOTHING, PROMPT, A, B, C, Clock, Followed, fleet, hold

@@ -30,7 +30,6 @@ class Gateway:
     board: SharedBoard
     loads: dict[Rank, list[int]] = field(default_factory=dict)
     given: dict[Rank, list[tuple[float, int]]] = field(default_factory=dict)
-    contexts: dict[Rank, int] = field(default_factory=dict)
     inbox: list[bytes] = field(default_factory=list)
 
 
@@ -60,20 +59,11 @@ class Histories(RuleBasedStateMachine):
         queued, opened, decode = gateway.loads.pop(rank, (0, 0, 0))
         gateway.board.add(rank, -queued, -opened, -decode, self.clock.now)
 
-    @rule(number=gateways, rank=ranks, tokens=counts)
-    def hold(self, number: int, rank: Rank, tokens: int) -> None:
-        gateway = self.gateways[number]
-        if rank in gateway.board._rows:
-            more = tokens - gateway.contexts.get(rank, 0)
-            gateway.contexts[rank] = tokens
-            gateway.board.hold(rank, more, 0)
-
     @rule(number=gateways, known=st.sets(ranks))
     def change_ranks(self, number: int, known: set[Rank]) -> None:
         gateway = self.gateways[number]
         for rank in set(RANKS) - known:
             gateway.given.pop(rank, None)
-            gateway.contexts.pop(rank, None)
         gateway.board.arrange(sorted(known))
 
     @rule(number=gateways, whole=st.booleans())
@@ -136,8 +126,6 @@ class Histories(RuleBasedStateMachine):
                 loads = [other.loads.get(rank, [0, 0, 0]) for other in self.gateways]
                 expected = [sum(numbers) for numbers in zip(*loads, strict=True)]
                 assert [column[row] for column in columns[:3]] == expected
-                contexts = sum(other.contexts.get(rank, 0) for other in self.gateways)
-                assert columns.contexts[row] == contexts
             self.check_given(gateway)
 
     def check_given(self, gateway: Gateway) -> None:

@@ -112,7 +112,7 @@ def test_messages_of_strangers_are_counted_and_change_nothing(server: NatsServer
 
     async def publish() -> None:
         client = await open_connection(pool, "stranger")
-        for data in (b"", b"\xff" * 100, b"\x00" * 2_000_000, b"\x94\x01\x01\x01\x01"):
+        for data in (b"", b"\xff" * 100, b"\x00" * 2_000_000, b"\x94\x02\x01\x01\x01"):
             await client.publish(pool.load_subject, data)
         await client.close()
 
