@@ -89,10 +89,10 @@ class Contexts:
         return {"open": len(self._open), "dropped": self._dropped}
 
     def _forget(self, mark: Hashable) -> None:
-        self._hold(self._open[mark], 0, 0)
+        self._hold(self._open[mark], 0)
         del self._open[mark]  # last: what was interrupted is done again
 
-    def _hold(self, context: Context, tokens: int, held: int) -> None:
+    def _hold(self, context: Context, tokens: int, held: int | None = None) -> None:
         """Have the board count so many tokens of a context: all or, interrupted, as before."""
         before, context.tokens = context.tokens, tokens
         try:

@@ -49,7 +49,8 @@ class LoadColumns(NamedTuple):
             rows. It halves within a minute.
         contexts: tokens of the prompts of sessions that the rank served lately: it should keep
             them, since the sessions will probably go on.
-        cache: the most tokens that the rank was seen to hold; 0: not known yet.
+        cache: the most tokens that the rank was seen to hold. Negative as long as it was never seen
+            to hold fewer than before: its size is not known then.
     """
 
     queued: array[float]
@@ -100,11 +101,15 @@ class LoadBoard(Protocol):
     def give(self, rank: Rank, new_tokens: int, now: float) -> None:
         """Note that a rank was given so many tokens to prefill. O(1)."""
 
-    def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
-        """Note that a rank should keep so many more tokens, and holds at least so many. O(1).
+    def hold(self, rank: Rank, context_tokens: int, held_tokens: int | None) -> None:
+        """Note that a rank should keep so many more tokens of contexts, or fewer. O(1).
 
-        Negative numbers release contexts. A rank without a row has none. If it raises, it has noted
-        nothing.
+        A rank without a row has none. If it raises, it has noted nothing.
+
+        Args:
+            rank: the rank.
+            context_tokens: negative numbers release contexts.
+            held_tokens: those that it holds now; None: not looked up.
         """
         return
 
@@ -239,10 +244,14 @@ class LocalLoadBoard(LoadBoard):
                 own[row] += tokens
             booked[row] += tokens
 
-    def hold(self, rank: Rank, context_tokens: int, held_tokens: int) -> None:
+    def hold(self, rank: Rank, context_tokens: int, held_tokens: int | None) -> None:
         if (row := self._rows.get(rank)) is not None:
             contexts, cache = self._own[4:]
-            cache[row] = max(cache[row], held_tokens)
+            if held_tokens is not None:
+                most = abs(cache[row])
+                is_known = cache[row] > 0.0 or held_tokens < most
+                most = max(most, held_tokens)
+                cache[row] = most if is_known else -most
             contexts[row] += context_tokens  # last, and without a call: all of it or nothing
 
     def report(

@@ -103,8 +103,8 @@ class Weights(NamedTuple):
         churn: how much more a missing token costs on a rank that was given more tokens to prefill
             lately than the mean rank: it would evict the blocks stored there last.
         keep: of a token that would not fit beside the contexts of sessions that the rank served
-            lately: an idle rank may be full of sessions that pause. Nothing of a rank whose `cache`
-            is not known.
+            lately: an idle rank may be full of sessions that pause. Nothing where the size of the
+            cache is not known (`LoadColumns.cache`).
         full: the part of a cache into which they should fit.
     """
 

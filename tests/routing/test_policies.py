@@ -87,7 +87,7 @@ def test_every_policy_breaks_ties_by_what_was_given_and_then_by_chance(name: str
         ("kvindex", [50, 0], {"contexts": [7_000, 0], "cache": [10_000, 10_000]}, 0),
         ("kvindex", [50, 0], {"contexts": [7_600, 0], "cache": [10_000, 10_000]}, 1),
         ("kvindex", [900, 0], {"contexts": [9_999, 0], "cache": [10_000, 10_000]}, 0),  # its home
-        ("kvindex", [50, 0], {"contexts": [99_999, 0], "cache": [0, 0]}, 0),
+        ("kvindex", [50, 0], {"contexts": [99_999, 0], "cache": [-10_000, 0]}, 0),
         # The fewest tokens in flight among the homes, unless these are 18 s behind.
         ("llm-d", [900, 850, 0], {"decode": [10, 9, 0]}, 1),
         ("llm-d", [900, 0], {"decode": [18 * 1_000, 0]}, 1),
