@@ -86,7 +86,7 @@ class Front:
         explains: bool = False,
         most_body: int = MOST_BODY,
         silent_within: float = 300.0,
-        local_tokens: int = 512,
+        local_tokens: int = 2_048,
     ) -> None:
         self.access = access or Access()
         self.is_draining = False

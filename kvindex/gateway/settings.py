@@ -83,7 +83,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "kvindex"
     kv_source: str | None = None
     pull_rate: int | None = None
-    local_tokens: int = 512
+    local_tokens: int = 2_048
     pool: NatsPool | None = None
 
     def __post_init__(self) -> None:
