@@ -207,7 +207,7 @@ def _prefill(exchange: Exchange) -> dict[str, Any]:
         return {}
     where = None if prefill.reservation is None else str(prefill.reservation.rank)
     return {
-        "disaggregated": where is not None,
+        "disaggregated": prefill.reason == "apart",
         "prefill": prefill.reason,
         "prefill_rank": where,
         "moved": prefill.moved,

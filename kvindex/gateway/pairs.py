@@ -83,6 +83,7 @@ class Prefill:
         """Return P's failure if D's says that the blocks did not arrive: P may have died."""
         if self.reservation is None or reason not in _LOST:
             return None
+        self.reason, self.moved = "lost", 0
         return Failure(self.reservation.rank, reason)
 
 

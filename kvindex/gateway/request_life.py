@@ -207,8 +207,8 @@ class Exchange:
         self.answer, self._is_open = answer, True
         self._parts, self._size = [], 0
         # Other statuses would be the same on any rank: they are the client's to see.
-        is_loss = answer.status == 500 and self._loss("status_500") is not None
-        if answer.status in _RETRIED or is_loss:
+        is_lost = answer.status == 500 and self.prefiller is not self.reservation
+        if answer.status in _RETRIED or is_lost:
             self.failed(f"status_{answer.status}", now)
             return
         assert self.reservation is not None
@@ -401,26 +401,30 @@ class Exchange:
 
     def _note_failure(self, reason: str, now: float) -> None:
         assert self.reservation is not None
-        if (loss := self._loss(reason)) is not None:
-            # No fault of this engine, which may well compute the prompt by itself.
-            self.prefill_failures.append(loss)
-            self.alone = "lost"
-        else:
+        if not self._is_lost(reason):
             self.failures.append(Failure(self.reservation.rank, reason))
             self.reservation.failed(reason)
         if self.spans is not None:
             self.spans.failed(self, reason, now)
 
-    def _loss(self, reason: str) -> Failure | None:
-        """Return the failure if it is that of another engine, whose blocks did not arrive."""
-        return None if self.prefill is None else self.prefill.loss(reason)
+    def _is_lost(self, reason: str) -> bool:
+        """Return whether it is the failure of another engine, whose blocks did not arrive."""
+        # Once there is content, they have arrived.
+        if self.prefill is None or (self._events is not None and self._events.has_content):
+            return False
+        if (loss := self.prefill.loss(reason)) is not None:
+            # No fault of this engine, which may well compute the prompt by itself.
+            self.prefill_failures.append(loss)
+            self.alone = "lost"
+        return loss is not None
 
     def _end_as_reported(self, now: float) -> None:
         """End a stream that has all its events."""
         events = self._events
         assert events is not None
         self.usage = events.usage
-        if events.has_failed and self.reservation is not None:
+        failed = events.has_failed and not self._is_lost("error_event")
+        if failed and self.reservation is not None:
             self.reservation.failed("error_event")
         if events.error is not None:
             self._end(End.EVENT, self.status, now)

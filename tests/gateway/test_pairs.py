@@ -283,6 +283,21 @@ async def test_what_p_has_lost_d_computes_by_itself(
         assert served.scripted.log.count(("finish", P, 7)) == 1
 
 
+@pytest.mark.parametrize(
+    ("begun", "prefill", "outcomes"),
+    [(ROLE, "lost", []), (event("x"), "apart", ["error_event"])],
+    ids=["before its content", "after it"],
+)
+async def test_an_error_that_is_forwarded_is_ds_fault_only_once_it_has_ps_blocks(
+    begun: bytes, prefill: str, outcomes: list[str]
+) -> None:
+    async with apart(prefills(), Engine([begun, ERROR, DONE])) as served:
+        assert (await served.ask())[2] == begun + ERROR + DONE
+        await served.ended()
+        assert served.access.statistics()["prefills"] == {prefill: 1}
+        assert served.scripted.places[0].outcomes == outcomes
+
+
 async def test_a_500_of_d_alone_is_the_clients_to_see() -> None:
     refusal = Engine([b'{"error":{}}'], 500, JSON)
     async with apart(prefills(), refusal, refusal) as served:
