@@ -164,6 +164,7 @@ class Pairs:
             if params is not None:
                 place.answered()
                 place.prefilled()
+                decoder.fetched()
                 prefill.done(place, decoder.missing, params, answer)
                 return True
             reason = "no_params" if status == 200 else f"status_{status}"

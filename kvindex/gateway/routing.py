@@ -629,13 +629,17 @@ class Reservation:
             self.source, self.told = self._booking.pull(), source_fields(form, serving, source.rank)
 
     def fetch(self) -> None:
-        """Have another rank prefill the prompt: this one fetches it, and pulls from no source."""
-        self.source, self.told = None, Pin()
+        """Have another rank prefill the prompt, which this one fetches."""
         self._booking.fetch()
+
+    def fetched(self) -> None:
+        """Report that the other rank has done it: this one pulls from no other source."""
+        self.source, self.told = None, Pin()
+        self._booking.touch()
 
     def compute(self) -> None:
         """Have this rank prefill the prompt by itself after all."""
-        self._booking.move(self.rank)
+        self._booking.compute()
 
     def prefilled(self) -> None:
         """Report that the prompt is prefilled, and its blocks wait for another rank."""

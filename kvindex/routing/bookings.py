@@ -104,10 +104,14 @@ class Booking:
         """Report that another rank prefills the prompt, and the engine fetches what it lacks.
 
         Then nothing waits for prefill here. Neither the prefill rate nor the funnel counts the
-        request: what its engine reports as cached is the other's hit. `move`, also to the same
-        rank, takes it back. Idempotent; without effect after the first token.
+        request: what its engine reports as cached is the other's hit. Idempotent; without effect
+        after the first token.
         """
         self._bookings.report(self, self._bookings.fetch)
+
+    def compute(self) -> None:
+        """Take `fetch` back: the engine begins only now to prefill the prompt by itself."""
+        self._bookings.report(self, self._bookings.compute)
 
     def pin(self) -> None:
         """Report that the request is answered, but another rank still fetches its blocks.
@@ -332,8 +336,15 @@ class Bookings:
         """Release a booking's queued tokens: another rank prefills them."""
         # What was given stays: blocks that are fetched evict others, as computed ones do.
         if booking.stage is Stage.CHOSEN:
-            booking._source, booking._is_fetched = None, True
+            booking._is_fetched = True
             self._count(booking, booking._load._replace(queued_tokens=0), now)
+
+    def compute(self, booking: Booking, now: float) -> None:
+        """Queue the tokens that `fetch` has released."""
+        if booking.stage is Stage.CHOSEN and booking._is_fetched:
+            booking._is_fetched, booking._booked_at = False, now
+            new_tokens = booking.decision.new_tokens
+            self._count(booking, booking._load._replace(queued_tokens=new_tokens), now)
 
     def pin(self, booking: Booking, now: float) -> None:
         """Release a booking's load, but for its blocks."""

@@ -91,6 +91,9 @@ class LoggedReservation(Reservation):
     def compute(self) -> None:
         self._log.append(("compute", self.rank))
 
+    def fetched(self) -> None:
+        self.source, self.told = None, Pin()
+
     def prefilled(self) -> None:
         self._log.append(("prefilled", self.rank))
 

@@ -107,9 +107,15 @@ async def test_only_engines_that_can_pull_are_told(
     reservation = await fleet.reserve(token_ids=PROMPT, may_pull=True)
     assert reservation.rank == Rank("a")
     assert (reservation.source is not None) == (reservation.told != Pin()) == is_told
+    told = reservation.source, reservation.told
+    reservation.fetch()
+    reservation.compute()
+    assert (reservation.source, reservation.told) == told, "no other rank has prefilled it"
     reservation.finish(160, counts=True)
     sources = fleet.models.routers["m"].statistics()["funnel"]["sources"]
     assert sources == {"pulled": int(is_told), "not_pulled": 0, "unknown": 0}
+    reservation.fetched()
+    assert (reservation.source, reservation.told) == (None, Pin())
 
 
 async def test_the_blocks_of_another_model_are_no_source() -> None:

@@ -65,6 +65,13 @@ class BookingsMachine(RuleBasedStateMachine):
         self.note(booking)
 
     @rule(booking=bookings)
+    def compute(self, booking: Booking) -> None:
+        booking.compute()
+        if booking in self.reported and booking.stage is Stage.CHOSEN:
+            self.fetched.discard(booking)
+        self.note(booking)
+
+    @rule(booking=bookings)
     def pin(self, booking: Booking) -> None:
         booking.pin()
         self.pinned.add(booking)

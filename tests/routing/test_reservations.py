@@ -47,13 +47,10 @@ def test_a_prompt_that_another_rank_prefills_waits_for_nothing_and_measures_noth
     clock = Clock()
     router, long = router_of("a", clock=clock), list(range(5_000))
 
-    def served(*, by_itself: bool) -> dict[str, Any]:
+    def served() -> dict[str, Any]:
         booking = router.reserve(long)
         booking.fetch()
         assert router.load(A) == Load(0, 1, 313)
-        if by_itself:
-            booking.move(A)
-            assert router.load(A) == Load(5_000, 1, 313)
         clock.now += 10.0
         booking.first_token()
         booking.fetch()  # too late
@@ -62,11 +59,30 @@ def test_a_prompt_that_another_rank_prefills_waits_for_nothing_and_measures_noth
         return router.statistics()
 
     before = router.statistics()
-    apart = served(by_itself=False)
+    apart = served()
     assert (apart["prefill_rate"], apart["funnel"]) == (before["prefill_rate"], before["funnel"])
-    alone = served(by_itself=True)
-    assert alone["prefill_rate"] < before["prefill_rate"]
-    assert alone["funnel"]["reported"]["requests"] == 1
+
+
+def test_a_prompt_that_its_rank_prefills_after_all_counts_from_then_on() -> None:
+    def served(*, is_tried_apart: bool) -> tuple[Any, ...]:
+        clock = Clock()
+        router = router_of("a", clock=clock)
+        booking = router.reserve(list(range(5_000)))
+        if is_tried_apart:
+            booking.fetch()
+            clock.now += 100.0
+            booking.compute()
+            booking.compute()
+        loads = router.load(A), router._loads.columns(1_000.0).given.tolist()
+        clock.now += 10.0
+        booking.first_token()
+        booking.compute()  # too late
+        assert router.load(A) == Load(0, 1, 313)
+        booking.finish(4_096)
+        statistics = router.statistics()
+        return loads, statistics["prefill_rate"], statistics["funnel"]
+
+    assert served(is_tried_apart=True) == served(is_tried_apart=False)
 
 
 def test_reports_after_the_end_change_nothing() -> None:
