@@ -318,6 +318,8 @@ class Routing:
         self._kv_source = kv_source  # the form in which engines are told of sources of KV
         self._ask_again = ask_again
         self.ejection = ejection or Ejection()
+        # No router's filter: else those that prefill would count among the half that is left out.
+        self.prefill_ejection = Ejection(share=1.0)
         self._seen_media: OrderedDict[bytes, Rank] = OrderedDict()
         self._makers: OrderedDict[str, str] = OrderedDict()  # workers, by their responses' ids
         self._awaited: dict[str, asyncio.Event] = {}  # ids of responses that are asked for
@@ -466,7 +468,7 @@ class Routing:
 
         Arguments as for `reserve`; it waits for nothing, and tries no engine that was ejected.
         """
-        served, is_out = self._models.find(model), self.ejection.is_out
+        served, is_out = self._models.find(model), self.prefill_ejection.is_out
         ranks = [rank for rank in served.prefillers if not is_out(rank.worker)]
         if not ranks:
             return None
@@ -532,16 +534,24 @@ class Routing:
 
     def ejected(self) -> dict[str, Any]:
         """Return what `Ejection.statistics` does, of engines that get no requests for it."""
-        told = self.ejection.statistics(self._models.servings())
+        ejections = (self.ejection, self.prefill_ejection)
+        told, apart = (each.statistics(self._models.servings()) for each in ejections)
         ejected, drained = told["ejected"], self.drained()
         for model in self._models.table().values():
             if model.lora is not None:
                 continue
-            left = [s.worker for s in model.servings if not s.away and s.worker not in drained]
+            left = [
+                s.worker
+                for s in model.servings
+                if not s.away and s.worker not in drained and s.role != "prefill"
+            ]
             if all(worker in ejected for worker in left):  # some failing engine is better than none
                 for worker in left:
                     del ejected[worker]
-        return told
+        return {
+            "ejections": told["ejections"] + apart["ejections"],
+            "ejected": ejected | apart["ejected"],
+        }
 
     def _each(self, worker: str, change: Any) -> None:
         if worker not in self._models.servings():
@@ -605,7 +615,9 @@ class Reservation:
         waiting: Waiting,
         routing: Routing,
     ) -> None:
-        self._sent = routing.ejection.sent(serving.worker)
+        is_apart = serving.role == "prefill"
+        self._ejection = routing.prefill_ejection if is_apart else routing.ejection
+        self._sent = self._ejection.sent(serving.worker)
         self.rank = booking.rank
         self.serving = serving
         self._is_global = serving.worker in routing.counting_globally
@@ -682,13 +694,13 @@ class Reservation:
         """Report that the engine failed the request."""
         if reason == "no_descriptor":  # it is this process that lacks them
             return
-        self._routing.ejection.failed(
+        self._ejection.failed(
             self.rank.worker, self._sent, is_down=reason in _DOWN, reason=reason
         )
 
     def answered(self) -> None:
         """Report that the engine has answered the request, or refuses it for what it asks."""
-        self._routing.ejection.succeeded(self.rank.worker, self._sent)
+        self._ejection.succeeded(self.rank.worker, self._sent)
 
     def made(self, response_id: str) -> None:
         """Report the id of the response that the engine makes."""
@@ -720,14 +732,14 @@ class Reservation:
             own = self.rank.dp_rank - self.serving.first_rank
             if worker != self.rank.worker:
                 self.failed("moved")
-                self._sent = self._routing.ejection.sent(worker)
+                self._sent = self._ejection.sent(worker)
             self.rank = ranks[min(own, len(ranks) - 1)]
             self._booking.move(self.rank)
             self.serving, self.source = serving, None
 
     def first_token(self) -> None:
         """Report the first token."""
-        self._routing.ejection.begun(self.rank.worker, self._sent)
+        self._ejection.begun(self.rank.worker, self._sent)
         self._booking.first_token()
         self._waiting.notify()
 

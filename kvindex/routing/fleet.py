@@ -349,8 +349,8 @@ class Ejection:
 
     A worker is ejected by the third failure in a row, or by one that shows that it is down, for
     `seconds`; each further time for twice as long. Then one request tries it: if that fails, too,
-    it is ejected again. At most half of the workers are ejected at a time, those that were first,
-    and none if no other rank could serve a request.
+    it is ejected again. At most a `share` of the workers are ejected at a time, those that were
+    first, and none if no other rank could serve a request.
 
     The caller reports what became of requests; a router only reads it. With what `sent` has
     returned, a report about a request that was sent before an ejection changes nothing: it does not
@@ -359,6 +359,7 @@ class Ejection:
     Args:
         seconds: of the first time.
         longest: seconds at most.
+        share: of the workers, the most that are ejected at a time, from 0 to 1.
         clock: returns monotonic seconds.
 
     Raises:
@@ -384,12 +385,16 @@ class Ejection:
         *,
         seconds: float = 5.0,
         longest: float = 60.0,
+        share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 < seconds <= longest < math.inf:
             raise ConfigurationError(f"seconds={seconds!r} must be over 0 and up to {longest!r}")
+        if not 0 <= share <= 1:
+            raise ConfigurationError(f"share={share!r} must be from 0 to 1")
         self._seconds = seconds
         self._longest = longest
+        self._share = share
         self._clock = clock
         self._lock = threading.Lock()
         self._failing: dict[str, _Failing] = {}  # in the order of their ejection
@@ -408,7 +413,7 @@ class Ejection:
                 for worker, failing in self._failing.items()
                 if worker in workers and failing.until > now
             )
-            return dict(islice(out, len(workers) // 2))
+            return dict(islice(out, int(len(workers) * self._share)))
 
     def is_out(self, worker: str) -> bool:
         """Return whether a worker is to be left alone now, even if no other is there. O(1)."""

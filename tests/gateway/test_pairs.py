@@ -24,7 +24,7 @@ from kvindex.gateway.calls import (
 )
 from kvindex.gateway.pairs import params_of, single_token, unfit
 from kvindex.gateway.routing import NoRankError
-from kvindex.routing import Capacity, Load
+from kvindex.routing import Capacity, Ejection, Load
 from tests.gateway.fronts import STREAM, Engine, Fronted, Hang, fronted
 from tests.gateway.lives import DONE, JSON, ROLE, USAGE_FIELDS, WHOLE, event
 from tests.gateway.test_models import Fleet, report
@@ -486,7 +486,7 @@ async def test_a_p_that_would_not_answer_is_left_alone_even_if_it_is_the_only_on
     fleet = fleet_of("aprefill", "bdecode", **limits)
     assert await prefiller(fleet) == "a"
     if why == "ejected":
-        fleet.routing.ejection.failed("a", is_down=True)
+        fleet.routing.prefill_ejection.failed("a", is_down=True)
     elif why == "drained":
         fleet.routing.drain("a")
     elif why == "full":
@@ -495,6 +495,29 @@ async def test_a_p_that_would_not_answer_is_left_alone_even_if_it_is_the_only_on
         fields = {"is_silent": True} if why == "silent" else {"away": "asleep"}
         fleet.set(a=report("a", "m", role="prefill", **fields), b=report("b", "m", role="decode"))
     assert await prefiller(fleet) == ""
+
+
+async def test_ps_that_fail_leave_ds_that_fail_ejected() -> None:
+    fleet = fleet_of("aprefill", "bdecode", "cdecode", filters=[ejection := Ejection()])
+    fleet.routing.ejection = ejection
+    place = fleet.routing.reserve_prefill(
+        "m", PROMPT, exclude=[], prompt_tokens=len(PROMPT), salt=None, request_id="p"
+    )
+    assert place is not None
+    place.failed("refused")
+    place.cancel()
+    decoder = await fleet.reserve()
+    decoder.failed("refused")
+    left = {(await fleet.reserve()).rank.worker for _ in range(4)}
+    assert left == {"b", "c"} - {decoder.rank.worker}
+    assert set(fleet.routing.ejected()["ejected"]) == {"a", decoder.rank.worker}
+    assert fleet.routing.statistics()["ejections"] == 2
+
+
+async def test_a_d_that_serves_for_want_of_others_is_not_told_as_left_out() -> None:
+    fleet = fleet_of("aprefill", "bdecode")
+    (await fleet.reserve()).failed("refused")
+    assert not fleet.routing.ejected()["ejected"]
 
 
 async def test_a_rank_that_has_seen_a_prompts_media_lacks_little_of_it() -> None:

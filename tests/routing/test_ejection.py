@@ -137,6 +137,12 @@ def test_seconds_that_cannot_work_are_refused(seconds: float) -> None:
         Ejection(seconds=seconds)
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_that_cannot_be_one_is_refused(share: float) -> None:
+    with pytest.raises(ConfigurationError, match="share"):
+        Ejection(share=share)
+
+
 def test_a_worker_that_begins_to_answer_and_breaks_off_each_time_stays_out() -> None:
     fleet = Fleet()
     for _ in range(3):
