@@ -694,9 +694,7 @@ class Reservation:
         """Report that the engine failed the request."""
         if reason == "no_descriptor":  # it is this process that lacks them
             return
-        self._ejection.failed(
-            self.rank.worker, self._sent, is_down=reason in _DOWN, reason=reason
-        )
+        self._ejection.failed(self.rank.worker, self._sent, is_down=reason in _DOWN, reason=reason)
 
     def answered(self) -> None:
         """Report that the engine has answered the request, or refuses it for what it asks."""
