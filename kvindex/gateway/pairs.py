@@ -155,8 +155,9 @@ class Pairs:
             )
         except UpstreamError as error:
             reason = error.reason
-        except BaseException:  # the client has left; the end of the connection has P stop
-            prefill.reason = "left"
+        except BaseException as error:
+            # The end of the connection has P stop.
+            prefill.reason = "left" if isinstance(error, asyncio.CancelledError) else "failed"
             place.cancel()
             raise
         else:

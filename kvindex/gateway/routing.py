@@ -468,13 +468,12 @@ class Routing:
 
         Arguments as for `reserve`; it waits for nothing, and tries no engine that was ejected.
         """
-        served, is_out = self._models.find(model), self.prefill_ejection.is_out
-        ranks = [rank for rank in served.prefillers if not is_out(rank.worker)]
-        if not ranks:
-            return None
+        is_out = self.prefill_ejection.is_out
         try:
-            booking = _book(served, token_ids, ranks, exclude, None, **options)
-        except NoRankError:
+            served = self._models.find(model)
+            ranks = [rank for rank in served.prefillers if not is_out(rank.worker)]
+            booking = _book(served, token_ids, ranks, exclude, None, **options) if ranks else None
+        except (UnknownModelError, NoRankError):  # it may have been unloaded just now
             return None
         serving = None if booking is None else served.serving(booking.rank)
         if booking is None or serving is None:

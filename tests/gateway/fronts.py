@@ -41,7 +41,7 @@ class Engine:
         status: of the answer.
         pieces: of its body; a Hang waits, a str breaks off for this reason.
         headers: of the answer.
-        fails: the reason for which there is no head; a Hang waits for it.
+        fails: the reason for which there is no head; a Hang waits for it, an exception is a bug.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Engine:
         pieces: Sequence[bytes | Hang | str] = STREAM,
         status: int = 200,
         headers: Sequence[tuple[bytes, bytes]] = HEAD,
-        fails: str | Hang | None = None,
+        fails: str | Hang | Exception | None = None,
     ) -> None:
         self.pieces, self.status, self.headers, self.fails = pieces, status, headers, fails
 
@@ -201,6 +201,8 @@ class Scripted:
         engine = self.engines.pop(0)
         if isinstance(engine.fails, Hang):
             await engine.fails.wait()
+        if isinstance(engine.fails, Exception):
+            raise engine.fails
         if isinstance(engine.fails, str):
             raise UpstreamError("no answer", reason=engine.fails)
         return engine.status, b"".join(piece for piece in engine.pieces if isinstance(piece, bytes))

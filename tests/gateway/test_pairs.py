@@ -354,6 +354,14 @@ async def test_a_client_that_leaves_ends_ps_work() -> None:
         assert served.access.statistics()["prefills"] == {"left": 1}
 
 
+async def test_a_bug_while_p_is_asked_is_no_client_that_has_left() -> None:
+    async with apart(Engine(fails=ValueError("a bug"))) as served:
+        assert (await served.ask())[0] == 500
+        await served.ended()
+        assert sorted(served.scripted.log[-2:]) == [("cancel", D), ("cancel", P)]
+        assert served.access.statistics()["prefills"] == {"failed": 1}
+
+
 async def test_a_client_that_leaves_between_the_phases_leaves_d_to_fetch_what_p_keeps() -> None:
     hang = Hang()
     async with apart(prefills(), Engine(fails=hang)) as served:
@@ -470,6 +478,12 @@ async def test_engines_with_roles_change_them_and_those_without_serve_all() -> N
     assert (await fleet.reserve()).rank == Rank("a")
     assert await prefiller(fleet) == ""
     assert fleet.routing.is_ready
+
+
+async def test_a_model_that_was_unloaded_meanwhile_has_no_p() -> None:
+    fleet = fleet_of("aprefill", "bdecode")
+    fleet.set()
+    assert await prefiller(fleet) == ""
 
 
 async def test_the_best_p_is_chosen_by_its_blocks_and_load_and_not_twice_if_it_failed() -> None:
