@@ -35,9 +35,8 @@ class Contexts:
     """The contexts of the sessions that a router has served lately; the board counts them.
 
     No caller names sessions: a prompt goes on with a context if it has the same tokens at the last
-    mark of that. A context counts from its second request on, until `CONTEXT_LIFE` after its last;
-    nobody says when a session ends. Prompts below 2,560 tokens have no mark: they are soon computed
-    again.
+    mark of that. A context counts for `CONTEXT_LIFE` after its last request; nobody says when a
+    session ends. Prompts below 2,560 tokens have no mark: they are soon computed again.
 
     An interrupt (Ctrl-C) at any moment leaves the board with the tokens of the contexts that are
     there: each step is done as a whole or not at all.
@@ -58,16 +57,15 @@ class Contexts:
             return
         tokens, lora, salt = readable(request.token_ids), request.lora, request.salt
         last = (len(tokens) - _BACK) // _STEP * _STEP
-        newest, goes_on = None, False
+        newest = None
         for end in range(last, max(0, last - _MOST_LOOKS * _STEP), -_STEP):
             mark = (end, lora, salt, tuple(tokens[end - _MARK : end]))
             newest = newest or mark
-            if goes_on := mark in self._open:
+            if mark in self._open:
                 self._forget(mark)
                 break
         self._open[newest] = context = Context(rank, now)
-        # What was asked once may never come back, and would only upset the balance of loads.
-        self._hold(context, len(tokens) if goes_on else 0, self._held(rank))
+        self._hold(context, len(tokens), self._held(rank))
         while len(self._open) > MOST_CONTEXTS:
             self._forget(next(iter(self._open)))
             self._dropped += 1
