@@ -252,6 +252,7 @@ class Bookings:
         sent = None
         if request is not None:
             sent = self._predictions.prepare(decision.rank, request, decision.block_size)
+            self._contexts.note(request, decision, now)  # it may raise: before there is a booking
         prediction = None if sent is None else sent[0]
         booking = Booking(self, request_id, decision, prediction, now, now)
         self._open[request_id] = booking  # first, so that all that follows ends with it
@@ -260,8 +261,6 @@ class Bookings:
         self._count(booking, Load(new_tokens, 1, _blocks(booking)), now)
         if sent is not None:
             self._predictions.add(*sent)
-        if request is not None:
-            self._contexts.note(request, decision.rank, now)
         return booking
 
     def get(self, request_id: str) -> Booking:
@@ -272,10 +271,10 @@ class Bookings:
 
     def arrange(self, ranks: Sequence[Rank]) -> None:
         """Follow a change of the ranks: the loads' rows, and what is kept for each of them."""
+        self._contexts.keep(ranks)  # first: of rows that are new, none may be left to release
         self._loads.arrange(ranks)
         self.funnel.keep(ranks)
         self._predictions.keep(ranks)
-        self._contexts.keep(ranks)
 
     def expire(self, now: float) -> None:
         """Release bookings that are due, and end predictions. O(1) if none are due."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Final
 
-from kvindex.index.tokens import readable
+from kvindex.index.tokens import pack_tokens, readable
 from kvindex.routing.fleet import RoutedRequest
 from kvindex.routing.load import LoadBoard
+from kvindex.routing.policies import Decision
 from kvindex.wire.rank import Rank
 
 CONTEXT_LIFE: Final = 300.0
@@ -35,8 +36,9 @@ class Contexts:
     """The contexts of the sessions that a router has served lately; the board counts them.
 
     No caller names sessions: a prompt goes on with a context if it has the same tokens at the last
-    mark of that. A context counts for `CONTEXT_LIFE` after its last request; nobody says when a
-    session ends. Prompts below 2,560 tokens have no mark: they are soon computed again.
+    mark of that. A context counts where its last request was sent, for `CONTEXT_LIFE` after that;
+    nobody says when a session ends. Prompts below 2,560 tokens have no mark: they are soon computed
+    again; nor are sessions told apart that have as little of their own.
 
     An interrupt (Ctrl-C) at any moment leaves the board with the tokens of the contexts that are
     there: each step is done as a whole or not at all.
@@ -44,28 +46,30 @@ class Contexts:
     Thread safety: a router calls it under its lock.
     """
 
-    def __init__(self, loads: LoadBoard, held: Callable[[Rank], int]) -> None:
+    def __init__(self, loads: LoadBoard, blocks: Callable[[Rank], int | None]) -> None:
         self._loads = loads
-        self._held = held  # returns the tokens that a rank holds now
+        self._blocks = blocks  # returns how many a rank holds now; None: it has gone
         # By the last mark of their prompts; the longest without a request first.
         self._open: OrderedDict[Hashable, Context] = OrderedDict()
         self._dropped = 0
 
-    def note(self, request: RoutedRequest, rank: Rank, now: float) -> None:
-        """Note where a prompt is sent. O(1)."""
+    def note(self, request: RoutedRequest, decision: Decision, now: float) -> None:
+        """Note where a prompt is sent. O(1); raises TokenError."""
         if len(request.token_ids) < _STEP + _BACK:
             return
         tokens, lora, salt = readable(request.token_ids), request.lora, request.salt
         last = (len(tokens) - _BACK) // _STEP * _STEP
         newest = None
         for end in range(last, max(0, last - _MOST_LOOKS * _STEP), -_STEP):
-            mark = (end, lora, salt, tuple(tokens[end - _MARK : end]))
+            mark = (end, lora, salt, pack_tokens(tokens[end - _MARK : end]))
             newest = newest or mark
             if mark in self._open:
                 self._forget(mark)
                 break
-        self._open[newest] = context = Context(rank, now)
-        self._hold(context, len(tokens), self._held(rank))
+        self._open[newest] = context = Context(decision.rank, now)
+        blocks = self._blocks(decision.rank)
+        held = None if blocks is None else blocks * decision.own_block_size
+        self._hold(context, len(tokens), held)  # of several prompts, the one that is known
         while len(self._open) > MOST_CONTEXTS:
             self._forget(next(iter(self._open)))
             self._dropped += 1

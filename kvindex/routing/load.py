@@ -250,6 +250,8 @@ class LocalLoadBoard(LoadBoard):
             if held_tokens is not None:
                 most = abs(cache[row])
                 is_known = cache[row] > 0.0 or held_tokens < most
+                if held_tokens < most / 2:  # cleared, or started anew: perhaps with another size
+                    most, is_known = 0.0, False
                 most = max(most, held_tokens)
                 cache[row] = most if is_known else -most
             contexts[row] += context_tokens  # last, and without a call: all of it or nothing

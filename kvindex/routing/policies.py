@@ -87,8 +87,9 @@ class Weights(NamedTuple):
     missing  = prompt tokens - credited
     price    = new + backlog × least queued tokens / prompt tokens
                    + churn × max(0, tokens given lately / their mean over ranks - 1)
+    overflow = max(0, min(missing, missing + min(contexts, cache) - full × cache))
     cost     = max(0, queued × queued tokens + price × missing) + request × open requests
-                   + keep × max(0, min(contexts, cache) + prompt tokens - full × cache)
+                   + keep × overflow
     ```
 
     Attributes:
@@ -102,9 +103,9 @@ class Weights(NamedTuple):
             They are 0 unless every rank has a backlog; then hits shorten it.
         churn: how much more a missing token costs on a rank that was given more tokens to prefill
             lately than the mean rank: it would evict the blocks stored there last.
-        keep: of a token that would not fit beside the contexts of sessions that the rank served
-            lately: an idle rank may be full of sessions that pause. Nothing where the size of the
-            cache is not known (`LoadColumns.cache`).
+        keep: of a missing token that does not fit beside the contexts of the rank's sessions: an
+            idle rank may be full of sessions that pause. Nothing where the size of the cache is not
+            known (`LoadColumns.cache`).
         full: the part of a cache into which they should fit.
     """
 
@@ -151,13 +152,13 @@ def choose_in_python(
         credited = weights.device * device + weights.host * (host - device)
         credited += weights.storage * (tokens - host)
         churned = weights.churn * max(0.0, loads.given[row] / mean - 1.0) if mean > 0.0 else 0.0
-        missing = (price + churned) * (prompt_tokens - credited)
+        missing = prompt_tokens - credited
         # Credits above 1 may make it negative; a rank cannot owe time.
-        work = max(0.0, weights.queued * loads.queued[row] + missing)
+        work = max(0.0, weights.queued * loads.queued[row] + (price + churned) * missing)
         cost = work + weights.request * loads.open[row]
         if (cache := loads.cache[row]) > 0.0:
-            full = min(loads.contexts[row], cache) + prompt_tokens
-            cost += weights.keep * max(0.0, full - weights.full * cache)
+            over = missing + min(loads.contexts[row], cache) - weights.full * cache
+            cost += weights.keep * max(0.0, min(missing, over))
         costs[row] = cost if cost < math.inf else math.inf
         order[row] = (costs[row], loads.given[row] if loads.given[row] < math.inf else math.inf)
         attainable = max(attainable, tokens)
@@ -311,6 +312,11 @@ class Decision:
     def block_size(self) -> int:
         """Tokens per block, in which the load is counted."""
         return self._candidates.block_size
+
+    @property
+    def own_block_size(self) -> int:
+        """Tokens per block of the rank itself; 0 if it has stored none."""
+        return self._candidates.hits.block_size[self._choice.row]
 
     @property
     def attainable(self) -> int:

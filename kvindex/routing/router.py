@@ -53,8 +53,8 @@ class Router:
     requests of one moment to one rank.
 
     The default policy, "kvindex", chooses the rank with the least sum of three times the tokens to
-    prefill, those that wait for prefill there, 512 for each open request, and 0.3 times the tokens
-    that would not fit beside the contexts that the rank should keep (see `Weights`).
+    prefill, those that wait for prefill there, 512 for each open request, and 0.3 times
+    the tokens that do not fit beside the contexts that the rank should keep (see `Weights`).
 
     A rank that is not live counts as one that holds nothing; it may still be chosen (see
     `OnlyLive`). One whose publisher is not connected is chosen only if there is no other: its
@@ -144,7 +144,7 @@ class Router:
         self._lock = threading.RLock()
         self._clock = clock
         self._loads.attach(self._lock, clock)
-        self._contexts = Contexts(self._loads, self._held)
+        self._contexts = Contexts(self._loads, self._blocks)
         self._bookings = Bookings(
             self._loads, self._predictions, self._contexts, self._lock, clock, expires_after
         )
@@ -311,12 +311,12 @@ class Router:
             self._random(),
         )
 
-    def _held(self, rank: Rank) -> int:
-        """Return the tokens that a rank holds."""
+    def _blocks(self, rank: Rank) -> int | None:
+        """Return how many blocks a rank holds; None if it has gone."""
         try:
-            return len(look(self._source).index.tree(rank)) * self._block_size
-        except UnknownRankError:  # it has gone just now
-            return 0
+            return len(look(self._source).index.tree(rank))
+        except UnknownRankError:
+            return None
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -392,12 +392,13 @@ class Router:
         `load`: of a board that shares its load, see `SharedLoad.statistics`, else empty;
         `prefill_rate`: tokens per second; `funnel`: see `Funnel.statistics`; `predictions`: see
         `Predictions.statistics`; `contexts`: see `Contexts.statistics`; `ranks`: for each its load,
-        its `funnel`, and `suspicion`: why its answers go wrong, or "".
+        the `context_tokens` that it should keep, the `cache_tokens` that it has room for (None if
+        not known), its `funnel`, and `suspicion`: why its answers go wrong, or "".
         """
         with self._lock:
             fleet, now = self._refresh(look(self._source))
             funnel = self._bookings.funnel
-            contexts = self._loads.columns(now).contexts
+            columns = self._loads.columns(now)
             return {
                 "model": self.model,
                 "policy": self.policy.name,
@@ -413,7 +414,8 @@ class Router:
                 "ranks": {
                     str(rank): {
                         **self._loads.load(rank, now)._asdict(),
-                        "context_tokens": int(contexts[row]),
+                        "context_tokens": int(columns.contexts[row]),
+                        "cache_tokens": int(cache) if (cache := columns.cache[row]) > 0.0 else None,
                         "drained": rank in self._eligible.drained,
                         "funnel": funnel.statistics(rank),
                         "suspicion": funnel.suspicion(rank),

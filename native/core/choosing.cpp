@@ -95,17 +95,20 @@ class Choosing {
 
   double cost(size_t row) const {
     const double waiting = weights_.queued * columns_.queued[row];
-    const double work = std::max(0.0, waiting + price(row) * (prompt_ - credited(row)));
-    const double cost = work + weights_.request * columns_.open[row] + weights_.keep * overflow(row);
+    const double missing = prompt_ - credited(row);
+    const double work = std::max(0.0, waiting + price(row) * missing);
+    const double cost =
+        work + weights_.request * columns_.open[row] + weights_.keep * overflow(row, missing);
     return std::isnan(cost) ? kInfinite : cost;
   }
 
-  // The tokens that would not fit beside the contexts that the rank should keep.
-  double overflow(size_t row) const {
+  // The missing tokens that would not fit beside the contexts that the rank should keep.
+  double overflow(size_t row, double missing) const {
     const double cache = columns_.cache[row];
     if (!(cache > 0.0)) return 0.0;
-    const double full = std::min(columns_.contexts[row], cache) + prompt_;
-    return std::max(0.0, full - weights_.full * cache);
+    const double over =
+        missing + std::min(columns_.contexts[row], cache) - weights_.full * cache;
+    return std::max(0.0, std::min(missing, over));
   }
 
   double given(size_t row) const {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvindex import BlockRemoved, BlockStored, EventBatch, Rank
-from kvindex.routing import Router, contexts
+from kvindex import BlockRemoved, BlockStored, EventBatch, Index, Rank, TokenError
+from kvindex.routing import LocalLoadBoard, Router, contexts
 from kvindex.routing.contexts import CONTEXT_LIFE
+from kvindex.routing.shared_load import SharedBoard
 from tests.examples import examples
 from tests.routing.fleet import A, B, C, Clock, fleet
 
@@ -148,30 +150,80 @@ def test_contexts_are_bounded_and_the_oldest_is_dropped(monkeypatch: pytest.Monk
     assert kept(router) == {"a/0": 300}
 
 
-def test_the_contexts_of_a_rank_end_with_it() -> None:
-    index = fleet("ab")
-    router = Router(index)
+def test_a_token_that_is_none_is_refused_and_nothing_is_booked() -> None:
+    router = Router(fleet("a"))
+    strange: list[Any] = [*range(70), [1, 2], *range(30)]
+    with pytest.raises(TokenError):
+        router.reserve(strange)
+    assert router.statistics()["bookings"]["open"] == 0
+
+
+@pytest.mark.parametrize("board", [LocalLoadBoard, SharedBoard])
+def test_the_contexts_of_a_rank_end_with_it(board: Callable[[], LocalLoadBoard]) -> None:
+    index, clock = fleet("ab"), Clock()
+    router = Router(index, clock=clock, loads=board())
     router.reserve(range(100), ranks="a").finish()
     router.reserve([7] * 100, ranks="b").finish()
     index.remove(A)
     assert kept(router) == {"b/0": 100}
+    assert router.statistics()["contexts"]["open"] == 1
     index.add(A)
+    index.add(C)
     assert kept(router) == {"b/0": 100}
+    clock.now += CONTEXT_LIFE
+    assert kept(router) == {}
 
 
-def test_an_idle_rank_that_is_full_of_paused_sessions_costs_more() -> None:
-    index = fleet("ab")
-    for number, rank in enumerate((A, B)):
-        stored = BlockStored(
-            block_hashes=[*range(1_000 * number, 1_000 * number + 64)],
-            token_ids=[10**6 + number] * 1_024,
-            block_size=16,
-        )
-        index.apply(rank, EventBatch(ts=0.0, events=[stored]))
+def fill(index: Index, rank: Rank, blocks: int, first: int = 0) -> None:
+    """Have a rank hold so many blocks more, of what nobody asks for."""
+    hashes = [10**6 * ord(rank.worker[0]) + first + block for block in range(blocks)]
+    tokens = [hashes[0]] * 16 * blocks
+    stored = BlockStored(block_hashes=[*hashes], token_ids=tokens, block_size=16)
+    index.apply(rank, EventBatch(ts=0.0, events=[stored]))
+
+
+def evict(index: Index, rank: Rank) -> None:
+    """Have a rank evict the first of these blocks."""
+    removed = BlockRemoved(block_hashes=[10**6 * ord(rank.worker[0])])
+    index.apply(rank, EventBatch(ts=0.0, events=[removed]))
+
+
+def test_the_size_of_a_cache_is_known_once_it_evicts_until_it_is_cleared() -> None:
+    index = fleet("a")
     router = Router(index)
-    for number in range(9):  # 900 tokens of sessions, in a cache of 1,024
+
+    def cache() -> int | None:
+        router.reserve(range(100), ranks="a").finish()
+        size: int | None = router.statistics()["ranks"]["a/0"]["cache_tokens"]
+        return size
+
+    fill(index, A, 60)
+    assert cache() is None
+    fill(index, A, 40, first=60)
+    assert cache() is None
+    evict(index, A)
+    assert cache() == 1_600
+    index.add(B)  # the rows are made anew
+    fill(index, A, 10, first=100)
+    assert cache() == 109 * 16
+    index.tree(A).clear()
+    fill(index, A, 10)
+    assert cache() is None
+    evict(index, A)
+    assert cache() == 10 * 16
+
+
+@pytest.mark.parametrize("board", [LocalLoadBoard, SharedBoard])
+def test_an_idle_rank_that_is_full_of_paused_sessions_costs_more(
+    board: Callable[[], LocalLoadBoard],
+) -> None:
+    index = fleet("ab")
+    router = Router(index, loads=board())
+    for rank in (A, B):
+        fill(index, rank, 64)
+    for number in range(8):  # 800 tokens of sessions, in a cache of 1,024
         router.reserve([number] * 100, ranks="a").finish()
-    router.book("b", 800, 800).finish()  # so that both were given as much
+    router.book("b", 700, 700).finish()  # so that both were given as much
     router.reserve([10] * 100, ranks="b").finish()
 
     def costs() -> dict[str, float | None]:
@@ -180,9 +232,8 @@ def test_an_idle_rank_that_is_full_of_paused_sessions_costs_more() -> None:
     # Neither has evicted anything: they may have room for more.
     assert costs() == pytest.approx({"a/0": 300.0, "b/0": 300.0}, abs=0.1)
     for number, rank in enumerate((A, B)):
-        removed = BlockRemoved(block_hashes=[1_000 * number])
-        index.apply(rank, EventBatch(ts=0.0, events=[removed]))
+        evict(index, rank)
         router.reserve([10 * number] * 100, ranks=[rank]).finish()
-    assert kept(router) == {"a/0": 900, "b/0": 100}
-    full = 0.3 * (900 + 100 - 0.8 * 1_024)
-    assert costs() == pytest.approx({"a/0": 300.0 + full, "b/0": 300.0}, abs=0.1)
+    assert kept(router) == {"a/0": 800, "b/0": 100}
+    over = 100 + 800 - 0.8 * 1_024
+    assert costs() == pytest.approx({"a/0": 300.0 + 0.3 * over, "b/0": 300.0}, abs=0.1)
