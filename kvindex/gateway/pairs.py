@@ -29,6 +29,7 @@ LEASE: Final = 30.0
 """Seconds for which P keeps blocks that no D fetches: vLLM's `kv_lease_duration` by default."""
 
 _MOST_ASKED: Final = 2  # engines that one try asks to prefill
+_MOST_SECONDS: Final = 60.0  # for each: one token needs less, and D can do without one that hangs
 _TOLD_SECONDS: Final = 1.0  # for D to accept a request whose client has left
 _LOST: Final = frozenset({"status_500", "error_event", "error_body"})
 # As vLLM 0.32 and 0.33 read them (entrypoints/openai/*/protocol.py, entrypoints/anthropic): what
@@ -99,7 +100,7 @@ class Pairs:
         self._routing = routing
         self._upstream = upstream
         self._local_tokens = local_tokens
-        self._within = head_within
+        self._within = min(head_within, _MOST_SECONDS)
 
     async def prefill(
         self, exchange: Exchange, prompt: Tokens, fields: Headers, request_id: str

@@ -112,6 +112,7 @@ class Scripted:
         self.refusal: Exception | None = None
         self.reserved: list[dict[str, Any]] = []
         self.sent: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
+        self.within: list[float] = []  # seconds for whole answers
         self.wires: list[ScriptedWire] = []
         self.names: Sequence[str] = ("m",)
         self.is_ready = True
@@ -198,6 +199,7 @@ class Scripted:
         self, url: str, path: str, body: bytes, headers: Any, *, within: float
     ) -> tuple[int, bytes]:
         self.sent.append((url, path, body, dict(headers)))
+        self.within.append(within)
         engine = self.engines.pop(0)
         if isinstance(engine.fails, Hang):
             await engine.fails.wait()

@@ -28,7 +28,7 @@ from kvindex.routing import Capacity, Ejection, Load
 from tests.gateway.fronts import STREAM, Engine, Fronted, Hang, fronted
 from tests.gateway.lives import DONE, JSON, ROLE, USAGE_FIELDS, WHOLE, event
 from tests.gateway.test_models import Fleet, report
-from tests.routing.fleet import PROMPT, hold
+from tests.routing.fleet import PROMPT, Clock, hold
 
 pytestmark = pytest.mark.unit
 
@@ -354,6 +354,15 @@ async def test_a_client_that_leaves_ends_ps_work() -> None:
         assert served.access.statistics()["prefills"] == {"left": 1}
 
 
+@pytest.mark.parametrize(("head_within", "within"), [(600.0, 60.0), (30.0, 30.0)])
+async def test_a_p_that_hangs_does_not_cost_the_time_of_a_whole_answer(
+    head_within: float, within: float
+) -> None:
+    async with apart(prefills(), Engine(), head_within=head_within) as served:
+        assert (await served.ask())[0] == 200
+        assert served.scripted.within == [within]
+
+
 async def test_a_bug_while_p_is_asked_is_no_client_that_has_left() -> None:
     async with apart(Engine(fails=ValueError("a bug"))) as served:
         assert (await served.ask())[0] == 500
@@ -557,6 +566,17 @@ async def test_of_what_is_prefilled_only_the_blocks_count_until_they_are_fetched
     assert router.load("a") == Load(0, 0, 11)
     place.finish(0, counts=True)
     assert router.load("a") == Load(0, 0, 0)
+
+
+async def test_the_booking_of_d_does_not_expire_while_p_works() -> None:
+    fleet = fleet_of("aprefill", "bdecode", clock=(clock := Clock()), expires_after=100.0)
+    decoder = await fleet.reserve()
+    decoder.fetch()
+    clock.now += 60.0
+    decoder.fetched()
+    clock.now += 90.0
+    assert fleet.models.routers["m"].load("b").open_requests == 1
+    decoder.cancel()
 
 
 async def test_what_another_rank_prefills_is_no_load_to_wait_for_and_no_hit_of_d() -> None:
