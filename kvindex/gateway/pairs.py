@@ -170,6 +170,8 @@ class Pairs:
                 prefill.done(place, decoder.missing, params, answer)
                 return True
             reason = "no_params" if status == 200 else f"status_{status}"
+        if status == 400:
+            place.is_misnumbered(answer, call.body)
         if 300 <= status < 500 or status == 501:  # it is the request, not the engine
             place.answered()
         else:

@@ -207,6 +207,14 @@ async def test_a_p_that_fails_is_replaced_once(failing: Engine) -> None:
         assert len(set(ids)) == 3
 
 
+async def test_a_p_that_counts_its_ranks_otherwise_is_learnt_of() -> None:
+    refusal = b'{"error": "no such rank"}'
+    async with apart(Engine([refusal], 400, JSON), prefills(), Engine()) as served:
+        assert (await served.ask())[0] == 200
+        await served.ended()
+        assert ("misnumbered", P, refusal) in served.scripted.log
+
+
 @pytest.mark.parametrize("failing", FAILS, ids=map(str, NAMES))
 async def test_after_two_of_them_d_prefills_by_itself(
     failing: Engine, caplog: pytest.LogCaptureFixture
