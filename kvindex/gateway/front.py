@@ -468,7 +468,7 @@ async def makers_of(call: Call, routing: Routing) -> Collection[str] | None:
     before = call.fields.get("previous_response_id") if call.path == RESPONSES else None
     if not isinstance(before, str) or not before:
         return None
-    if len(routing.servings(call.model)) < 2:
+    if sum(serving.role != "prefill" for serving in routing.servings(call.model)) < 2:
         return None  # it knows best what it has
     if (serving := await routing.maker(before)) is None:
         raise _unknown_response(before)

@@ -42,7 +42,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
             out, and no other engine can be asked.
         silent_within: seconds for which an engine may send nothing of an answer that has begun.
         explain_headers: say in each answer which rank served it, how many tokens of the prompt that
-            held, and why it was chosen: x-kvindex-rank, -held and -reason.
+            held, and why it was chosen: x-kvindex-rank, -held and -reason; -prefill, if another one
+            prefilled.
         tenant_header: name of a request header by whose value the metrics count tokens, those of
             256 tenants at most. Clients may send any: let a proxy in front set it.
         tokens_within: seconds that a request may wait for its tokens.

@@ -22,6 +22,7 @@ from kvindex.gateway.calls import (
     RESPONSES,
     read_call,
 )
+from kvindex.gateway.front import makers_of
 from kvindex.gateway.pairs import params_of, single_token, unfit
 from kvindex.gateway.routing import NoRankError
 from kvindex.routing import Capacity, Ejection, Load
@@ -105,7 +106,7 @@ def test_what_a_client_that_is_not_trusted_says_of_kv_does_not_keep_p_away() -> 
     "answer",
     [
         *(b"", b"[]", b"{}", b"[" * 9999, b'{"kv_transfer_params": null}'),
-        *(b'{"kv_transfer_params": {}}', b'{"kv_transfer_params": []}'),
+        *(b'{"kv_transfer_params": { }}', b'{"kv_transfer_params": []}'),
         b'{"kv_transfer_params": "\xff"}',
     ],
 )
@@ -501,6 +502,13 @@ async def test_a_model_that_was_unloaded_meanwhile_has_no_p() -> None:
     fleet = fleet_of("aprefill", "bdecode")
     fleet.set()
     assert await prefiller(fleet) == ""
+
+
+async def test_the_only_engine_that_answers_knows_best_which_responses_it_has() -> None:
+    body = b'{"model": "m", "input": "a", "previous_response_id": "resp_1"}'
+    assert (
+        await makers_of(read_call(RESPONSES, body), fleet_of("aprefill", "bdecode").routing) is None
+    )
 
 
 async def test_the_best_p_is_chosen_by_its_blocks_and_load_and_not_twice_if_it_failed() -> None:
