@@ -21,7 +21,7 @@ from kvindex.service.http import Headers
 from kvindex.wire.errors import UNREADABLE
 
 if TYPE_CHECKING:
-    from kvindex.gateway.request_life import Exchange
+    from kvindex.gateway.request_life import EngineAnswer, Exchange
     from kvindex.gateway.routing import Reservation, Routing
     from kvindex.gateway.tokens import Tokens
 
@@ -79,6 +79,13 @@ class Prefill:
             self._lease.cancel()
             self._lease = None
             self.reservation.finish(self._cached, counts=True)
+
+    def close(self, answer: EngineAnswer) -> None:
+        """Close D's answer whose client has left, but not before D has P free its blocks."""
+        if self.reservation is None:
+            answer.close()
+        else:
+            asyncio.get_running_loop().call_later(_TOLD_SECONDS, answer.close)
 
     def loss(self, reason: str) -> Failure | None:
         """Return P's failure if D's says that the blocks did not arrive: P may have died."""

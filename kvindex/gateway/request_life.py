@@ -442,7 +442,10 @@ class Exchange:
         """Close the engine's answer, then end the reservations: the ranks are free from then on."""
         if self._is_open and self.answer is not None:
             self._is_open = False
-            self.answer.close()
+            if self.end is End.LEFT and self.first_token is None and self.prefill is not None:
+                self.prefill.close(self.answer)
+            else:
+                self.answer.close()
         if self._is_booked and self.reservation is not None:
             self._is_booked = False
             if is_whole:

@@ -392,6 +392,18 @@ async def test_a_client_that_leaves_between_the_phases_leaves_d_to_fetch_what_p_
         await served.until(lambda: ("unsent",) in served.scripted.log)  # but not without an end
 
 
+async def test_a_client_that_leaves_just_after_ds_head_leaves_d_to_fetch_what_p_keeps() -> None:
+    hang = Hang()
+    async with apart(prefills(), Engine([ROLE, hang])) as served:
+        client = await served.begin()
+        await hang.begun.wait()
+        client.writer.close()
+        await served.ended()
+        assert served.scripted.log[-2:] == [("cancel", D), ("finish", P, 7)]
+        assert ("close",) not in served.scripted.log
+        await served.until(lambda: ("close",) in served.scripted.log)  # but not without an end
+
+
 async def test_what_d_answers_to_nobody_is_closed() -> None:
     hang, answering = Hang(), Engine([ROLE, Hang()])
     async with apart(prefills(), answering) as served:
