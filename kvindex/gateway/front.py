@@ -40,11 +40,12 @@ from kvindex.gateway.calls import (
 )
 from kvindex.gateway.pairs import Pairs
 from kvindex.gateway.request_life import End, Exchange, Stage
-from kvindex.gateway.routing import NoRankError, Routing, Serving, ShedError, UnknownModelError
+from kvindex.gateway.routing import NoRankError, Routing, Serving, UnknownModelError
 from kvindex.gateway.settings import MOST_BODY
 from kvindex.gateway.tokens import Tokenizing
 from kvindex.gateway.tracing import TRACE_FIELDS
 from kvindex.gateway.upstream import Answer, Upstream, UpstreamError
+from kvindex.gateway.waiting import ShedError
 from kvindex.service.http import (
     BrokenOffError,
     Headers,

@@ -53,7 +53,7 @@ class Router:
     requests of one moment to one rank.
 
     The default policy, "kvindex", chooses the rank with the least sum of three times the tokens to
-    prefill, those that wait for prefill there, 512 for each open request, and 0.3 times
+    prefill, those that wait for prefill there, 256 for each open request, and 0.3 times
     the tokens that do not fit beside the contexts that the rank should keep (see `Weights`).
 
     A rank that is not live counts as one that holds nothing; it may still be chosen (see

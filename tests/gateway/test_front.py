@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvindex.gateway.routing import NoRankError, ShedError, UnknownModelError
+from kvindex.gateway.routing import NoRankError, UnknownModelError
+from kvindex.gateway.waiting import ShedError
 from tests.gateway.fronts import STREAM, Engine, Hang, body_of, fronted
 from tests.gateway.lives import DONE, HEAD, JSON, ROLE, USAGE, WHOLE, event
 

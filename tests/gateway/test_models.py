@@ -18,10 +18,10 @@ from kvindex.gateway.routing import (
     Reservation,
     Routing,
     Serving,
-    ShedError,
     UnknownModelError,
     pin,
 )
+from kvindex.gateway.waiting import ShedError
 from kvindex.routing import Capacity, Router
 from kvindex.subscribe import PublisherAddress
 from kvindex.subscribe.discovery import EngineReport

@@ -22,8 +22,9 @@ from kvindex import Rank
 from kvindex.gateway.access import Access
 from kvindex.gateway.picker.messages import NOTES
 from kvindex.gateway.picker.stream import BOOKING, Picker
-from kvindex.gateway.routing import NoRankError, ShedError
+from kvindex.gateway.routing import NoRankError
 from kvindex.gateway.tracing import new_tracer
+from kvindex.gateway.waiting import ShedError
 from tests.children import Program
 from tests.gateway.fronts import Engine, Hang, Scripted, fronted
 from tests.gateway.lives import DONE, ROLE, USAGE, event

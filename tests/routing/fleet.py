@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvindex import BlockStored, EventBatch, Index, Rank
-from kvindex.routing import CostPolicy, Load, Router, Weights
+from kvindex.routing import Load, Router
 
 BLOCK = 16
 PROMPT = list(range(10 * BLOCK + 1))
@@ -14,9 +14,6 @@ PROMPT = list(range(10 * BLOCK + 1))
 
 A, B, C = Rank("a"), Rank("b"), Rank("c")
 NOTHING = Load(0, 0, 0)
-
-LIGHT = CostPolicy("light", Weights(new=3.0, request=256.0))
-"""An open request costs less than in the default: as much as a part of this short prompt."""
 
 
 def fleet(holds: Mapping[str, int] | str) -> Index:

@@ -10,7 +10,7 @@ import pytest
 from kvindex import ConfigurationError, Index, Rank, UnknownRankError
 from kvindex.routing import Candidates, Choice, CostPolicy, Load, NoCandidateError, Router, Weights
 from kvindex.wire.quirks import reads_cache
-from tests.routing.fleet import BLOCK, PROMPT, A, B, C, Clock, Followed, fleet, hold, router_of
+from tests.routing.fleet import BLOCK, PROMPT, A, B, C, Followed, fleet, hold, router_of
 
 pytestmark = pytest.mark.unit
 
@@ -25,8 +25,8 @@ def test_the_rank_that_holds_the_prompt_is_chosen() -> None:
 
 
 def test_a_request_whose_engine_reads_no_cache_goes_by_load_alone() -> None:
-    router = router_of({"a": 10, "b": 0}, clock=Clock())
-    router.report("a", queued_tokens=BLOCK)
+    router = router_of({"a": 10, "b": 0})
+    router.reserve(PROMPT[:BLOCK], ranks="a")
     assert router.select(PROMPT).rank == A
     decision = router.reserve(PROMPT, reads_cache=False).decision
     assert (decision.rank, decision.tokens, decision.new_tokens) == (B, 0, len(PROMPT))

@@ -8,19 +8,7 @@ import pytest
 
 from kvindex import ConfigurationError
 from kvindex.routing import Capacity, Ejection, Labels, Router
-from tests.routing.fleet import (
-    BLOCK,
-    LIGHT,
-    PROMPT,
-    A,
-    B,
-    C,
-    Clock,
-    Followed,
-    fleet,
-    hold,
-    router_of,
-)
+from tests.routing.fleet import BLOCK, PROMPT, A, B, C, Clock, Followed, fleet, hold, router_of
 
 pytestmark = pytest.mark.unit
 
@@ -109,7 +97,7 @@ def test_a_drained_rank_is_no_source() -> None:
 
 def _busy(**options: Any) -> Router:
     """b holds the prompt and has much to do; `longest-prefix` would go there in any case."""
-    router = router_of({"a": 0, "b": 10}, min_tokens=BLOCK, seed=1, policy=LIGHT, **options)
+    router = router_of({"a": 0, "b": 10}, min_tokens=BLOCK, seed=1, **options)
     router.book("b", 2_000, 200)
     return router
 

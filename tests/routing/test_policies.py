@@ -70,11 +70,11 @@ def test_every_policy_breaks_ties_by_what_was_given_and_then_by_chance(name: str
 @pytest.mark.parametrize(
     ("policy", "held", "columns", "row"),
     [
-        # The default takes a missing token for three that wait, and an open request for 512.
+        # The default takes a missing token for three that wait, and an open request for 256.
         ("kvindex", [900, 0], {"queued": [2_699, 0]}, 0),
         ("kvindex", [900, 0], {"queued": [2_701, 0]}, 1),
-        ("kvindex", [0, 0], {"queued": [511, 0], "opened": [0, 1]}, 0),
-        ("kvindex", [0, 0], {"queued": [513, 0], "opened": [0, 1]}, 1),
+        ("kvindex", [0, 0], {"queued": [255, 0], "opened": [0, 1]}, 0),
+        ("kvindex", [0, 0], {"queued": [257, 0], "opened": [0, 1]}, 1),
         # It values a hit more while every rank has a backlog, and counts usable ranks only.
         ("kvindex", [900, 0], {"queued": [BACKLOG + 2_701, BACKLOG]}, 0),
         ("kvindex", [900, 0], {"queued": [1.9 * BACKLOG + 2_701, BACKLOG]}, 1),

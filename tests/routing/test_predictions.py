@@ -13,7 +13,6 @@ from kvindex.routing import Router
 from kvindex.wire import text_token
 from tests.routing.fleet import (
     BLOCK,
-    LIGHT,
     NOTHING,
     PROMPT,
     A,
@@ -32,7 +31,7 @@ WHOLE = 10 * BLOCK  # tokens of the prompt's whole blocks
 
 def test_predictions_keep_siblings_together_and_apart_from_held_blocks(clock: Clock) -> None:
     index = fleet("ab")
-    router = Router(index, clock=clock, predict=5.0, policy=LIGHT)
+    router = Router(index, clock=clock, predict=5.0)
     first, sibling = router.reserve(PROMPT), router.reserve(PROMPT)
     assert sibling.rank == first.rank
     assert (sibling.decision.tokens, sibling.decision.predicted_tokens) == (WHOLE, WHOLE)
@@ -49,7 +48,7 @@ def test_predictions_keep_siblings_together_and_apart_from_held_blocks(clock: Cl
 def test_blocks_of_an_engine_that_does_not_read_its_cache_are_predicted_for_those_that_read() -> (
     None
 ):
-    router = router_of("ab", predict=5.0, policy=LIGHT)
+    router = router_of("ab", predict=5.0)
     first = router.reserve(PROMPT, reads_cache=False)
     again = router.select(PROMPT, reads_cache=False)
     assert (again.rank != first.rank, again.tokens, again.predicted_tokens) == (True, 0, 0)

@@ -51,11 +51,11 @@ from kvindex.gateway.routing import (
     Reservation,
     Routing,
     Serving,
-    ShedError,
     UnknownModelError,
     pin,
 )
 from kvindex.gateway.tokens import Tokenizing
+from kvindex.gateway.waiting import ShedError
 from kvindex.service.http import Headers, Reply
 
 _BUFFERED, _DUPLEX = 2, 4  # ProcessingMode.BUFFERED, FULL_DUPLEX_STREAMED
