@@ -249,8 +249,9 @@ def _outcome(requests: Sequence[Request], simulation: Simulation) -> Outcome:
 
 
 def _gap(gaps: Counter[float], share: float) -> float:
-    """Return the ms between two tokens that this share of all tokens do not exceed."""
+    """Return the ms between two tokens that this share of all do not exceed; NaN without any."""
     lengths = sorted(gaps)
     counts = itertools.accumulate(gaps[length] for length in lengths)
     wanted = share * gaps.total()
-    return 1e3 * next(length for length, n in zip(lengths, counts, strict=True) if n >= wanted)
+    reached = (length for length, n in zip(lengths, counts, strict=True) if n >= wanted)
+    return 1e3 * next(reached, math.nan)
