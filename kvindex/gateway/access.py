@@ -110,6 +110,7 @@ class Access:
 
     def _count(self, exchange: Exchange) -> None:
         reservation, usage = exchange.reservation, exchange.usage
+        prefiller, prefill = exchange.prefiller, exchange.prefill
         duration = exchange.ended_at - exchange.began_at
         self._requests[exchange.call.path, exchange.status, str(exchange.end)] += 1
         failures = [*exchange.prefill_failures, *exchange.failures]
@@ -118,14 +119,13 @@ class Access:
         self._whole.add(duration)
         if reservation is not None:
             self._choices[reservation.reason] += 1
-        if exchange.prefill is not None:
-            self._prefills[exchange.prefill.reason] += 1
+        if prefill is not None:
+            self._prefills[prefill.reason] += 1
         if exchange.waited is not None:
             self._waits.add(exchange.waited)
         if exchange.first_token is not None:
             self._firsts.add(exchange.first_token)
         # Only of whole answers are the engine's tokens known, and so comparable with ours.
-        prefiller, prefill = exchange.prefiller, exchange.prefill
         if exchange.end is End.WHOLE and prefiller is not None:
             self._tokens["prompt"] += exchange.prompt_tokens
             self._tokens["output"] += exchange.output_tokens

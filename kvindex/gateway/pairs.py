@@ -87,8 +87,8 @@ class Prefill:
         else:
             asyncio.get_running_loop().call_later(_TOLD_SECONDS, answer.close)
 
-    def loss(self, reason: str) -> Failure | None:
-        """Return P's failure if D's says that the blocks did not arrive: P may have died."""
+    def lost(self, reason: str) -> Failure | None:
+        """Accept D's failure; return P's if the blocks did not arrive: P may have died."""
         if self.reservation is None or reason not in _LOST:
             return None
         self.reason, self.moved = "lost", 0

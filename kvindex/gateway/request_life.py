@@ -401,18 +401,18 @@ class Exchange:
 
     def _note_failure(self, reason: str, now: float) -> None:
         assert self.reservation is not None
-        if not self._is_lost(reason):
+        if not self._note_loss(reason):
             self.failures.append(Failure(self.reservation.rank, reason))
             self.reservation.failed(reason)
         if self.spans is not None:
             self.spans.failed(self, reason, now)
 
-    def _is_lost(self, reason: str) -> bool:
-        """Return whether it is the failure of another engine, whose blocks did not arrive."""
+    def _note_loss(self, reason: str) -> bool:
+        """Note a failure if it is another engine's, whose blocks did not arrive; return whether."""
         # Once there is content, they have arrived.
         if self.prefill is None or (self._events is not None and self._events.has_content):
             return False
-        if (loss := self.prefill.loss(reason)) is not None:
+        if (loss := self.prefill.lost(reason)) is not None:
             # No fault of this engine, which may well compute the prompt by itself.
             self.prefill_failures.append(loss)
             self.alone = "lost"
@@ -423,7 +423,7 @@ class Exchange:
         events = self._events
         assert events is not None
         self.usage = events.usage
-        failed = events.has_failed and not self._is_lost("error_event")
+        failed = events.has_failed and not self._note_loss("error_event")
         if failed and self.reservation is not None:
             self.reservation.failed("error_event")
         if events.error is not None:

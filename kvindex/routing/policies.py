@@ -219,7 +219,7 @@ class RoundRobin:
 
 _WEIGHTS: Final[dict[str, Weights]] = {
     # Ours. A token that is computed again costs its time, and as much twice more: all behind it
-    # wait, and its block evicts others. docs/routing.md lists the alternatives tried.
+    # wait, and its block evicts others. docs/routing-benchmarks.md compares alternatives.
     "kvindex": Weights(new=3.0, request=256.0, backlog=1.0, churn=1.0, keep=0.3),
     "least-queued": Weights(new=0.0, queued=1.0),
     "least-requests": Weights(new=0.0, queued=0.0, request=1.0),
